@@ -76,7 +76,7 @@ class TierFigures(NamedTuple):
     hit_chunks: Annotated[
         int,
         _counter(
-            "counters.hits",
+            "tier.counters.hits",
             "Chunks loaded into the GPU, by the tier their bytes came from; of a load that "
             "failed those before its failure.",
         ),
@@ -92,7 +92,7 @@ class TierFigures(NamedTuple):
     miss_chunks: Annotated[
         int,
         _counter(
-            "counters.misses",
+            "tier.counters.misses",
             "Chunks that requests needed and the tier did not have: those found in a slower "
             "tier, and one per request for the first that no tier had.",
         ),
@@ -100,7 +100,7 @@ class TierFigures(NamedTuple):
     stranded_chunks: Annotated[
         int,
         _counter(
-            "counters.stranded",
+            "tier.counters.stranded",
             "Chunks in the tier that were computed because an earlier chunk was in no tier.",
         ),
     ]
@@ -115,44 +115,46 @@ class TierFigures(NamedTuple):
         int, _counter("skipped_tokens", "Prompt tokens of the chunks whose load was skipped.")
     ]
     stored_chunks: Annotated[
-        int, _counter("counters.stored", "Chunks that became resident in the tier.")
+        int, _counter("tier.counters.stored", "Chunks that became resident in the tier.")
     ]
     evicted_chunks: Annotated[
-        int, _counter("counters.evicted", "Chunks evicted from the tier to make room.")
+        int, _counter("tier.counters.evicted", "Chunks evicted from the tier to make room.")
     ]
     followed_chunks: Annotated[
         int,
         _counter(
-            "counters.followed",
+            "tier.counters.followed",
             "Evicted chunks that kvtier_evict_reuse_gap_seconds follows; a sample in a large "
             "tier.",
         ),
     ]
     promoted_chunks: Annotated[
-        int, _counter("counters.promoted", "Chunks promoted from the tier to stay in RAM.")
+        int, _counter("tier.counters.promoted", "Chunks promoted from the tier to stay in RAM.")
     ]
     demoted_chunks: Annotated[
-        int, _counter("counters.demoted", "Chunks demoted from the tier to a slower one.")
+        int, _counter("tier.counters.demoted", "Chunks demoted from the tier to a slower one.")
     ]
     refused_chunks: Annotated[
         int,
-        _counter("counters.refused", "Chunks refused for lack of room or by the policy."),
+        _counter("tier.counters.refused", "Chunks refused for lack of room or by the policy."),
     ]
     lost_chunks: Annotated[
         int,
-        _counter("counters.lost", "Chunks of the tier that failed to reach a slower tier."),
+        _counter(
+            "tier.counters.lost", "Chunks of the tier that failed to reach a slower tier."
+        ),
     ]
     unretained_chunks: Annotated[
         int,
         _counter(
-            "counters.unretained",
+            "tier.counters.unretained",
             "Chunks that a request asked to retain and that left RAM early.",
         ),
     ]
     dropped_chunks: Annotated[
         int,
         _counter(
-            "counters.dropped",
+            "tier.counters.dropped",
             "New chunks dropped because a disk was too slow: not sent to this tier or, for "
             "RAM, refused because chunks that wait for a slower tier filled it.",
         ),
@@ -160,15 +162,16 @@ class TierFigures(NamedTuple):
     corrupt_chunks: Annotated[
         int,
         _counter(
-            "counters.corrupt", "Chunks dropped because their bytes differ from those stored."
+            "tier.counters.corrupt",
+            "Chunks dropped because their bytes differ from those stored.",
         ),
         _failed("corrupt"),
     ]
-    failed_reads: Annotated[int, _failed("read", "counters.read_failed")]
-    failed_writes: Annotated[int, _failed("write", "counters.failed")]
-    failed_loads: Annotated[int, _failed("load", "counters.load_failed")]
-    expired_chunks: Annotated[int, _failed("expired", "counters.expired")]
-    shut_out_chunks: Annotated[int, _failed("refused", "counters.shut_out")]
+    failed_reads: Annotated[int, _failed("read", "tier.counters.read_failed")]
+    failed_writes: Annotated[int, _failed("write", "tier.counters.failed")]
+    failed_loads: Annotated[int, _failed("load", "tier.counters.load_failed")]
+    expired_chunks: Annotated[int, _failed("expired", "tier.counters.expired")]
+    shut_out_chunks: Annotated[int, _failed("refused", "tier.counters.shut_out")]
     read_bytes: Annotated[
         int, _counter("traffic.read_bytes", "Bytes read from the tier by completed transfers.")
     ]
@@ -329,11 +332,6 @@ class _TierSources:
     skipped_tokens: int
     load_seconds_per_gb: float
     recovered: int
-
-    @property
-    def counters(self) -> object:
-        """The manager's counters of the tier."""
-        return self.tier.counters
 
 
 def collect_statistics(  # noqa: PLR0913 - one keyword for each source

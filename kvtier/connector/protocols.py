@@ -1,4 +1,4 @@
-"""The interfaces of the scheduler side: to an engine above it and to a cache below it.
+"""What the scheduler side reads of an engine.
 
 The names are vLLM's, so that vLLM's ``Request``, ``KVCacheBlocks`` and ``KVCacheManager`` fit
 as they are. Another engine brings objects with the same attributes. The scheduler side only
@@ -7,22 +7,16 @@ reads them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
-
-from kvtier.connector.metrics import StatisticsSource
-from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, ResidencyEvent, StorePlan
-from kvtier.manager.hits import Prompt
 
 __all__ = [
     "AllocatedBlocks",
     "Block",
     "BlockTables",
     "BoundaryState",
-    "Cache",
     "EngineRequest",
     "RequestContext",
     "Step",
@@ -146,50 +140,3 @@ class Step(NamedTuple):
     allocated: AbstractSet[int] = frozenset()
     overwritten: AbstractSet[int] = frozenset()
     states: Mapping[str, Sequence[BoundaryState]] = _NO_STATES
-
-
-class Cache(StatisticsSource, Protocol):
-    """A cache that the scheduler side drives.
-
-    :class:`~kvtier.connector.service.CacheService` implements it.
-    """
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether :meth:`end_step` would find nothing to do."""
-
-    def begin_request(self, request: RequestContext) -> None:
-        """Start following a request."""
-
-    def end_request(self, request: RequestContext) -> None:
-        """Forget a request; its loads and stores in flight continue."""
-
-    def lookup(self, req_id: str, prompt: Prompt) -> int | None:
-        """Return how many tokens can be loaded now; None to ask again at the next step."""
-
-    def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin chunks that were hits in this step and return where they are."""
-
-    def complete_load(self, req_id: str) -> None:
-        """End a request's oldest load: chunks that a worker could not load are dropped."""
-
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Give new chunks slots; None if there is no room now."""
-
-    def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Make stored chunks hits if every worker recorded that they are whole."""
-
-    def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
-        """Close a scheduling step."""
-
-    def has_pending_work(self) -> bool:
-        """Return whether the engine must keep stepping while no request runs."""
-
-    def take_events(self) -> list[ResidencyEvent]:
-        """Return residency changes, removals before the stores that use their room."""
-
-    def reset_cache(self) -> bool:
-        """Make everything in every tier a miss; return whether a restart keeps it so."""
-
-    def shutdown(self) -> None:
-        """Close the tiers. Idempotent."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, islice
 from typing import Any
-from weakref import ReferenceType, ref
 
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.protocols import EngineRequest, RequestContext
@@ -43,12 +41,10 @@ class TrackedRequest:
     """
 
     __slots__ = (
-        "__weakref__",
         "_known_hashes",
         "_last_hash",
         "_load_limit",
         "_name_chunk",
-        "due_at",
         "has_blocks",
         "jobs",
         "keys",
@@ -76,7 +72,6 @@ class TrackedRequest:
         self.keys: list[list[ChunkKey]] = [[] for _ in layouts]
         self.offered_tokens = [0] * len(layouts)
         self.next_offer_tokens: float = 0
-        self.due_at: float = math.inf
         self.local_tokens = 0
         self.jobs: set[JobId] = set()
         self.has_blocks = False
@@ -149,27 +144,27 @@ class TrackedRequest:
 class OfferQueue:
     """Requests ordered by when they may complete a chunk.
 
-    Its clock counts tokens: every step advances it by the most tokens that a request computes
-    in it. No request completes a chunk before as many tokens have passed as it still needs, so
-    a step looks only at requests that are due, and one that generates costs nothing until then.
+    Its clock counts tokens: every step advances it by the most tokens that one request computes
+    in it. A request needs at least as many more to complete a chunk as the clock must advance.
+    So a step checks only requests that are due, and generating costs nothing until then.
     """
 
     def __init__(self) -> None:
         self._now = 0
-        self._heap: list[tuple[float, int, ReferenceType[TrackedRequest]]] = []
+        self._heap: list[tuple[float, int, str]] = []
+        self._due: dict[str, tuple[float, int, TrackedRequest]] = {}
+        """Time, serial number and request; a heap entry with another number is stale."""
         self._serials = count()
 
     def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
-        """Look at a request when it may have computed ``wait_tokens`` more."""
-        due_at = self._now + wait_tokens
-        if due_at != tracked.due_at:  # an entry with another time is outdated
-            tracked.due_at = due_at
-            # Weak, so that an idle engine keeps no request that has ended.
-            heappush(self._heap, (due_at, next(self._serials), ref(tracked)))
+        """Check a request once it may have computed ``wait_tokens`` more tokens."""
+        due_at, serial = self._now + wait_tokens, next(self._serials)
+        self._due[tracked.req_id] = (due_at, serial, tracked)
+        heappush(self._heap, (due_at, serial, tracked.req_id))
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Look at a request no more."""
-        tracked.due_at = math.inf
+        """Forget a request."""
+        self._due.pop(tracked.req_id, None)
 
     def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
         """Return and remove the requests that may complete a chunk in a step.
@@ -180,11 +175,11 @@ class OfferQueue:
         self._now += max(scheduled_tokens.values(), default=0)
         due: list[TrackedRequest] = []
         while self._heap and self._heap[0][0] <= self._now:
-            due_at, _, reference = heappop(self._heap)
-            tracked = reference()
-            if tracked is not None and due_at == tracked.due_at:
-                tracked.due_at = math.inf
-                due.append(tracked)
+            _, serial, req_id = heappop(self._heap)
+            entry = self._due.get(req_id)
+            if entry is not None and entry[1] == serial:
+                due.append(entry[2])
+                del self._due[req_id]
         return due
 
 

@@ -2,8 +2,8 @@
 
 An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
 the request got, and sends the step's jobs to the workers. The workers' results come back
-through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives
-(:class:`~kvtier.connector.protocols.Cache`) knows which tier has the bytes.
+through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives knows which
+tier has the bytes.
 
 Calls of one step:
 
@@ -23,22 +23,28 @@ from math import inf
 from typing import Final
 
 from kvtier.connector.figures import EngineStatistics
-from kvtier.connector.groups import SchedulerOptions, build_layouts
+from kvtier.connector.groups import SchedulerOptions, build_layouts, ceil_div
 from kvtier.connector.jobs import JobState, JobTable
-from kvtier.connector.loads import plan_load
-from kvtier.connector.metadata import ConnectorMetadata, SlotSpec, TransferJob, WorkerOutput
+from kvtier.connector.metadata import (
+    BlockSpec,
+    ConnectorMetadata,
+    SlotSpec,
+    TransferJob,
+    WorkerOutput,
+)
 from kvtier.connector.protocols import (
     AllocatedBlocks,
+    Block,
     BlockTables,
     BoundaryState,
-    Cache,
     EngineRequest,
     Step,
 )
 from kvtier.connector.requests import OfferQueue, TrackedRequest
+from kvtier.connector.service import CacheService
 from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.connector.transfers import Transfers
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
 from kvtier.manager import LoadPlan, ResidencyEvent
@@ -74,7 +80,7 @@ class ConnectorScheduler:
 
     tables: BlockTables
 
-    def __init__(self, cache: Cache, options: SchedulerOptions) -> None:
+    def __init__(self, cache: CacheService, options: SchedulerOptions) -> None:
         self._cache = cache
         self._options = options
         self._layouts = build_layouts(options)
@@ -161,14 +167,14 @@ class ConnectorScheduler:
         if num_external_tokens == 0:
             return
         tracked = self._track(request)
-        load = plan_load(tracked, blocks, num_external_tokens)
-        plan = self._cache.prepare_load(load.keys, tracked.req_id)
-        tracked.load_sources = self._sources(load.keys, plan, num_external_tokens)
-        job_id = self._jobs.add_load(tracked, load.keys)
+        keys, targets = _plan_load(tracked, blocks, num_external_tokens)
+        plan = self._cache.prepare_load(keys, tracked.req_id)
+        tracked.load_sources = self._sources(keys, plan, num_external_tokens)
+        job_id = self._jobs.add_load(tracked, keys)
         slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
-        self._load_jobs[job_id] = TransferJob(tracked.req_id, load.blocks, slots)
+        self._load_jobs[job_id] = TransferJob(tracked.req_id, targets, slots)
         if self._options.shares_blocks:
-            self._loading.update(load.keys)
+            self._loading.update(keys)
         loaded_tokens = tracked.local_tokens + num_external_tokens
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
@@ -395,3 +401,48 @@ class ConnectorScheduler:
             tracked.offer_again()  # the cache has dropped what is computed instead
             if self._requests.get(tracked.req_id) is tracked:
                 self._offers.add(tracked)
+
+
+def _plan_load(
+    tracked: TrackedRequest, allocated: AllocatedBlocks, external_tokens: int
+) -> tuple[list[ChunkKey], BlockSpec]:
+    """Return the chunks of ``external_tokens`` tokens after the local ones, and their blocks.
+
+    In each group it begins at the first new block. The blocks before that are hits of the
+    engine's own cache, or outside a sliding window.
+
+    Raises:
+        UnsupportedError: The engine's blocks do not fit the load.
+    """
+    end_tokens = tracked.local_tokens + external_tokens
+    keys: list[ChunkKey] = []
+    block_ids: list[int] = []
+    sizes: list[int] = []
+    firsts: list[int] = []
+    for layout, group_keys in zip(tracked.layouts, tracked.keys, strict=True):
+        tokens_per_block = layout.group.tokens_per_block
+        blocks = allocated.blocks[layout.index]
+        end = ceil_div(end_tokens, tokens_per_block)
+        end_chunk = ceil_div(end_tokens, layout.tokens_per_chunk)
+        if len(blocks) < end or len(group_keys) < end_chunk:
+            raise UnsupportedError(
+                f"request {tracked.req_id}: the engine asks for tokens {tracked.local_tokens} "
+                f"to {end_tokens} of group {layout.index} and has {len(blocks)} blocks of "
+                f"{tokens_per_block} tokens and {len(group_keys)} chunks for it"
+            )
+        first = _first_new(blocks, tracked.local_tokens // tokens_per_block, end)
+        if first < end:
+            keys += group_keys[first // layout.blocks_per_chunk : end_chunk]
+            block_ids += [block.block_id for block in blocks[first:end]]
+        sizes.append(end - first)
+        firsts.append(first)
+    return keys, BlockSpec(tuple(block_ids), tuple(sizes), tuple(firsts))
+
+
+def _first_new(blocks: Sequence[Block], start: int, end: int) -> int:
+    """Return the index of the first block without content, or ``end``."""
+    for number in range(start, end):
+        block = blocks[number]
+        if not block.is_null and block.block_hash is None:
+            return number
+    return end

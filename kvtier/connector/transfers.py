@@ -7,7 +7,8 @@ last one of their type: totals stay exact and memory stays bounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 __all__ = ["Transfers", "transfer_type_of"]
@@ -24,8 +25,12 @@ def transfer_type_of(source: str, destination: str) -> str:
     return f"{source}_to_{destination}"
 
 
+@dataclass(slots=True)
 class Transfers:
-    """Bytes and seconds of each transfer, by type. Not thread-safe.
+    """Transfers by type. Not thread-safe.
+
+    Attributes:
+        by_type: (bytes, seconds) of each transfer.
 
     Example:
         >>> transfers = Transfers()
@@ -34,23 +39,10 @@ class Transfers:
         {'gpu_to_ram': (4096, 0.5)}
     """
 
-    __slots__ = ("_records",)
-
-    def __init__(self) -> None:
-        self._records: dict[str, list[tuple[int, float]]] = {}
+    by_type: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self._records)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Transfers) and self._records == other._records
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def by_type(self) -> Mapping[str, Sequence[tuple[int, float]]]:
-        """(bytes, seconds) of each transfer by its type; read only."""
-        return self._records
+        return bool(self.by_type)
 
     def record(self, source: str, destination: str, *, nbytes: int, seconds: float) -> None:
         """Add one transfer.
@@ -65,24 +57,23 @@ class Transfers:
 
     def add(self, other: Transfers) -> None:
         """Add the transfers of ``other``, which keeps them."""
-        for transfer_type, records in other._records.items():
+        for transfer_type, records in other.by_type.items():
             self._extend(transfer_type, records)
 
     def take(self) -> Transfers:
         """Return the transfers and forget them."""
-        taken = Transfers()
-        taken._records, self._records = self._records, taken._records
-        return taken
+        taken, self.by_type = self.by_type, {}
+        return Transfers(taken)
 
     def totals(self) -> dict[str, tuple[int, float]]:
         """Return the sum of bytes and of seconds by type."""
         return {
             transfer_type: (sum(size for size, _ in records), sum(time for _, time in records))
-            for transfer_type, records in self._records.items()
+            for transfer_type, records in self.by_type.items()
         }
 
     def _extend(self, transfer_type: str, records: Sequence[tuple[int, float]]) -> None:
-        known = self._records.setdefault(transfer_type, [])
+        known = self.by_type.setdefault(transfer_type, [])
         room = _MAX_RECORDS - len(known)
         known += records[:room]
         for nbytes, seconds in records[room:]:

@@ -11,7 +11,6 @@ from kvtier.config import KvtierConfig, LocalStore, TierConfig, resolve_rank_pat
 from kvtier.doctor import _devices, _file, _memory, _mounts, _stores
 from kvtier.doctor._findings import Examination, Finding, Status
 from kvtier.os.limits import huge_page_pool, memory_limits
-from kvtier.transfer import bounce_slots_for
 
 __all__ = ["examine", "examine_existing_stores"]
 
@@ -171,9 +170,7 @@ class _Examiner:
 
     def _examine_memory(self, config: KvtierConfig) -> None:
         machine, ram = self.machine, config.ram
-        piece_nbytes = config.transfer.piece_bytes
-        bounce_nbytes = bounce_slots_for(config, piece_nbytes) * piece_nbytes
-        ram_nbytes = (ram.capacity_bytes + bounce_nbytes) * len(self.engines)
+        ram_nbytes = (ram.capacity_bytes + _bounce_nbytes(config)) * len(self.engines)
 
         def check() -> Iterator[Finding]:
             pool = huge_page_pool(machine.proc)
@@ -187,3 +184,13 @@ class _Examiner:
         self._add("memory", check)
         gpus = machine.count_gpus()
         self._add("memlock", lambda: [_memory.check_locking(ram_nbytes, gpus=gpus)])
+
+
+def _bounce_nbytes(config: KvtierConfig) -> int:
+    """Return the bytes of the bounce buffer between slower tiers."""
+    if len(config.tiers) <= 2:
+        return 0
+    from kvtier.transfer import bounce_slots_for  # noqa: PLC0415 - imports asyncio
+
+    piece_nbytes = config.transfer.piece_bytes
+    return bounce_slots_for(config, piece_nbytes) * piece_nbytes

@@ -1,6 +1,6 @@
-"""Writes the requests of a live engine down, so that a simulator can replay them.
+"""Records the requests of a live engine, for a simulator to replay.
 
-One line for each request, in Mooncake's format, which any simulator reads.
+One line per request, in Mooncake's format, which any simulator reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbered files of one stream, of which the newest few are kept."""
+"""Numbered files of one recording; the newest few are kept."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["NumberedFiles"]
 class NumberedFiles:
     """Files ``stem-000001.jsonl``, ``stem-000002.jsonl``, ... in a directory.
 
-    A process that starts goes on with the next number, so that no recording is overwritten.
-    Several may write into one directory, each files of its own, and none removes what another
-    still writes.
+    A process that starts continues with the next number, so no recording is overwritten.
+    Several processes may write into one directory; none removes a file that another still
+    writes.
 
     Args:
-        directory: Where they go; exists.
-        stem: How their names begin.
+        directory: Their directory, which exists.
+        stem: The start of their names.
         keep: Files to keep; the oldest beyond it are removed.
     """
 
@@ -33,10 +33,10 @@ class NumberedFiles:
         self.size_bytes = 0
 
     def begin(self) -> None:
-        """Close the file at hand, start the next and remove the oldest beyond the limit.
+        """Close the current file, start the next and remove the oldest beyond the limit.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The file cannot be made.
         """
         self.close()
         self._file = self._make()
@@ -45,10 +45,10 @@ class NumberedFiles:
             self._remove_if_idle(self._path(old))
 
     def write(self, line: bytes) -> None:
-        """Append ``line`` to the file at hand, starting the first one if there is none.
+        """Append ``line`` to the current file; start the first one if there is none.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self._file is None:
             self.begin()
@@ -57,19 +57,19 @@ class NumberedFiles:
             self.size_bytes += len(line)
 
     def flush(self) -> None:
-        """Make what was written visible to readers.
+        """Flush buffered lines to the file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file at hand. Idempotent.
+        """Close the current file. Idempotent.
 
         Raises:
-            OSError: What was buffered cannot be written; the file is closed nevertheless.
+            OSError: Buffered lines cannot be written; the file is closed anyway.
         """
         file, self._file = self._file, None
         if file is not None:
@@ -77,11 +77,11 @@ class NumberedFiles:
 
     def _make(self) -> BinaryIO:
         """Make the next file, and lock it for as long as it is open."""
-        # Readable by its owner only, as the store is: a hash says whether a guess is right.
+        # Readable by its owner only, as the store is: hashes allow guesses at prompts.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         while True:
             number = max(self._numbers(), default=0) + 1
-            with contextlib.suppress(FileExistsError):  # another process was as fast
+            with contextlib.suppress(FileExistsError):  # another process made it first
                 file = os.fdopen(os.open(self._path(number), flags, 0o600), "wb")
                 break
         _try_lock(file.fileno())
@@ -89,7 +89,7 @@ class NumberedFiles:
 
     @staticmethod
     def _remove_if_idle(path: Path) -> None:
-        """Remove a file that nobody writes; one that went meanwhile is fine."""
+        """Remove a file that no process writes; ignore a file that is missing."""
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             if _try_lock(file.fileno()):
                 path.unlink()
@@ -98,16 +98,16 @@ class NumberedFiles:
         return self._directory / f"{self._stem}-{number:06}.jsonl"
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the files that are there, ascending."""
+        """Return the numbers of the existing files, ascending."""
         pattern = re.compile(rf"{self._stem}-(\d+)\.jsonl")
         found = (pattern.fullmatch(path.name) for path in self._directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file; return False where another process has it locked.
+    """Lock an open file; return False if another process has locked it.
 
-    Where the file system has no locks, nobody has.
+    A file system without locks counts as locked by no process.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Writes records to files in a thread of its own.
+"""Writes records to files in its own thread.
 
-The scheduler's thread only puts a record on a bounded queue. When the disk does not keep up,
-records are dropped and counted; nobody waits.
+The scheduler's thread only puts a record on a bounded queue. If the disk is too slow, records
+are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STOP: Final = None
 
 @dataclass(frozen=True, slots=True)
 class RecorderStatistics:
-    """What a recorder did.
+    """Counts of a recorder.
 
     Attributes:
         written: Records written.
@@ -41,11 +41,11 @@ class RecorderStatistics:
 
 
 class Recorder:
-    """The recording of one engine. One thread calls it, and another writes.
+    """The recording of one engine. One thread calls it, another writes.
 
     Args:
-        directory: Where the files go; made if its parent exists.
-        options: What to record and how much of it.
+        directory: Directory of the files; made if its parent exists.
+        options: Limits of files and queue.
 
     Raises:
         OSError: The directory cannot be made.
@@ -67,7 +67,7 @@ class Recorder:
         start_thread(self._thread)
 
     def request(self, record: RequestRecord) -> None:
-        """Record a request; never waits."""
+        """Queue a request's record, or count it as dropped; never wait."""
         if not self._closed:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(record)
@@ -79,10 +79,10 @@ class Recorder:
         return RecorderStatistics(self._written, self._refused + self._failed)
 
     def close(self, *, timeout_s: float) -> None:
-        """Write what waits and close the files. Idempotent.
+        """Write queued records and close the files. Idempotent.
 
         Args:
-            timeout_s: Longest wait; what is not written by then is lost.
+            timeout_s: Longest wait; records not written by then are lost.
         """
         if self._closed:
             return
@@ -92,7 +92,10 @@ class Recorder:
             self._waiting.put(_STOP, timeout=timeout_s)
             self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            logger.warning("trace: the disk does not answer; the recording is incomplete")
+            logger.warning(
+                "trace: %s did not answer in time; the recording is incomplete: check the disk",
+                self._directory,
+            )
 
     # -- the writing thread --------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class Recorder:
             self._fail(error)
 
     def _write(self, record: RequestRecord) -> None:
-        """Write ``record``; after the first error nothing more: the disk may be full."""
+        """Write ``record``; after the first error write no more, as the disk may be full."""
         if self._broken:
             self._failed += 1
             return
@@ -126,8 +129,8 @@ class Recorder:
         self._broken = True
         if isinstance(error, OSError):
             logger.error(
-                "trace: cannot write the recording to %s, and it ends here: %s; make room or "
-                "see to the disk before the next start",
+                "trace: cannot write the recording to %s: %s; it ends here; free some space or "
+                "check the disk before the next start",
                 self._directory,
                 error.strerror or error,
             )

@@ -1,8 +1,8 @@
-"""What each request asked for, in Mooncake's format.
+"""The records of requests, in order of arrival and in Mooncake's format.
 
-A line is written when its request is over, for only then is the length of the answer known;
-but a trace is read in the order of arrival. So a request that ends early waits here for those
-that came before it, as long as there are not too many that wait.
+A record is complete when its request ends, because only then the length of the answer is known.
+A trace is read in order of arrival, so the record of a request that ends early waits for those
+of earlier arrivals, while the buffer has room.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier.keys import ChunkKey
 
 __all__ = ["RequestLog", "RequestRecord"]
 
-_MOST_HELD: Final = 4096
+_MAX_HELD: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class RequestRecord:
     """One request.
 
     Attributes:
-        arrival_s: When it came, in seconds from the start of the recording.
+        arrival_s: Arrival, in seconds from the start of the recording.
         prompt: The whole chunks of its prompt, root to leaf.
         answer_chunks: Whole chunks that its answer added.
         chunk_tokens: Tokens of a chunk.
-        session: What it belongs to, if whoever sent it said so.
+        session: Its session, empty if unknown.
     """
 
     arrival_s: float
@@ -66,17 +66,17 @@ class _Open:
 
 
 class RequestLog:
-    """Turns what the engine says about requests into records, in order of arrival.
+    """Turns events of requests into records, in order of arrival.
 
-    Where more than ``most_held`` are remembered, records go out before those of requests that
-    came earlier and are not over: each time the earliest there is, so that only lines which are
-    thousands of requests apart change places.
+    With more than ``max_held`` requests in the buffer, the earliest finished record goes out
+    before those of earlier, unfinished requests. So only lines thousands of requests apart
+    change places.
 
     Args:
         emit: Called with each record.
         chunk_tokens: Tokens of a chunk.
-        most_held: Requests that may be remembered before those that are over stop waiting for
-            an earlier one.
+        max_held: Most requests in the buffer before finished ones stop waiting for earlier
+            ones.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class RequestLog:
         emit: Callable[[RequestRecord], None],
         *,
         chunk_tokens: int,
-        most_held: int = _MOST_HELD,
+        max_held: int = _MAX_HELD,
     ) -> None:
         self._emit = emit
         self._chunk_tokens = chunk_tokens
-        self._most_held = most_held
+        self._max_held = max_held
         self._begun_s: float | None = None
         self._arrivals = 0
-        # Its first item is asked for at every end: a dict would step over all that have left.
+        # Every end reads the first item: a dict would step over all removed ones.
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._over: list[tuple[int, RequestRecord]] = []
-        """A heap: the earliest to have come is first."""
+        """A heap by order of arrival."""
 
     def arrived(self, req_id: str, now: float, session: str = "") -> None:
-        """Note that a request of ``session`` came, ``now`` in seconds on a monotonic clock.
+        """Record the arrival of a request, ``now`` in seconds on a monotonic clock.
 
-        One that had its id, and of which nobody said that it is over, is forgotten.
+        An earlier request with the same id that did not end is forgotten.
         """
         if self._begun_s is None:
             self._begun_s = now
@@ -108,13 +108,13 @@ class RequestLog:
         self._open[req_id] = _Open(self._arrivals, now - self._begun_s, session)
 
     def started(self, req_id: str, prompt: Sequence[ChunkKey]) -> None:
-        """Note a request's chunks before it generates any."""
+        """Record the chunks of a request's prompt."""
         request = self._open.get(req_id)
         if request is not None:
             request.prompt = tuple(prompt)
 
     def ended(self, req_id: str, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request is over.
+        """Record the end of a request.
 
         Args:
             req_id: The request.
@@ -123,7 +123,7 @@ class RequestLog:
         request = self._open.pop(req_id, None)
         if request is None:
             return
-        # One that ended before it was scheduled generated nothing.
+        # A request that ended before it was scheduled generated nothing.
         prompt = request.prompt or tuple(keys)
         if prompt:
             record = RequestRecord(
@@ -137,17 +137,17 @@ class RequestLog:
         self._release()
 
     def close(self) -> None:
-        """Emit the requests that are over, whoever came before them."""
+        """Emit all finished requests."""
         while self._over:
             self._emit_earliest()
 
     def _release(self) -> None:
-        """Emit what nobody is before any more, and what there is no room to hold back."""
+        """Emit records that are final, and the earliest ones when the buffer is full."""
         earliest_open = next(iter(self._open.values()), None)
         while self._over and (
             earliest_open is None
             or self._over[0][0] < earliest_open.number
-            or len(self._open) + len(self._over) > self._most_held
+            or len(self._open) + len(self._over) > self._max_held
         ):
             self._emit_earliest()
 

@@ -1,4 +1,4 @@
-"""A trace against real tiers and real bytes, by an engine that has everything but a model."""
+"""Replays a trace with real tiers and real bytes, on an engine without a model."""
 
 from __future__ import annotations
 

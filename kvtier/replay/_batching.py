@@ -1,10 +1,10 @@
 """Continuous batching over paged memory: which requests compute what in a step.
 
-As in vLLM's scheduler: running requests come first, in order, and take a block when they need
-one; when there is none, the last of them is preempted and begins anew. Then those whose loads
-ended start, in the order in which these were planned. Then requests that wait are looked up and
-get blocks, as long as the step's tokens and the memory last. A prompt is computed in pieces of
-what is left of the step's tokens.
+As in vLLM's scheduler, running requests come first, in order, and take blocks as they need
+them. If none are free, the last running request is preempted and begins again. Then requests
+whose loads ended start, in the order of planning. Then waiting requests are looked up and get
+blocks, while the step's tokens and the memory last. Prompts are computed in pieces of the
+tokens left.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class _Blocks:
 
 @dataclass(slots=True)
 class Batch:
-    """What a step computes.
+    """The work of one step.
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, by request.
-        started: Requests that are in a batch for the first time, or anew with all their blocks.
+        started: Requests that enter the batch, for the first time or after a preemption.
         preempted: Requests that lost their blocks in this step.
-        allocated: Blocks that were given to requests.
+        allocated: Blocks that requests got.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Batch:
     allocated: set[int] = field(default_factory=set)
 
     def step(self) -> Step:
-        """Return what the connector's scheduler side is told of it."""
+        """Return the step as the connector's scheduler side takes it."""
         return Step(
             self.num_scheduled_tokens,
             started=self.started,
@@ -76,15 +76,15 @@ class Batch:
 
 
 class Batcher:
-    """Gives requests blocks and turns.
+    """Allocates blocks and schedules requests.
 
     Args:
-        connector: Says what need not be computed.
+        connector: The connector's scheduler side.
         limits: Bounds.
 
     Attributes:
-        requests: Those that are not over, by name.
-        preemptions: Requests that lost their blocks so far.
+        requests: The requests that are not over, by id.
+        preemptions: Preemptions so far.
     """
 
     def __init__(self, connector: ConnectorScheduler, limits: BatchLimits) -> None:
@@ -104,7 +104,7 @@ class Batcher:
         return (self._limits.blocks - 2) * self._limits.block_tokens
 
     def add(self, request: ReplayRequest) -> None:
-        """Take a request that arrived."""
+        """Add a request that arrived."""
         self.requests[request.request_id] = request
         self._waiting.append(request)
         self._connector.on_new_request(request)
@@ -125,7 +125,7 @@ class Batcher:
         return _Blocks(([_Block(block) for block in blocks],))
 
     def computed(self, batch: Batch, now_s: float) -> None:
-        """Note that a step was computed, as of ``now_s``."""
+        """Record that a step was computed, as of ``now_s``."""
         for req_id, tokens in batch.num_scheduled_tokens.items():
             request = self.requests[req_id]
             request.num_computed_tokens += tokens
@@ -138,7 +138,7 @@ class Batcher:
                 self._finish(request)
 
     def loaded(self, req_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """Note whose loads ended, and which of them did not bring all bytes."""
+        """Record whose loads ended, and which of them were incomplete."""
         lost = set(failed)
         for req_id in req_ids:
             request = self.requests[req_id]
@@ -149,7 +149,7 @@ class Batcher:
                 self._waiting.appendleft(request)
                 continue
             request.phase = Phase.READY
-            # The last token is always computed: its logits are what a prompt is for.
+            # The last token is always computed, for its logits.
             request.num_computed_tokens = min(request.loaded_tokens, request.num_tokens - 1)
 
     @property

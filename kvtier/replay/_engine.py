@@ -1,13 +1,13 @@
-"""The replay's engine: steps in real time, with both halves of the connector and no model.
+"""The replay's engine: steps in real time with both sides of the connector, without a model.
 
-A step has the calls of a real engine in their order. Where the model would compute, blocks are
-filled with what they should hold and the rest of the time it would take is slept, so that the
-tiers' threads have the machine they would have beside a GPU. Every block that was loaded is
-compared, byte for byte, with what was stored under its name.
+A step makes the calls of a real engine in their order. Where a model would compute, the engine
+fills blocks with known bytes and sleeps for the rest of the step, so that the tiers' threads
+have the machine as they would beside a GPU. Every loaded block is compared, byte for byte, with
+what was stored under its name.
 
-What the processor does between two sleeps would overlap with a GPU's work, and a sleep ends a
-little late. So a step begins when the one before it should have ended, unless that is long ago:
-then the machine does not keep up, and time is lost that no step catches up with.
+Work between two sleeps would overlap with a GPU's, and a sleep ends a little late. So a step
+begins when the one before should have ended. If that is long ago the machine does not keep up,
+and the time is lost.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _DRAIN_S = 30.0
 
 
 class WrongBytesError(KvtierError):
-    """A load brought other bytes than were stored."""
+    """A load returned other bytes than were stored."""
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """What the engine did.
+    """Counts of the engine's work.
 
     Attributes:
         steps: Scheduling steps.
         computed_tokens: Tokens computed, generated ones included.
         loaded_tokens: Prompt tokens loaded.
-        loaded_blocks: Blocks loaded, every one compared with what was stored.
-        failed_loads: Loads that did not bring all bytes; their requests were computed.
-        late_s: Seconds by which steps that compute fell behind the missing model.
+        loaded_blocks: Blocks loaded and compared with what was stored.
+        failed_loads: Incomplete loads; their requests were computed.
+        late_s: Seconds by which computing steps exceeded the model's time.
     """
 
     steps: int = 0
@@ -62,12 +62,12 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Both halves of a connector, and what is behind them.
+    """Both sides of a connector, and the cache behind them.
 
     Attributes:
-        cache: The cache, which is told how long steps take.
-        scheduler: The scheduler half, which drives it.
-        worker: The worker half, with the KV memory registered.
+        cache: The cache; it records how long steps take.
+        scheduler: The scheduler side, which drives it.
+        worker: The worker side, with the KV memory registered.
     """
 
     cache: CacheService
@@ -79,14 +79,14 @@ class ReplayEngine:
     """Serves requests at their times.
 
     Args:
-        connector: What it asks and tells.
-        batcher: Decides what is computed.
+        connector: Both sides of the connector.
+        batcher: Decides what each step computes.
         memory: The KV memory.
         block_tokens: Tokens of a block.
-        model: What a step takes.
+        model: The time of a step.
 
     Attributes:
-        counts: What it did so far.
+        counts: Counts so far.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class ReplayEngine:
         """Serve ``requests``, given in order of arrival; return the seconds it took.
 
         Args:
-            requests: The requests; each says in the end when its first token was there.
-            progress: Told how many arrived so far.
+            requests: The requests; each gets its ``first_token_s``.
+            progress: Called with the number of arrived requests.
 
         Raises:
-            WrongBytesError: A load brought other bytes than were stored.
-            KvtierError: Nothing has moved for two minutes.
+            WrongBytesError: A load returned other bytes than were stored.
+            KvtierError: No request progressed for two minutes.
         """
         coming = deque(requests)
         arrived = 0
@@ -146,14 +146,14 @@ class ReplayEngine:
         return time.monotonic() - self._began_s
 
     def _step(self) -> bool:
-        """Run one step; return whether it moved a request."""
+        """Run one step; return whether a request progressed."""
         self._due_s = max(self._due_s, time.monotonic() - _CATCH_UP_S)
         self.counts.steps += 1
         batch = self._batcher.schedule()
         metadata = self._scheduler.build_connector_meta(batch.step())
         self._cache.step_scheduled(prompt_tokens(batch.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
-        # What was loaded is compared within a step's time, before anything is written to it.
+        # Loaded blocks are compared before anything writes to them.
         self._check()
         tokens = self._compute(batch)
         self._due_s += self._model.seconds(tokens)
@@ -164,7 +164,7 @@ class ReplayEngine:
         loaded = self._worker.get_finished()
         output = self._worker.take_output() or WorkerOutput()
         self._scheduler.update_connector_output(output)
-        self._note_loaded(loaded - output.failed_requests)
+        self._record_loaded(loaded - output.failed_requests)
         self.counts.failed_loads += len(output.failed_loads)
         self._batcher.loaded(sorted(loaded, key=int), output.failed_requests)
         self._batcher.computed(batch, self._now_s())
@@ -190,8 +190,8 @@ class ReplayEngine:
         self.counts.computed_tokens += total
         return total
 
-    def _note_loaded(self, req_ids: Iterable[str]) -> None:
-        """Remember which blocks were loaded, to be compared in the next step."""
+    def _record_loaded(self, req_ids: Iterable[str]) -> None:
+        """Record loaded blocks, which the next step compares."""
         for req_id in req_ids:
             request = self._batcher.requests[req_id]
             count = request.loaded_tokens // self._block_tokens
@@ -200,7 +200,7 @@ class ReplayEngine:
             self.counts.loaded_tokens += request.loaded_tokens
 
     def _check(self) -> None:
-        """Compare what was loaded with what was stored.
+        """Compare loaded blocks with what was stored.
 
         Raises:
             WrongBytesError: They differ.
@@ -209,7 +209,7 @@ class ReplayEngine:
             seeds = [request.seed(block) for block in range(len(blocks))]
             if not self._memory.holds(blocks, seeds):
                 raise WrongBytesError(
-                    f"request {request.request_id}: a load brought other bytes than were "
+                    f"request {request.request_id}: a load returned other bytes than were "
                     "stored; this is a bug in kvtier"
                 )
         self._unchecked.clear()

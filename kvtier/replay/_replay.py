@@ -1,4 +1,4 @@
-"""Sets a replay up, runs it, and puts its figures beside the simulator's."""
+"""Sets up a replay, runs it, and compares its figures with the simulator's."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How to replay.
+    """Settings of a replay.
 
     Attributes:
         chunk_bytes: Bytes of one of the trace's chunks.
         gpu_bytes: Bytes of the paged KV memory.
         speedup: By how much arrivals are compressed.
         requests: Requests to replay; None for all.
-        tokens_per_s: Tokens computed per second; None for what keeps the engine busy 70 % of
-            the time without a cache.
+        tokens_per_s: Tokens computed per second; None for a rate that keeps the engine busy
+            70 % of the time without a cache.
         output_tokens: Most tokens a request generates.
         step_tokens: Most tokens of a step.
         step_s: Least time of a step that computes.
         concurrency: Most requests that have blocks or are looked up.
-        speeds: Of the slower tiers, measured, for the prediction.
+        speeds: Measured speeds of the slower tiers, for the prediction.
     """
 
     chunk_bytes: int
@@ -97,19 +97,19 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTraffic:
-    """What one tier moved.
+    """Transfers of one tier.
 
     Attributes:
         name: The tier's name.
         hits: Chunks loaded whose bytes came from it.
-        predicted_hits: The same by the simulator.
+        predicted_hits: The simulator's figure.
         read_bytes: Bytes that left it towards the GPU.
         read_bytes_per_s: Of one transfer, on average; several run at once.
-        written_bytes: Bytes that arrived from the side of the GPU.
+        written_bytes: Bytes that arrived from faster tiers or the GPU.
         write_bytes_per_s: Of one transfer, on average.
         failed_chunks: Chunks whose transfer failed, expired, or did not verify.
-        skipped_chunks: Chunks that were left in it and computed, because loading them was
-            estimated to take longer, or too long.
+        skipped_chunks: Chunks that were computed because loading them was estimated to take
+            longer.
     """
 
     name: str
@@ -125,7 +125,7 @@ class ReplayedTraffic:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay did, and what the simulator says it should have done.
+    """The figures of a replay, and the simulator's prediction.
 
     Attributes:
         trace: The trace's name.
@@ -133,8 +133,8 @@ class ReplayResult:
         skipped_requests: Requests whose prompt does not fit the KV memory.
         refs: Chunk references.
         seconds: From the first arrival to the last token.
-        counts: What the engine did.
-        preemptions: Requests that lost their blocks.
+        counts: Counts of the engine's work.
+        preemptions: Number of preemptions.
         tiers: Fastest first.
         hit_ratio: Chunks loaded, of all references.
         ttft_s: Time to first token: ``p50``, ``p90``, ``p99``.
@@ -154,7 +154,7 @@ class ReplayResult:
     predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
-        """Return how far the prediction is from what happened, as a share of the latter."""
+        """Return the relative errors of the prediction."""
         shares = {
             name: self.predicted.ttft_s[name] / seconds - 1 if seconds else 0.0
             for name, seconds in self.ttft_s.items()
@@ -171,20 +171,20 @@ def replay_trace(
     *,
     progress: Callable[[float], None] = lambda _: None,
 ) -> ReplayResult:
-    """Replay ``trace`` through the ladder that ``config`` describes, with real bytes.
+    """Replay ``trace`` through the tiers of ``config``, with real bytes.
 
-    The stores lie in temporary directories next to those of ``config``, which are not touched,
-    and are gone afterwards.
+    Stores are in temporary directories beside those of ``config``, and are removed afterwards.
 
     Args:
         trace: The trace. Prompts are rounded up to whole chunks.
-        config: The configuration. ``load_path: auto`` is what it is behind kvtier's connector.
-        options: How to replay.
-        progress: Told the share of requests that arrived.
+        config: The configuration. ``load_path: auto`` means the same as behind kvtier's
+            connector.
+        options: Settings.
+        progress: Called with the share of requests that arrived.
 
     Raises:
         ConfigError: The chunk size, the memory and the configuration do not fit together.
-        KvtierError: A tier cannot be opened, or a load brought wrong bytes.
+        KvtierError: A tier cannot be opened, or a load returned wrong bytes.
     """
     config = resolve_load_path(config)
     per_chunk = config.engine.blocks_per_chunk
@@ -236,7 +236,7 @@ def replay_trace(
 
 
 class _Bench:
-    """Everything a replay has open. A context manager."""
+    """The open parts of a replay: memory, tiers, both sides of the connector, the engine."""
 
     def __init__(
         self, trace: Trace, config: KvtierConfig, options: ReplayOptions, model: StepModel
@@ -303,12 +303,12 @@ class _Bench:
 
     @property
     def counts(self) -> ReplayCounts:
-        """What the engine did."""
+        """Counts of the engine's work."""
         return self._engine.counts
 
     @property
     def preemptions(self) -> int:
-        """Requests that lost their blocks."""
+        """Number of preemptions."""
         return self._batcher.preemptions
 
     def serve(self, progress: Callable[[float], None]) -> tuple[list[ReplayRequest], float]:
@@ -403,8 +403,7 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
 def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
     """Yield ``config`` with every tier's directory replaced by an empty one beside it.
 
-    Nothing is recorded, for the recording is a live engine's, and no shadows run: they see the
-    requests of an engine that says what these are made of.
+    Request recording and shadows are off: both are for live engines.
     """
     with contextlib.ExitStack() as stack:
         tiers = []
@@ -427,7 +426,7 @@ def _measure_copies(
 ) -> TierSpeed:
     """Return how fast chunks are copied between RAM slots and blocks, the best of a few times.
 
-    In a region of its own: slots of the real one must not be touched behind the manager's back.
+    It uses a region of its own, because the manager owns the slots of the real one.
     """
     chunks = min(
         max(_CALIBRATION_NBYTES // geometry.slot_nbytes, 1),
@@ -460,7 +459,7 @@ def _measure_copies(
     finally:
         device.close()
     nbytes = chunks * geometry.slot_nbytes
-    # No latency: what an engine waits for is the end of a step, which is modelled.
+    # No latency: an engine waits for the end of a step, which is modelled.
     return TierSpeed(nbytes / load_s, nbytes / store_s, 0.0)
 
 
@@ -470,7 +469,7 @@ def _best_times(
     """Return the shortest times of a load and of a store of ``plan``, in seconds.
 
     Raises:
-        KvtierError: A copy did not end well.
+        KvtierError: A copy failed.
     """
     jobs = itertools.count()
     seconds: dict[str, list[float]] = {"store": [], "load": []}
@@ -482,7 +481,7 @@ def _best_times(
             device.wait({job_id})
             seconds[way].append(time.perf_counter() - began_s)
             if not all(result.is_whole for result in device.poll()) or not device.idle:
-                raise KvtierError(f"a {way} between RAM slots and blocks did not end well")
+                raise KvtierError(f"a {way} between RAM slots and blocks failed")
     return min(seconds["load"]), min(seconds["store"])
 
 

@@ -1,4 +1,4 @@
-"""Requests of a trace as an engine has them."""
+"""A trace's requests, as an engine has them."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ _SEED_MASK = (1 << 62) - 1
 
 
 class Phase(enum.Enum):
-    """Where a request stands."""
+    """Phase of a request."""
 
     WAITING = "waiting"
-    """Without blocks; to be looked up at every step."""
+    """It has no blocks and is looked up at every step."""
     LOADING = "loading"
     """Its blocks are being loaded."""
     READY = "ready"
-    """It has blocks, and a prefix in them, and waits for its turn."""
+    """Its prefix is loaded, and it waits to be scheduled."""
     RUNNING = "running"
-    """Tokens of it are computed at every step."""
+    """Some of its tokens are computed at every step."""
     OVER = "over"
     """It ended."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplayRequest:
-    """A request: what the connector's scheduler side reads, and the engine's own state.
+    """A request: the fields that the connector reads, and the engine's own state.
 
     Attributes:
-        request_id: Its place in the trace.
+        request_id: Its position in the trace.
         arrival_s: When it arrives, in seconds from the start.
         num_prompt_tokens: Length of the prompt.
         output_tokens: Tokens to generate.
         block_hashes: One per block of the prompt; equal prefixes have equal hashes.
-        phase: Where it stands.
+        phase: Its phase.
         blocks: Its blocks.
-        num_computed_tokens: Tokens whose KV is in them.
+        num_computed_tokens: Tokens with KV in its blocks.
         generated: Tokens generated so far.
-        loaded_tokens: Tokens that were loaded and not computed, in the last attempt.
-        first_token_s: When the prompt was computed; negative before.
-        kv_transfer_params: What its client sent along: the session, if the trace names it.
+        loaded_tokens: Tokens that the last load brought.
+        first_token_s: Time of the first token; negative before.
+        kv_transfer_params: The client's hints: the session, if the trace names it.
         skip_reading_prefix_cache: Whether it must not hit.
         shared_prefix_boundary: Tokens it shares with others, as far as the engine knows.
     """
@@ -87,14 +87,14 @@ class ReplayRequest:
         return self.phase is Phase.OVER
 
     def seed(self, block: int) -> int:
-        """Return what says what the request's block number ``block`` holds."""
+        """Return the seed of the bytes in block number ``block`` of the request."""
         if block < len(self.block_hashes):
             return int.from_bytes(self.block_hashes[block][:8], "little") & _SEED_MASK
         return hash((self.request_id, block)) & _SEED_MASK
 
 
 def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
-    """Return ``trace`` with the requests at ``numbers`` alone, in that order."""
+    """Return ``trace`` with only the requests at ``numbers``, in that order."""
     chains = trace.chains()
     picked = with_chains(trace, [chains[number] for number in numbers])
     index = list(numbers)
@@ -144,10 +144,9 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
 
 
 def shorten_sessions(trace: Trace) -> Trace:
-    """Return ``trace`` with names of sessions that a request may have.
+    """Return ``trace`` with session names short enough for a request hint.
 
-    A trace's name has any length, a live request's has not; so both halves of a replay get
-    another name for the same session where it is too long.
+    Replay and prediction then see the same names.
     """
     return replace(trace, sessions=tuple(map(_short, trace.sessions)))
 
@@ -159,10 +158,10 @@ def _short(session: str) -> str:
 
 
 def _params(session: str) -> Mapping[str, Any] | None:
-    """Return what a client sends along that says what its request belongs to."""
+    """Return the request hint that names the session."""
     return {HINTS_KEY: {"session": session}} if session else None
 
 
 def _block_hash(chunk: int, block: int) -> bytes:
-    # A trace's chunk numbers stand for the whole prefix, as an engine's block hashes do.
+    # A trace's chunk number stands for the whole prefix, as an engine's block hash does.
     return hashlib.blake2b(b"%d.%d" % (chunk, block), digest_size=32).digest()

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
@@ -197,7 +197,8 @@ class BytesWorld:
     def _build_engine(self) -> None:
         """Build the scheduler side, and an engine that asks it."""
         draw = self._draw
-        self._scheduler = ConnectorScheduler(OfferLog(self._service, self), self._options)
+        log = cast("CacheService", OfferLog(self._service, self))
+        self._scheduler = ConnectorScheduler(log, self._options)
         self._engine = PagedEngine(
             self._scheduler,
             self._options,

@@ -435,5 +435,5 @@ def test_the_help_loads_the_commands_names_only() -> None:
 def test_a_check_of_kvtier_s_own_policies_loads_no_manager(config: Path) -> None:
     loaded = packages_loaded_by("check", str(config))
     assert "kvtier.config" in loaded
-    heavy = {"torch", "vllm", "kvtier.manager", "kvtier.sim"}
+    heavy = {"asyncio", "torch", "vllm", "kvtier.manager", "kvtier.sim", "kvtier.transfer"}
     assert not heavy & loaded

@@ -104,7 +104,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
     assert writer.statistics() == recorder_module.RecorderStatistics(0, 3)
     (told,) = [each for each in caplog.records if "cannot write the rec" in each.getMessage()]
     assert told.exc_info is None, "a disk that fails is no bug"
-    assert f"recording to {directory}, and it ends here: No such file" in told.getMessage()
+    assert f"recording to {directory}: No such file" in told.getMessage()
 
 
 def test_a_file_that_another_engine_writes_is_not_removed(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_requests_are_written_in_order_of_arrival_whoever_ends_first() -> None:
 
 def test_a_request_that_never_ends_holds_up_a_bounded_number() -> None:
     written: list[RequestRecord] = []
-    log = RequestLog(written.append, chunk_tokens=16, most_held=10)
+    log = RequestLog(written.append, chunk_tokens=16, max_held=10)
     log.arrived("endless", 0.0)
     for number in range(50):
         log.arrived(str(number), float(number))
@@ -211,7 +211,7 @@ def test_a_request_that_never_ends_holds_up_a_bounded_number() -> None:
 
 def test_one_end_among_many_open_requests_is_one_record() -> None:
     written: list[RequestRecord] = []
-    log = RequestLog(written.append, chunk_tokens=16, most_held=10)
+    log = RequestLog(written.append, chunk_tokens=16, max_held=10)
     for number in range(100):
         log.arrived(str(number), float(number))
     log._open = Unscanned(log._open)

@@ -333,7 +333,7 @@ class TestReplay:
             self._tensors[-1][block, -1] ^= 1
 
         monkeypatch.setattr(BlockCopier, "load", load_and_spoil)
-        with pytest.raises(WrongBytesError, match="a load brought other bytes"):
+        with pytest.raises(WrongBytesError, match="a load returned other bytes"):
             run(make_trace([[0, 1], [0, 1]], apart_s=0.2), ladder(tmp_path, ram=8, nvme=16))
         assert not list(tmp_path.iterdir())
 

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
@@ -130,7 +130,7 @@ class ToyEngine:
             groups=[layout.reach for layout in build_layouts(self.options)],
         )
         self.counted = CountedCache(self.cache.service)
-        self.connector = ConnectorScheduler(self.counted, self.options)
+        self.connector = ConnectorScheduler(cast("CacheService", self.counted), self.options)
         self.connector.tables = self
         self.tables: dict[str, list[list[int]]] = {}
         self._scheduled: dict[str, int] = {}
