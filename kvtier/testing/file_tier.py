@@ -1,8 +1,8 @@
-"""A storage tier in two files: a complete one to start from.
+"""A storage tier in two files: a complete example.
 
-``slots`` has the payloads. ``table`` has a row for each slot and is mapped into memory, so that
-:meth:`FileTier.forget` and :meth:`FileTier.touch` block nothing and still outlive a process
-that is killed. Loss of power may tear a row: what it names then fails its checksum.
+``slots`` holds the payloads. ``table`` has a row for each slot and is mapped into memory, so
+that :meth:`FileTier.forget` and :meth:`FileTier.touch` do not block and survive SIGKILL. Loss
+of power may tear a row; its chunk then fails the checksum.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class FileTierConfig(TierConfig):
 
 
 class _Row(NamedTuple):
-    """What the table says of a slot.
+    """A row of the table.
 
     Attributes:
-        written_at: Logical time of the write; 0 for a slot that holds nothing.
+        written_at: Logical time of the write; 0 for an empty slot.
         used_at: Logical time of the last use.
-        checksum: Of key and payload.
+        checksum: Checksum of key and payload.
         key: Key of the chunk.
     """
 
@@ -55,7 +55,7 @@ class _Row(NamedTuple):
 
 
 class FileTier(StorageTier):
-    """Chunks in one file, and what they are in another.
+    """A tier with payloads in one file and a table in another.
 
     The table is read and changed on the event loop's thread. Threads of the pool move payloads.
 
@@ -75,7 +75,7 @@ class FileTier(StorageTier):
         self._pool = context.pool
         self._epoch = 0
         self._closed = False
-        # Another fingerprint or slot size means other bytes, which are another store.
+        # Each fingerprint and slot size has a store of its own.
         namespace = f"{context.fingerprint.namespace()}-{context.slot_nbytes}"
         directory = options.path / namespace
         options.path.mkdir(mode=0o700, exist_ok=True)
@@ -100,7 +100,7 @@ class FileTier(StorageTier):
         return cls(options, context)
 
     def lock(self, directory: Path) -> None:
-        """Keep other engines out, until the file is closed or the process ends."""
+        """Lock out other engines until the file is closed or the process ends."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -186,7 +186,7 @@ class FileTier(StorageTier):
         """Write payloads; blocks.
 
         Returns:
-            Checksums of the first ones, which were written, and why no more were.
+            Checksums of the payloads that were written, and the error that stopped the rest.
         """
         checksums: list[int] = []
         for key, slot, source in zip(keys, slots, sources, strict=True):
@@ -252,7 +252,7 @@ class FileTier(StorageTier):
 
 
 def _open(path: Path, nbytes: int) -> int:
-    """Open the file at ``path``, with room for ``nbytes``."""
+    """Open the file at ``path`` and reserve ``nbytes``."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if nbytes:
         os.posix_fallocate(descriptor, 0, nbytes)

@@ -1,4 +1,4 @@
-"""What every storage tier must do; a backend's tests inherit it.
+"""The contract of storage tiers, as a suite to inherit.
 
 ::
 
@@ -8,8 +8,8 @@
         def section(self, directory):
             return f"path: {directory}"
 
-It needs pytest-asyncio in its auto mode. Tiers are opened on a thread of the pool, so opening
-may block. Two tests fork: a process opens the tier and is killed.
+It needs pytest-asyncio in auto mode. Tiers are opened on a thread of the pool, so opening may
+block. Two tests fork a process that opens the tier and is killed.
 """
 
 # ruff: noqa: D102 - a test is documented by its name
@@ -45,7 +45,7 @@ DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 
 
 class _CountingPool(IoPool):
-    """A pool that counts how often the loop waits for it."""
+    """A pool that counts its batches of calls."""
 
     rounds = 0
 
@@ -56,14 +56,14 @@ class _CountingPool(IoPool):
 
 
 class StorageTierContract(ABC):
-    """The tests. A subclass names its tier and says what its section of a file has.
+    """Inherit as ``TestX``, set :attr:`tier_class` and implement :meth:`section`.
 
     Attributes:
         tier_class: The tier.
-        persistent: Whether what is stored survives closing; where not, such tests are skipped.
-        outlives_process: Whether it survives the end of the process too.
-        slot_nbytes: Slot size the tests use.
-        capacity_slots: Slots the tests use.
+        persistent: Whether chunks survive closing; if not, tests of restarts are skipped.
+        outlives_process: Whether chunks survive the end of the process.
+        slot_nbytes: Slot size of the tests.
+        capacity_slots: Number of slots of the tests.
     """
 
     tier_class: ClassVar[type[StorageTier]]
@@ -73,22 +73,20 @@ class StorageTierContract(ABC):
     capacity_slots: ClassVar[int] = 24
 
     def section(self, directory: Path) -> str:
-        """Return the keys of the tier's section besides ``kind`` and ``capacity``, as YAML.
-
-        One key a line.
+        """Return the tier's section without ``kind`` and ``capacity`` as YAML, one key a line.
 
         Args:
-            directory: Where the tier keeps its files, if it keeps any. It does not exist yet.
+            directory: Directory for the tier's files. It does not exist yet.
         """
         return f"path: {directory}" if "path" in self.tier_class.Options.model_fields else ""
 
     def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
-        """Open the tier; overridden where its class is not all that it takes."""
+        """Open the tier; override it for a tier that needs more than its class."""
         return self.tier_class.open(options, context)
 
     @pytest.fixture
     def directory(self, tmp_path: Path) -> Path:
-        """Where the tier keeps its files."""
+        """The directory of the tier's files."""
         return tmp_path / "store"
 
     @pytest.fixture
@@ -107,7 +105,7 @@ class StorageTierContract(ABC):
 
     @pytest.fixture
     def options(self, directory: Path, request: pytest.FixtureRequest) -> TierConfig:
-        """The tier's section, read as from a file; a test that fails shows it."""
+        """The tier's section, parsed as from a file; a failing test shows it."""
         options = self.tier_class.Options
         kind = options.model_fields["kind"]
         text = (
@@ -119,16 +117,16 @@ class StorageTierContract(ABC):
         return parse_tier(text, options, source=f"{type(self).__name__}.section")
 
     @pytest.fixture
-    async def shelf(
+    async def harness(
         self, options: TierConfig, pool: IoPool, arena: Arena
     ) -> AsyncIterator[AnyHarness]:
         """An open, empty tier."""
-        shelf = self._shelf(options, pool, arena)
-        await shelf.open()
-        yield shelf
-        await shelf.tier.aclose()
+        harness = self._make_harness(options, pool, arena)
+        await harness.open()
+        yield harness
+        await harness.tier.aclose()
 
-    def _shelf(self, options: TierConfig, pool: IoPool, arena: Arena) -> AnyHarness:
+    def _make_harness(self, options: TierConfig, pool: IoPool, arena: Arena) -> AnyHarness:
         context = TierContext(
             slot_nbytes=self.slot_nbytes,
             fingerprint=LayoutFingerprint({"model": "contract"}),
@@ -138,255 +136,244 @@ class StorageTierContract(ABC):
         )
         return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
-    async def restart(self, shelf: AnyHarness) -> list[tuple[ChunkKey, int]]:
+    async def restart(self, harness: AnyHarness) -> list[tuple[ChunkKey, int]]:
         """Reopen the tier, or skip the test if it keeps nothing."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
-        return await shelf.reopen()
+        return await harness.reopen()
 
-    async def test_what_was_written_reads_back_bit_for_bit(self, shelf: AnyHarness) -> None:
+    async def test_what_was_written_reads_back_bit_for_bit(self, harness: AnyHarness) -> None:
         keys, slots = make_keys(range(10)), range(3, 13)
-        assert await shelf.put(keys, slots) == [DONE] * 10
-        assert await shelf.get(keys, slots) == [DONE] * 10
+        assert await harness.put(keys, slots) == [DONE] * 10
+        assert await harness.get(keys, slots) == [DONE] * 10
 
-    async def test_scattered_and_shuffled_batches_read_back(self, shelf: AnyHarness) -> None:
+    async def test_scattered_and_shuffled_batches_read_back(self, harness: AnyHarness) -> None:
         chance = random.Random(7)
         slots = chance.sample(range(self.capacity_slots), 14)
         keys = make_keys(range(14))
-        assert await shelf.put(keys, slots) == [DONE] * 14
+        assert await harness.put(keys, slots) == [DONE] * 14
         order = chance.sample(range(14), 14)
-        got = await shelf.get([keys[n] for n in order], [slots[n] for n in order])
+        got = await harness.get([keys[n] for n in order], [slots[n] for n in order])
         assert got == [DONE] * 14
 
-    async def test_one_slot_may_be_read_twice_in_a_batch(self, shelf: AnyHarness) -> None:
+    async def test_one_slot_may_be_read_twice_in_a_batch(self, harness: AnyHarness) -> None:
         keys = make_keys([1, 2])
-        await shelf.put(keys, [4, 5])
-        assert await shelf.get([*keys, keys[0]], [4, 5, 4]) == [DONE] * 3
+        await harness.put(keys, [4, 5])
+        assert await harness.get([*keys, keys[0]], [4, 5, 4]) == [DONE] * 3
 
-    async def test_an_empty_batch_is_no_work(self, shelf: AnyHarness) -> None:
-        assert await shelf.put([], []) == []
-        assert await shelf.get([], []) == []
+    async def test_an_empty_batch_is_no_work(self, harness: AnyHarness) -> None:
+        assert await harness.put([], []) == []
+        assert await harness.get([], []) == []
 
-    async def test_a_slot_never_written_spoils_no_neighbour(self, shelf: AnyHarness) -> None:
+    async def test_a_slot_never_written_spoils_no_neighbour(self, harness: AnyHarness) -> None:
         keys = make_keys(range(3))
-        await shelf.put([keys[0], keys[2]], [0, 2])
-        assert await shelf.get(keys, [0, 1, 2]) == [DONE, CORRUPT, DONE]
+        await harness.put([keys[0], keys[2]], [0, 2])
+        assert await harness.get(keys, [0, 1, 2]) == [DONE, CORRUPT, DONE]
 
-    async def test_a_slot_read_under_another_key_is_corrupt(self, shelf: AnyHarness) -> None:
+    async def test_a_slot_read_under_another_key_is_corrupt(self, harness: AnyHarness) -> None:
         mine, other = make_keys([1, 2])
-        await shelf.put([mine], [5])
-        assert await shelf.get([other], [5]) == [CORRUPT]
-        assert await shelf.get([mine], [5]) == [DONE]
+        await harness.put([mine], [5])
+        assert await harness.get([other], [5]) == [CORRUPT]
+        assert await harness.get([mine], [5]) == [DONE]
 
-    async def test_overwriting_a_slot_replaces_its_chunk(self, shelf: AnyHarness) -> None:
+    async def test_overwriting_a_slot_replaces_its_chunk(self, harness: AnyHarness) -> None:
         old, new = make_keys([1, 2])
-        await shelf.put([old], [5])
-        await shelf.put([new], [5])
-        assert await shelf.get([old, new], [5, 5]) == [CORRUPT, DONE]
+        await harness.put([old], [5])
+        await harness.put([new], [5])
+        assert await harness.get([old, new], [5, 5]) == [CORRUPT, DONE]
 
-    async def test_a_restart_brings_everything_back(self, shelf: AnyHarness) -> None:
+    async def test_a_restart_brings_everything_back(self, harness: AnyHarness) -> None:
         keys, slots = make_keys(range(9)), [8, 1, 7, 0, 6, 2, 5, 3, 4]
-        await shelf.put(keys, slots)
-        assert await self.restart(shelf) == list(zip(keys, slots, strict=True))
-        assert await shelf.get(keys, slots) == [DONE] * 9
+        await harness.put(keys, slots)
+        assert await self.restart(harness) == list(zip(keys, slots, strict=True))
+        assert await harness.get(keys, slots) == [DONE] * 9
 
-    async def test_an_overwritten_chunk_does_not_come_back(self, shelf: AnyHarness) -> None:
+    async def test_an_overwritten_chunk_does_not_come_back(self, harness: AnyHarness) -> None:
         old, new = make_keys([1, 2])
-        await shelf.put([old], [5])
-        await shelf.put([new], [5])
-        assert await self.restart(shelf) == [(new, 5)]
+        await harness.put([old], [5])
+        await harness.put([new], [5])
+        assert await self.restart(harness) == [(new, 5)]
 
-    async def test_of_two_copies_the_newer_comes_back(self, shelf: AnyHarness) -> None:
+    async def test_of_two_copies_the_newer_comes_back(self, harness: AnyHarness) -> None:
         [key] = make_keys([1])
-        await shelf.put([key], [9])
-        await shelf.put([key], [2])
-        assert await self.restart(shelf) == [(key, 2)]
-        assert await shelf.get([key], [2]) == [DONE]
+        await harness.put([key], [9])
+        await harness.put([key], [2])
+        assert await self.restart(harness) == [(key, 2)]
+        assert await harness.get([key], [2]) == [DONE]
 
     async def test_recovery_starts_with_the_least_recently_used(
-        self, shelf: AnyHarness
+        self, harness: AnyHarness
     ) -> None:
         keys = make_keys(range(4))
-        await shelf.put(keys, range(4))
-        shelf.tier.touch([2, 0])
-        found = await self.restart(shelf)
+        await harness.put(keys, range(4))
+        harness.tier.touch([2, 0])
+        found = await self.restart(harness)
         assert [slot for _, slot in found] == [1, 3, 2, 0]
-        shelf.tier.touch([1])
-        found = await self.restart(shelf)
+        harness.tier.touch([1])
+        found = await self.restart(harness)
         assert [slot for _, slot in found] == [3, 2, 0, 1]
 
-    async def test_a_forgotten_slot_does_not_come_back(self, shelf: AnyHarness) -> None:
+    async def test_a_forgotten_slot_does_not_come_back(self, harness: AnyHarness) -> None:
         keys = make_keys(range(3))
-        await shelf.put(keys, range(3))
-        shelf.tier.forget([1])
-        assert await shelf.get(keys, range(3)) == [DONE, CORRUPT, DONE]
-        assert await self.restart(shelf) == [(keys[0], 0), (keys[2], 2)]
-        assert await shelf.get(keys, range(3)) == [DONE, CORRUPT, DONE]
+        await harness.put(keys, range(3))
+        harness.tier.forget([1])
+        assert await harness.get(keys, range(3)) == [DONE, CORRUPT, DONE]
+        assert await self.restart(harness) == [(keys[0], 0), (keys[2], 2)]
+        assert await harness.get(keys, range(3)) == [DONE, CORRUPT, DONE]
 
-    async def test_a_slot_written_after_forget_comes_back(self, shelf: AnyHarness) -> None:
+    async def test_a_slot_written_after_forget_comes_back(self, harness: AnyHarness) -> None:
         old, new = make_keys([1, 2])
-        await shelf.put([old], [3])
-        shelf.tier.forget([3])
-        await shelf.put([new], [3])
-        assert await self.restart(shelf) == [(new, 3)]
+        await harness.put([old], [3])
+        harness.tier.forget([3])
+        await harness.put([new], [3])
+        assert await self.restart(harness) == [(new, 3)]
 
-    async def test_touching_an_empty_slot_brings_nothing_back(self, shelf: AnyHarness) -> None:
-        shelf.tier.touch([0])
-        assert await self.restart(shelf) == []
+    async def test_touching_an_empty_slot_brings_nothing_back(
+        self, harness: AnyHarness
+    ) -> None:
+        harness.tier.touch([0])
+        assert await self.restart(harness) == []
 
-    async def test_reset_forgets_everything_for_good(self, shelf: AnyHarness) -> None:
+    async def test_reset_forgets_everything_for_good(self, harness: AnyHarness) -> None:
         keys = make_keys(range(4))
-        await shelf.put(keys, range(4))
-        await shelf.tier.reset()
-        assert await shelf.get(keys, range(4)) == [CORRUPT] * 4
-        assert await self.restart(shelf) == []
+        await harness.put(keys, range(4))
+        await harness.tier.reset()
+        assert await harness.get(keys, range(4)) == [CORRUPT] * 4
+        assert await self.restart(harness) == []
 
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
-        self, shelf: AnyHarness
+        self, harness: AnyHarness
     ) -> None:
-        """Whether it does is for the tier to decide: its weights may be gone by then."""
+        """A tier may drop it: the weights may have changed by then."""
         keys = make_keys(range(4))
-        await shelf.put(keys, range(4))
-        await shelf.tier.reset()
-        assert await shelf.put(keys[:1], [3]) == [DONE]
-        assert await shelf.get(keys[:1], [3]) == [DONE]
-        assert await self.restart(shelf) in ([], [(keys[0], 3)])
-        assert await shelf.put(keys[1:2], [3]) == [DONE]
-        assert await self.restart(shelf) == [(keys[1], 3)]
+        await harness.put(keys, range(4))
+        await harness.tier.reset()
+        assert await harness.put(keys[:1], [3]) == [DONE]
+        assert await harness.get(keys[:1], [3]) == [DONE]
+        assert await self.restart(harness) in ([], [(keys[0], 3)])
+        assert await harness.put(keys[1:2], [3]) == [DONE]
+        assert await self.restart(harness) == [(keys[1], 3)]
 
     async def test_a_write_that_a_reset_overtakes_never_comes_back_wrong(
-        self, shelf: AnyHarness
+        self, harness: AnyHarness
     ) -> None:
         keys = make_keys(range(8))
         async with asyncio.TaskGroup() as group:
-            writing = group.create_task(shelf.put(keys, range(8)))
+            writing = group.create_task(harness.put(keys, range(8)))
             await asyncio.sleep(0)
-            group.create_task(shelf.tier.reset())
+            group.create_task(harness.tier.reset())
         kept = [
             (key, slot)
             for key, slot, outcome in zip(keys, range(8), writing.result(), strict=True)
             if outcome is DONE
         ]
-        assert set(await self.restart(shelf)) <= set(kept)
+        assert set(await self.restart(harness)) <= set(kept)
 
-    async def test_a_closed_tier_says_so(self, shelf: AnyHarness) -> None:
+    async def test_a_closed_tier_says_so(self, harness: AnyHarness) -> None:
         keys = make_keys([1])
-        await shelf.tier.aclose()
-        await shelf.tier.aclose()
+        await harness.tier.aclose()
+        await harness.tier.aclose()
         with pytest.raises(ClosedError):
-            await shelf.put(keys, [0])
+            await harness.put(keys, [0])
         with pytest.raises(ClosedError):
-            await shelf.get(keys, [0])
+            await harness.get(keys, [0])
         with pytest.raises(ClosedError):
-            await shelf.tier.reset()
+            await harness.tier.reset()
 
     @pytest.mark.parametrize("slot", [-1, capacity_slots])
     async def test_a_slot_the_tier_does_not_have_is_refused(
-        self, shelf: AnyHarness, slot: int
+        self, harness: AnyHarness, slot: int
     ) -> None:
         keys = make_keys([1, 2])
         with pytest.raises(CapacityError):
-            await shelf.put(keys, [0, slot])
+            await harness.put(keys, [0, slot])
         with pytest.raises(CapacityError):
-            await shelf.get(keys, [0, slot])
-        assert await shelf.get(keys[:1], [0]) == [CORRUPT]
+            await harness.get(keys, [0, slot])
+        assert await harness.get(keys[:1], [0]) == [CORRUPT]
 
-    async def test_a_buffer_of_another_size_is_refused(self, shelf: AnyHarness) -> None:
+    async def test_a_buffer_of_another_size_is_refused(self, harness: AnyHarness) -> None:
         keys = make_keys([1])
         half = make_sources(keys, self.slot_nbytes // 2)
         with pytest.raises(CapacityError):
-            await shelf.tier.write(keys, [0], half, purpose=Purpose.STORE)
+            await harness.tier.write(keys, [0], half, purpose=Purpose.STORE)
 
-    async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, shelf: AnyHarness) -> None:
-        """The sources are reused as soon as the write has raised, as an engine would."""
+    async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, harness: AnyHarness) -> None:
+        """The sources are reused as soon as the write has raised, as in an engine."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
-            sources = shelf.sources(keys)
-            writing = shelf.tier.write(keys, slots, sources, purpose=Purpose.STORE)
+            sources = harness.sources(keys)
+            writing = harness.tier.write(keys, slots, sources, purpose=Purpose.STORE)
             await _cancel_after(turns, writing)
             for source in sources:
                 source[:] = bytes(self.slot_nbytes)
-            assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
+            assert set(await harness.get(keys, slots)) <= {DONE, CORRUPT}
 
-    async def test_a_cancelled_read_leaves_the_buffers_alone(self, shelf: AnyHarness) -> None:
+    @pytest.mark.parametrize("method", ["read", "begin_read"])
+    async def test_a_cancelled_read_leaves_the_buffers_alone(
+        self, harness: AnyHarness, method: str
+    ) -> None:
         keys, slots = make_keys(range(12)), range(12)
-        await shelf.put(keys, slots)
-        for turns in range(4):
-            await self._cancel_reading(shelf, shelf.tier.read, keys, turns=turns)
+        await harness.put(keys, slots)
+        for turns in range(1, 4):
+            buffers = harness.buffers(12)
+            read = getattr(harness.tier, method)
+            await _cancel_after(turns, read(keys, slots, buffers, purpose=Purpose.LOAD))
+            for buffer in buffers:
+                buffer[:] = bytes(self.slot_nbytes)
+            assert await harness.get(keys, slots) == [DONE] * 12
+            assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
 
-    async def test_what_was_begun_early_is_what_was_asked_for(self, shelf: AnyHarness) -> None:
+    async def test_what_was_begun_early_is_what_was_asked_for(
+        self, harness: AnyHarness
+    ) -> None:
         keys, slots = make_keys(range(12)), range(12)
-        writing = shelf.tier.begin_write(
-            keys, slots, shelf.sources(keys), purpose=Purpose.STORE
+        writing = harness.tier.begin_write(
+            keys, slots, harness.sources(keys), purpose=Purpose.STORE
         )
         assert list((await writing).outcomes) == [DONE] * 12
-        assert await shelf.get(keys, slots) == [DONE] * 12
-        buffers = shelf.buffers(12)
-        reading = shelf.tier.begin_read(keys, slots, buffers, purpose=Purpose.LOAD)
+        assert await harness.get(keys, slots) == [DONE] * 12
+        buffers = harness.buffers(12)
+        reading = harness.tier.begin_read(keys, slots, buffers, purpose=Purpose.LOAD)
         assert list((await reading).outcomes) == [DONE] * 12
-        assert buffers == shelf.sources(keys)
-
-    async def test_what_was_begun_early_and_cancelled_leaves_the_buffers_alone(
-        self, shelf: AnyHarness
-    ) -> None:
-        keys, slots = make_keys(range(12)), range(12)
-        await shelf.put(keys, slots)
-        for turns in range(1, 4):
-            await self._cancel_reading(shelf, shelf.tier.begin_read, keys, turns=turns)
-
-    async def _cancel_reading(
-        self,
-        shelf: AnyHarness,
-        read: Callable[..., Coroutine[Any, Any, SlotOutcomes]],
-        keys: Sequence[ChunkKey],
-        *,
-        turns: int,
-    ) -> None:
-        """Cancel a read after ``turns`` of the loop; it leaves the buffers alone."""
-        slots, buffers = range(len(keys)), shelf.buffers(len(keys))
-        await _cancel_after(turns, read(keys, slots, buffers, purpose=Purpose.LOAD))
-        for buffer in buffers:
-            buffer[:] = bytes(self.slot_nbytes)
-        assert await shelf.get(keys, slots) == [DONE] * len(keys)
-        assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
+        assert buffers == harness.sources(keys)
 
     async def test_a_cancelled_read_waits_for_the_threads_that_fill_its_buffers(
-        self, shelf: AnyHarness, pool: IoPool
+        self, harness: AnyHarness, pool: IoPool
     ) -> None:
-        keys, slots, buffers = make_keys(range(12)), range(12), shelf.buffers(12)
-        await shelf.put(keys, slots)
-        reading = shelf.tier.read(keys, slots, buffers, purpose=Purpose.LOAD)
+        keys, slots, buffers = make_keys(range(12)), range(12), harness.buffers(12)
+        await harness.put(keys, slots)
+        reading = harness.tier.read(keys, slots, buffers, purpose=Purpose.LOAD)
         await _cancel_with_held_threads(reading, buffers, pool)
         untouched = all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
         assert untouched, "a thread filled a buffer after the call was over"
 
     async def test_a_cancelled_write_waits_for_the_threads_that_read_its_sources(
-        self, shelf: AnyHarness, pool: IoPool
+        self, harness: AnyHarness, pool: IoPool
     ) -> None:
         keys, slots = make_keys(range(12)), range(12)
-        sources = shelf.sources(keys)
-        writing = shelf.tier.write(keys, slots, sources, purpose=Purpose.STORE)
+        sources = harness.sources(keys)
+        writing = harness.tier.write(keys, slots, sources, purpose=Purpose.STORE)
         await _cancel_with_held_threads(writing, sources, pool)
-        assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
+        assert set(await harness.get(keys, slots)) <= {DONE, CORRUPT}
 
-    async def test_nothing_blocks_the_loop(self, shelf: AnyHarness) -> None:
+    async def test_nothing_blocks_the_loop(self, harness: AnyHarness) -> None:
         keys, slots = make_keys(range(8)), range(8)
-        await shelf.tier.aopen()
+        await harness.tier.aopen()
         with blocking_calls() as found:
-            await shelf.put(keys, slots)
-            await shelf.get(keys, slots)
-            shelf.tier.touch(slots)
-            shelf.tier.forget(slots)
-            await shelf.tier.reset()
+            await harness.put(keys, slots)
+            await harness.get(keys, slots)
+            harness.tier.touch(slots)
+            harness.tier.forget(slots)
+            await harness.tier.reset()
         assert not found, f"on the loop's thread it called {', '.join(sorted({*found}))}"
 
-    async def test_a_batch_is_one_call(self, shelf: AnyHarness, pool: _CountingPool) -> None:
+    async def test_a_batch_is_one_call(self, harness: AnyHarness, pool: _CountingPool) -> None:
         rounds = []
         for chunks in (2, 16):
             keys, slots = make_keys(range(chunks)), range(chunks)
             before = pool.rounds
-            await shelf.put(keys, slots)
-            await shelf.get(keys, slots)
+            await harness.put(keys, slots)
+            await harness.get(keys, slots)
             rounds.append(pool.rounds - before)
         assert rounds[1] <= rounds[0], "the pool was awaited more often for more chunks"
 
@@ -395,12 +382,12 @@ class StorageTierContract(ABC):
 
         async def second() -> None:
             with _a_pool() as pool:
-                shelf = self._shelf(options, pool, arena)
+                harness = self._make_harness(options, pool, arena)
                 try:
-                    await shelf.open()
+                    await harness.open()
                 except StoreLockedError:
                     return
-                await shelf.tier.aclose()
+                await harness.tier.aclose()
                 raise AssertionError("two processes have the store open at once")
 
         run_and_kill(
@@ -416,9 +403,9 @@ class StorageTierContract(ABC):
         keys = make_keys(range(5))
 
         async def work() -> None:
-            shelf = await self._fill(options, arena, keys[:4])
-            shelf.tier.forget([1])
-            assert await shelf.put(keys[4:], [4]) == [DONE]
+            harness = await self._fill(options, arena, keys[:4])
+            harness.tier.forget([1])
+            assert await harness.put(keys[4:], [4]) == [DONE]
 
         run_and_kill(work)
         found = self._recover(options, arena)
@@ -433,33 +420,33 @@ class StorageTierContract(ABC):
     async def _fill(
         self, options: TierConfig, arena: Arena, keys: Sequence[ChunkKey]
     ) -> AnyHarness:
-        """Open the tier and store ``keys``, in a process that is going to be killed."""
-        shelf = self._shelf(options, IoPool(3, name="kvtier-killed"), arena)
-        await shelf.open()
-        assert await shelf.put(keys, range(len(keys))) == [DONE] * len(keys)
-        return shelf
+        """Open the tier and store ``keys`` in a process that will be killed."""
+        harness = self._make_harness(options, IoPool(3, name="kvtier-killed"), arena)
+        await harness.open()
+        assert await harness.put(keys, range(len(keys))) == [DONE] * len(keys)
+        return harness
 
     def _recover(self, options: TierConfig, arena: Arena) -> list[tuple[ChunkKey, int]]:
-        """Open the tier that a process left behind, and return what it recovers."""
+        """Open the tier after its process was killed, and return what it recovers."""
 
         async def recover() -> list[tuple[ChunkKey, int]]:
             with _a_pool() as pool:
-                shelf = self._shelf(options, pool, arena)
-                found = await shelf.open()
+                harness = self._make_harness(options, pool, arena)
+                found = await harness.open()
                 keys, slots = [key for key, _ in found], [slot for _, slot in found]
-                assert await shelf.get(keys, slots) == [DONE] * len(found)
-                await shelf.tier.aclose()
+                assert await harness.get(keys, slots) == [DONE] * len(found)
+                await harness.tier.aclose()
                 return found
 
         return asyncio.run(recover())
 
-    async def test_many_batches_at_once_do_not_mix(self, shelf: AnyHarness) -> None:
+    async def test_many_batches_at_once_do_not_mix(self, harness: AnyHarness) -> None:
         async def use(number: int) -> None:
             slots = range(number, self.capacity_slots, 4)
             for round_ in range(3):
                 keys = make_keys([1000 * number + 100 * round_ + slot for slot in slots])
-                assert await shelf.put(keys, slots) == [DONE] * len(keys)
-                assert await shelf.get(keys, slots) == [DONE] * len(keys)
+                assert await harness.put(keys, slots) == [DONE] * len(keys)
+                assert await harness.get(keys, slots) == [DONE] * len(keys)
 
         async with asyncio.TaskGroup() as group:
             for number in range(4):
@@ -467,7 +454,7 @@ class StorageTierContract(ABC):
 
 
 async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> None:
-    """Cancel ``call`` after ``turns`` of the loop, and wait until it is over."""
+    """Cancel ``call`` after ``turns`` of the loop, and wait for its end."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -478,9 +465,9 @@ async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> 
 async def _cancel_with_held_threads(
     moving: Coroutine[Any, Any, SlotOutcomes], buffers: Sequence[memoryview], pool: IoPool
 ) -> None:
-    """Cancel ``moving`` while no thread can run, and clear ``buffers`` once it is over.
+    """Cancel ``moving`` while no thread runs, and clear ``buffers`` when it ends.
 
-    Returns when the threads have nothing left to do.
+    Returns when the threads are idle.
     """
 
     def clear(_: object) -> None:

@@ -285,11 +285,11 @@ BAD_STORES: list[tuple[type[StorageTier], str]] = [
 class TestBadTiers(Bench):
     @pytest.mark.parametrize(("tier", "test"), BAD_TIERS)
     async def test_a_bad_tier_fails(
-        self, test: str, shelf: TierHarness[StorageTier], pool: IoPool
+        self, test: str, harness: TierHarness[StorageTier], pool: IoPool
     ) -> None:
         needs_pool = {"pool": pool} if test in {ONE_CALL, READ_WAITS, WRITE_WAITS} else {}
         with pytest.raises(AssertionError):
-            await getattr(StorageTierContract, test)(self, shelf, **needs_pool)
+            await getattr(StorageTierContract, test)(self, harness, **needs_pool)
 
     @pytest.mark.parametrize(("tier", "test"), BAD_STORES)
     def test_a_bad_store_fails(self, test: str, options: TierConfig, arena: Arena) -> None:
@@ -298,9 +298,9 @@ class TestBadTiers(Bench):
 
     @pytest.mark.parametrize("tier", [ForgetsWhenClosed, StoresWhenClosed])
     async def test_what_fails_when_killed_passes_when_closed(
-        self, shelf: TierHarness[StorageTier]
+        self, harness: TierHarness[StorageTier]
     ) -> None:
-        await getattr(StorageTierContract, FORGETS)(self, shelf)
+        await getattr(StorageTierContract, FORGETS)(self, harness)
 
     @pytest.mark.parametrize("tier", [TakesCode])
     def test_options_that_no_file_can_give_are_refused(

@@ -90,7 +90,7 @@ class Store:
     def __init__(self, path: Path, pool: IoPool, checksum: str, durability: str) -> None:
         self.order: Event = {"path": str(path), "checksum": checksum, "durability": durability}
         self.path = path
-        self.shelf = TierHarness(lambda: open_tier(self.order, pool), pool)
+        self.harness = TierHarness(lambda: open_tier(self.order, pool), pool)
         self.certain: dict[int, int] = {}
         self.doubted: set[tuple[int, int]] = set()
         self.is_doubted = False
@@ -126,7 +126,7 @@ class Store:
 
     async def check(self) -> None:
         """Open, recover as the engine's manager does, and read everything."""
-        found = await self.shelf.open()
+        found = await self.harness.open()
         bench = Workbench(2, CAPACITY)
         assert bench.manager.recover(1, found) == len(found)
         bench.check()
@@ -137,11 +137,11 @@ class Store:
         assert nbytes <= CAPACITY * SLOT
         try:
             # Raises if any byte is wrong.
-            outcomes = await self.shelf.get(
+            outcomes = await self.harness.get(
                 [key for key, _ in found], [slot for _, slot in found]
             )
         finally:
-            await self.shelf.tier.aclose()
+            await self.harness.tier.aclose()
         assert Outcome.FAILED not in outcomes
         held = {
             slot: NUMBERS[key]

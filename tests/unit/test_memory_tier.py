@@ -28,47 +28,47 @@ def context() -> Iterator[TierContext]:
 
 
 @pytest.fixture
-async def shelf(context: TierContext) -> AsyncIterator[TierHarness[MemoryTier]]:
-    shelf = TierHarness(lambda: MemoryTier.open(OPTIONS, context), context.pool)
-    await shelf.open()
-    yield shelf
-    await shelf.tier.aclose()
+async def harness(context: TierContext) -> AsyncIterator[TierHarness[MemoryTier]]:
+    harness = TierHarness(lambda: MemoryTier.open(OPTIONS, context), context.pool)
+    await harness.open()
+    yield harness
+    await harness.tier.aclose()
 
 
 async def test_a_failing_slot_fails_alone_until_it_is_healed(
-    shelf: TierHarness[MemoryTier],
+    harness: TierHarness[MemoryTier],
 ) -> None:
-    shelf.tier.medium.fail([1])
-    assert await shelf.put(KEYS, range(3)) == [DONE, FAILED, DONE]
-    shelf.tier.medium.heal()
-    assert await shelf.get(KEYS, range(3)) == [DONE, CORRUPT, DONE]
-    shelf.tier.medium.fail([0])
-    assert await shelf.get(KEYS[:1], [0]) == [FAILED]
+    harness.tier.medium.fail([1])
+    assert await harness.put(KEYS, range(3)) == [DONE, FAILED, DONE]
+    harness.tier.medium.heal()
+    assert await harness.get(KEYS, range(3)) == [DONE, CORRUPT, DONE]
+    harness.tier.medium.fail([0])
+    assert await harness.get(KEYS[:1], [0]) == [FAILED]
 
 
-async def test_a_corrupted_slot_is_found_out(shelf: TierHarness[MemoryTier]) -> None:
-    await shelf.put(KEYS, range(3))
-    shelf.tier.medium.corrupt([2])
-    assert await shelf.get(KEYS, range(3)) == [DONE, DONE, CORRUPT]
+async def test_a_corrupted_slot_is_found_out(harness: TierHarness[MemoryTier]) -> None:
+    await harness.put(KEYS, range(3))
+    harness.tier.medium.corrupt([2])
+    assert await harness.get(KEYS, range(3)) == [DONE, DONE, CORRUPT]
 
 
 async def test_a_stalled_slot_hangs_until_its_gate_opens(
-    shelf: TierHarness[MemoryTier],
+    harness: TierHarness[MemoryTier],
 ) -> None:
-    await shelf.put(KEYS, range(3))
-    gate = shelf.tier.medium.stall([1])
-    reading = asyncio.ensure_future(shelf.get(KEYS[1:2], [1]))
-    assert await shelf.get(KEYS[:1], [0]) == [DONE]
+    await harness.put(KEYS, range(3))
+    gate = harness.tier.medium.stall([1])
+    reading = asyncio.ensure_future(harness.get(KEYS[1:2], [1]))
+    assert await harness.get(KEYS[:1], [0]) == [DONE]
     assert not reading.done()
     gate.set()
     assert await reading == [DONE]
 
 
 async def test_a_medium_serves_one_tier_at_a_time(
-    shelf: TierHarness[MemoryTier], context: TierContext
+    harness: TierHarness[MemoryTier], context: TierContext
 ) -> None:
     with pytest.raises(StoreLockedError):
-        MemoryTier(OPTIONS, context, shelf.tier.medium)
+        MemoryTier(OPTIONS, context, harness.tier.medium)
 
 
 def test_a_capacity_below_one_slot_is_refused(context: TierContext) -> None:

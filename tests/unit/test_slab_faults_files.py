@@ -46,7 +46,7 @@ class Store:
         self._pool = pool
         self._runner = runner
 
-    def shelf(self, model: str = "m", **options: Any) -> TierHarness[SlabTier]:
+    def harness(self, model: str = "m", **options: Any) -> TierHarness[SlabTier]:
         sized = {"capacity_bytes": CAPACITY * SLOT, **options}
         config = NvmeTierConfig(path=self.root, direct_io="off", on_mismatch="remove", **sized)
         context = TierContext(SLOT, LayoutFingerprint({"model": model}), self._pool)
@@ -54,12 +54,12 @@ class Store:
 
     def fill(self, **options: Any) -> None:
         async def fill() -> None:
-            shelf = self.shelf(**options)
-            await shelf.open()
+            harness = self.harness(**options)
+            await harness.open()
             try:
-                assert set(await shelf.put(KEYS, range(CAPACITY))) == {DONE}
+                assert set(await harness.put(KEYS, range(CAPACITY))) == {DONE}
             finally:
-                await shelf.tier.aclose()
+                await harness.tier.aclose()
 
         self._runner.run(fill())
 
@@ -67,14 +67,14 @@ class Store:
         """Store ``keys`` one by one; return the index's log as a killed engine leaves it."""
 
         async def fill() -> bytes:
-            shelf = self.shelf()
-            await shelf.open()
+            harness = self.harness()
+            await harness.open()
             try:
                 for slot, key in enumerate(keys):
-                    assert await shelf.put([key], [slot]) == [DONE]
+                    assert await harness.put([key], [slot]) == [DONE]
                 return (self.own / f"{INDEX}-wal").read_bytes()
             finally:
-                await shelf.tier.aclose()
+                await harness.tier.aclose()
 
         return self._runner.run(fill())
 
@@ -82,12 +82,12 @@ class Store:
         """Open the store; return the slots whose chunks are served, with the right bytes."""
 
         async def look() -> set[int]:
-            shelf = self.shelf(**options)
-            found = await shelf.open()
+            harness = self.harness(**options)
+            found = await harness.open()
             try:
-                outcomes = await shelf.get([key for key, _ in found], [at for _, at in found])
+                outcomes = await harness.get([key for key, _ in found], [at for _, at in found])
             finally:
-                await shelf.tier.aclose()
+                await harness.tier.aclose()
             assert set(outcomes) <= {DONE, CORRUPT}
             return {at for (_, at), what in zip(found, outcomes, strict=True) if what is DONE}
 
@@ -355,18 +355,18 @@ def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(
     store: Store, checksum: str, durability: str
 ) -> None:
     async def look() -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
-        shelf = store.shelf(checksum=checksum, durability=durability)
+        harness = store.harness(checksum=checksum, durability=durability)
         store.io.strike("sql INSERT", 0, Fault(sqlite3.SQLITE_FULL, lasting=True))
-        found = await shelf.open()
+        found = await harness.open()
         try:
-            read = await shelf.get([key for key, _ in found], [at for _, at in found])
-            full = await shelf.put(KEYS[:1], [0])
+            read = await harness.get([key for key, _ in found], [at for _, at in found])
+            full = await harness.put(KEYS[:1], [0])
             boots.append(remembered_boot(store.own / "index.sqlite"))
             store.io.heal()
-            stored = await shelf.put(KEYS[:1], [0])
+            stored = await harness.put(KEYS[:1], [0])
             boots.append(remembered_boot(store.own / "index.sqlite"))
         finally:
-            await shelf.tier.aclose()
+            await harness.tier.aclose()
         return read, full, stored
 
     boots: list[str] = []
@@ -429,17 +429,17 @@ def test_what_was_synced_before_its_row_is_served_after_a_reboot(store: Store) -
 
 def test_an_index_that_is_set_aside_stays_there_after_a_power_cut(store: Store) -> None:
     async def reset_with_a_full_index() -> list[str]:
-        shelf = store.shelf()
-        await shelf.open()
+        harness = store.harness()
+        await harness.open()
         try:
-            await shelf.put(KEYS[:1], [0])
+            await harness.put(KEYS[:1], [0])
             store.io.fill_index()
             store.io.calls.clear()
-            await shelf.tier.reset()
+            await harness.tier.reset()
             return list(store.io.calls)
         finally:
             store.io.heal()
-            await shelf.tier.aclose()
+            await harness.tier.aclose()
 
     calls = store._runner.run(reset_with_a_full_index())
     last_rename = len(calls) - 1 - calls[::-1].index("rename")
@@ -468,13 +468,13 @@ def test_a_wall_clock_that_runs_backwards_changes_nothing(
     monkeypatch.setattr(time, "time_ns", clock.time_ns)
 
     async def live() -> list[int]:
-        shelf = store.shelf()
-        await shelf.open()
+        harness = store.harness()
+        await harness.open()
         for slot in (3, 1, 2):
-            assert await shelf.put([KEYS[slot]], [slot]) == [DONE]
-        shelf.tier.touch([3])
-        found = await shelf.reopen()
-        await shelf.tier.aclose()
+            assert await harness.put([KEYS[slot]], [slot]) == [DONE]
+        harness.tier.touch([3])
+        found = await harness.reopen()
+        await harness.tier.aclose()
         return [slot for _, slot in found]
 
     assert store._runner.run(live()) == [1, 2, 3], "least recently used first"
@@ -503,11 +503,11 @@ def test_uses_from_the_future_order_before_those_that_follow(store: Store) -> No
         index.commit()
 
     async def live() -> list[int]:
-        shelf = store.shelf()
-        await shelf.open()
-        shelf.tier.touch([2])
-        found = await shelf.reopen()
-        await shelf.tier.aclose()
+        harness = store.harness()
+        await harness.open()
+        harness.tier.touch([2])
+        found = await harness.reopen()
+        await harness.tier.aclose()
         return [slot for _, slot in found]
 
     assert store._runner.run(live()) == [0, 1, 3, 4, 6, 7, 5, 2]

@@ -176,7 +176,7 @@ class Life:
             durability=setting.durability,
         )
         context = TierContext(SLOT, FINGERPRINT, pool, piece_nbytes=2 * SLOT)
-        self.shelf = TierHarness(lambda: SlabTier.open(options, context, io=self.io), pool)
+        self.harness = TierHarness(lambda: SlabTier.open(options, context, io=self.io), pool)
         self.attempted: set[tuple[ChunkKey, int]] = set()
         self.certain: dict[int, ChunkKey] = {}
         self.gone: set[tuple[ChunkKey, int]] = set()
@@ -191,17 +191,17 @@ class Life:
         await self.put(KEYS[4:6], [1, 4])
         await self.read()
         await self.forget(2)
-        self.shelf.tier.touch([0])
+        self.harness.tier.touch([0])
         await self.put(KEYS[6:7], [2])
         await self.forget(3)
         if self.setting.ending == "reset":
             await self.reset()
             await self.put(KEYS[7:8], [5])
         await self.read()
-        await self.shelf.tier.aclose()
+        await self.harness.tier.aclose()
         await self.open()
         await self.read()
-        await self.shelf.tier.aclose()
+        await self.harness.tier.aclose()
         await self.use_it_all()
 
     async def open(self) -> None:
@@ -212,11 +212,11 @@ class Life:
         }
         self.doubted = None
         try:
-            found = await self.shelf.open()
+            found = await self.harness.open()
         except LOUD as error:
             self.judge_words(error)
             self.io.heal()
-            found = await self.shelf.open()
+            found = await self.harness.open()
         assert len({slot for _, slot in found}) == len({key for key, _ in found}) == len(found)
         assert set(found) <= self.attempted - self.gone
         # Deleting the row of a chunk that was forgotten is tried again until the tier closes.
@@ -227,7 +227,9 @@ class Life:
         assert {(key, slot) for slot, key in self.certain.items()} <= set(found)
         nbytes = sum(path.stat().st_size for path in self.root.rglob("slots.bin"))
         assert nbytes <= CAPACITY * SLOT
-        outcomes = await self.shelf.get([key for key, _ in found], [slot for _, slot in found])
+        outcomes = await self.harness.get(
+            [key for key, _ in found], [slot for _, slot in found]
+        )
         for (_, slot), outcome in zip(found, outcomes, strict=True):
             assert outcome is DONE or slot not in self.certain or self.io.struck
 
@@ -239,7 +241,7 @@ class Life:
         self.forgotten -= set(zip(keys, slots, strict=True))
         if self.doubted is not None:
             self.doubted.update(zip(keys, slots, strict=True))
-        outcomes = await self.shelf.put(keys, slots)
+        outcomes = await self.harness.put(keys, slots)
         assert set(outcomes) == {DONE} or self.io.struck
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
             if outcome is DONE:
@@ -249,15 +251,15 @@ class Life:
         """Read everything that must be there; only a fault that strikes now excuses it."""
         struck = self.io.struck
         keys, slots = list(self.certain.values()), list(self.certain)
-        outcomes = await self.shelf.get(keys, slots)
+        outcomes = await self.harness.get(keys, slots)
         assert set(outcomes) <= {DONE, FAILED, CORRUPT}
         assert set(outcomes) <= {DONE} or (self.io.struck and (not struck or self.blind))
 
     async def forget(self, slot: int) -> None:
         key = self.certain.pop(slot, None)
-        self.shelf.tier.forget([slot])
+        self.harness.tier.forget([slot])
         if key is not None:
-            assert await self.shelf.get([key], [slot]) == [CORRUPT]
+            assert await self.harness.get([key], [slot]) == [CORRUPT]
             self.forgotten.add((key, slot))
 
     async def reset(self) -> None:
@@ -265,23 +267,23 @@ class Life:
         self.certain.clear()
         self.doubted = set()
         try:
-            await self.shelf.tier.reset()
+            await self.harness.tier.reset()
         except TierUnavailableError as error:
             self.judge_words(error)
         else:
             self.gone |= before
         for key, slot in before:
-            assert await self.shelf.get([key], [slot]) == [CORRUPT]
+            assert await self.harness.get([key], [slot]) == [CORRUPT]
 
     async def use_it_all(self) -> None:
         """On a disk that is well again every slot can be written, read and kept."""
         self.io = FaultyIo()
         await self.open()
         await self.put(FRESH, list(range(CAPACITY)))
-        await self.shelf.tier.aclose()
+        await self.harness.tier.aclose()
         await self.open()
         assert len(self.certain) == CAPACITY
-        await self.shelf.tier.aclose()
+        await self.harness.tier.aclose()
 
     def judge_words(self, error: KvtierError) -> None:
         assert str(self.root.parent) in str(error), f"which path? {error}"

@@ -98,9 +98,9 @@ class Machine:
         self.pool = pool
         self.looked_at = directory / "looked-at"
         self.is_doubted = False
-        self.live = self.shelf(disk.root, disk)
+        self.live = self.harness(disk.root, disk)
 
-    def shelf(
+    def harness(
         self, root: Path, disk: PowerCutDisk | None, model: str = "m"
     ) -> TierHarness[SlabTier]:
         options = NvmeTierConfig(
@@ -149,15 +149,15 @@ class Machine:
     async def judge(self, cut: PowerCut, pick: Sequence[int], moment: int) -> int:
         """Open what a cut left; returns how many chunks it serves."""
         cut.restore(pick, self.looked_at)
-        shelf = self.shelf(self.looked_at, None)
+        harness = self.harness(self.looked_at, None)
         try:
-            found = await shelf.open()
+            found = await harness.open()
             try:
-                outcomes = await shelf.get(
+                outcomes = await harness.get(
                     [key for key, _ in found], [slot for _, slot in found]
                 )
             finally:
-                await shelf.tier.aclose()
+                await harness.tier.aclose()
             nbytes = sum(path.stat().st_size for path in self.looked_at.rglob("slots.bin"))
         finally:
             shutil.rmtree(self.looked_at, ignore_errors=True)
@@ -231,7 +231,7 @@ async def use_again(machine: Machine) -> int:
 
 async def upgrade(machine: Machine) -> int:
     """The store was full of another model's chunks, which give way to this one's."""
-    older = machine.shelf(machine.disk.root, machine.disk, "older")
+    older = machine.harness(machine.disk.root, machine.disk, "older")
     await older.open()
     await older.put(KEYS[10 : 10 + CAPACITY], range(CAPACITY))
     await older.tier.aclose()

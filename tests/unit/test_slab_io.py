@@ -40,7 +40,7 @@ FINGERPRINT = LayoutFingerprint({"model": "m"})
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 KEYS = make_keys(range(8))
 
-OpenShelf = Callable[..., Any]
+OpenHarness = Callable[..., Any]
 
 
 @pytest.fixture
@@ -54,11 +54,13 @@ def slots_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterator[OpenShelf]:
+async def open_harness(
+    tmp_path: Path, pool: IoPool, io: FaultyIo
+) -> AsyncIterator[OpenHarness]:
     context = TierContext(SLOT, FINGERPRINT, pool, piece_nbytes=4 * SLOT)
     async with contextlib.AsyncExitStack() as stack:
 
-        async def open_shelf(**options: Any) -> TierHarness[SlabTier]:
+        async def open_harness(**options: Any) -> TierHarness[SlabTier]:
             config = NvmeTierConfig(
                 **{
                     "path": tmp_path / "store",
@@ -67,16 +69,16 @@ async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterato
                     **options,
                 }
             )
-            shelf = TierHarness(lambda: SlabTier.open(config, context, io=io), pool)
-            await shelf.open()
-            stack.push_async_callback(close, shelf)
-            return shelf
+            harness = TierHarness(lambda: SlabTier.open(config, context, io=io), pool)
+            await harness.open()
+            stack.push_async_callback(close, harness)
+            return harness
 
-        yield open_shelf
+        yield open_harness
 
 
-async def close(shelf: TierHarness[SlabTier]) -> None:
-    await shelf.tier.aclose()  # whichever tier is open by then
+async def close(harness: TierHarness[SlabTier]) -> None:
+    await harness.tier.aclose()  # whichever tier is open by then
 
 
 async def overwrite(pool: IoPool, path: Path, offset: int, content: bytes) -> None:
@@ -91,158 +93,160 @@ async def overwrite(pool: IoPool, path: Path, offset: int, content: bytes) -> No
 
 
 async def test_an_unreadable_sector_fails_its_chunk_alone(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS, range(8))
+    harness = await open_harness()
+    await harness.put(KEYS, range(8))
     io.fail("preadv", errno.EIO, offsets=range(2 * SLOT + 100, 2 * SLOT + 101))
-    assert await shelf.get(KEYS, range(8)) == [DONE, DONE, FAILED, *[DONE] * 5]
-    assert "slot 2" in shelf.error
+    assert await harness.get(KEYS, range(8)) == [DONE, DONE, FAILED, *[DONE] * 5]
+    assert "slot 2" in harness.error
     io.heal()
-    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+    assert await harness.get(KEYS, range(8)) == [DONE] * 8
 
 
 async def test_an_unwritable_sector_fails_its_chunk_alone(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf()
+    harness = await open_harness()
     io.fail("pwritev", errno.EIO, offsets=range(5 * SLOT, 5 * SLOT + 1))
     expected = [*[DONE] * 5, FAILED, DONE, DONE]
-    assert await shelf.put(KEYS, range(8)) == expected
+    assert await harness.put(KEYS, range(8)) == expected
     io.heal()
-    assert await shelf.get(KEYS, range(8)) == [*[DONE] * 5, CORRUPT, DONE, DONE]
-    assert {slot for _, slot in await shelf.reopen()} == {0, 1, 2, 3, 4, 6, 7}
+    assert await harness.get(KEYS, range(8)) == [*[DONE] * 5, CORRUPT, DONE, DONE]
+    assert {slot for _, slot in await harness.reopen()} == {0, 1, 2, 3, 4, 6, 7}
 
 
 @pytest.mark.parametrize("longest_nbytes", [4096, 12288, 5000, 100])
 async def test_short_transfers_are_carried_on(
-    open_shelf: OpenShelf, io: FaultyIo, longest_nbytes: int
+    open_harness: OpenHarness, io: FaultyIo, longest_nbytes: int
 ) -> None:
-    shelf = await open_shelf()
+    harness = await open_harness()
     io.longest_transfer_nbytes = longest_nbytes
-    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
-    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+    assert await harness.put(KEYS, range(8)) == [DONE] * 8
+    assert await harness.get(KEYS, range(8)) == [DONE] * 8
 
 
 @pytest.mark.parametrize("checksum", ["xxh3", "off"])
 async def test_what_was_in_a_slot_is_a_miss_once_it_is_overwritten_though_in_vain(
-    open_shelf: OpenShelf, io: FaultyIo, checksum: str
+    open_harness: OpenHarness, io: FaultyIo, checksum: str
 ) -> None:
-    shelf = await open_shelf(checksum=checksum)
-    await shelf.put(KEYS[:1], [0])
+    harness = await open_harness(checksum=checksum)
+    await harness.put(KEYS[:1], [0])
     io.fail("pwritev", errno.EIO)
-    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    assert await harness.put(KEYS[1:2], [0]) == [FAILED]
     io.heal()
-    assert await shelf.get(KEYS[:2], [0, 0]) == [CORRUPT] * 2
+    assert await harness.get(KEYS[:2], [0, 0]) == [CORRUPT] * 2
 
 
 async def test_a_flipped_bit_is_a_miss_for_its_chunk_alone(
-    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+    open_harness: OpenHarness, pool: IoPool, slots_path: Path
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS, range(8))
+    harness = await open_harness()
+    await harness.put(KEYS, range(8))
     last = make_payload(KEYS[3], SLOT)[-1]
     await overwrite(pool, slots_path, 4 * SLOT - 1, bytes([last ^ 0x80]))
-    assert await shelf.get(KEYS, range(8)) == [*[DONE] * 3, CORRUPT, *[DONE] * 4]
+    assert await harness.get(KEYS, range(8)) == [*[DONE] * 3, CORRUPT, *[DONE] * 4]
 
 
 async def test_a_healthy_payload_in_the_wrong_slot_is_a_miss(
-    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+    open_harness: OpenHarness, pool: IoPool, slots_path: Path
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
     await overwrite(pool, slots_path, 0, make_payload(KEYS[1], SLOT))
-    assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT, DONE]
+    assert await harness.get(KEYS[:2], [0, 1]) == [CORRUPT, DONE]
 
 
 async def test_a_file_cut_short_behind_our_back_is_a_miss(
-    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+    open_harness: OpenHarness, pool: IoPool, slots_path: Path
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS, range(8))
+    harness = await open_harness()
+    await harness.put(KEYS, range(8))
     await pool.run(lambda: os.truncate(slots_path, 2 * SLOT + 5000), priority=0)
-    assert await shelf.get(KEYS, range(8)) == [DONE, DONE, *[CORRUPT] * 6]
+    assert await harness.get(KEYS, range(8)) == [DONE, DONE, *[CORRUPT] * 6]
 
 
 async def test_a_torn_write_is_a_miss_after_a_restart(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf()
+    harness = await open_harness()
     io.tear_writes(after_nbytes=3 * SLOT + 4096)
-    assert await shelf.put(KEYS[:4], range(4)) == [DONE] * 4
+    assert await harness.put(KEYS[:4], range(4)) == [DONE] * 4
     io.heal()
-    await shelf.reopen()
-    assert await shelf.get(KEYS[:4], range(4)) == [DONE, DONE, DONE, CORRUPT]
+    await harness.reopen()
+    assert await harness.get(KEYS[:4], range(4)) == [DONE, DONE, DONE, CORRUPT]
 
 
 async def test_a_row_that_outlived_its_payload_is_a_miss(
-    open_shelf: OpenShelf, pool: IoPool, tmp_path: Path, slots_path: Path
+    open_harness: OpenHarness, pool: IoPool, tmp_path: Path, slots_path: Path
 ) -> None:
     """The state a crash leaves between the payload's write and its row's commit."""
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
-    await shelf.tier.aclose()
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
+    await harness.tier.aclose()
     await pool.run(
         lambda: shutil.copy(slots_path.parent / "index.sqlite", tmp_path), priority=0
     )
-    await shelf.open()
-    await shelf.put(KEYS[2:3], [1])
-    await shelf.tier.aclose()
+    await harness.open()
+    await harness.put(KEYS[2:3], [1])
+    await harness.tier.aclose()
     await pool.run(
         lambda: shutil.copy(tmp_path / "index.sqlite", slots_path.parent), priority=0
     )
-    assert await shelf.open() == [(KEYS[0], 0), (KEYS[1], 1)]
-    assert await shelf.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
+    assert await harness.open() == [(KEYS[0], 0), (KEYS[1], 1)]
+    assert await harness.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
 
 
 async def test_without_checksums_the_old_row_goes_before_its_payload(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf(checksum="off")
-    await shelf.put(KEYS[:1], [0])
+    harness = await open_harness(checksum="off")
+    await harness.put(KEYS[:1], [0])
     io.fail("pwritev", errno.EIO)
-    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    assert await harness.put(KEYS[1:2], [0]) == [FAILED]
     io.heal()
-    assert await shelf.reopen() == []
+    assert await harness.reopen() == []
 
 
 async def test_without_checksums_nothing_is_overwritten_under_a_row_that_stays(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf(checksum="off")
-    await shelf.put(KEYS[:1], [0])
+    harness = await open_harness(checksum="off")
+    await harness.put(KEYS[:1], [0])
     io.fill_index()
     io.calls.clear()
-    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    assert await harness.put(KEYS[1:2], [0]) == [FAILED]
     assert "pwritev" not in io.calls
 
 
-async def test_neighbouring_slots_move_in_one_call(open_shelf: OpenShelf, io: FaultyIo) -> None:
-    shelf = await open_shelf()
+async def test_neighbouring_slots_move_in_one_call(
+    open_harness: OpenHarness, io: FaultyIo
+) -> None:
+    harness = await open_harness()
     io.calls.clear()
-    await shelf.put(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
-    await shelf.get(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
+    await harness.put(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
+    await harness.get(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
     assert io.calls.count("pwritev") == io.calls.count("preadv") == 2  # pieces of four slots
 
 
 async def test_all_threads_share_a_read_that_is_worth_it(
-    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    open_harness: OpenHarness, io: FaultyIo, pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab, "_LEAST_PIECE_NBYTES", 2 * SLOT)
-    shelf = await open_shelf()
-    await shelf.put(KEYS, list(range(8)))
+    harness = await open_harness()
+    await harness.put(KEYS, list(range(8)))
     assert pool.threads >= 2
     for chunks, calls in ((8, 2), (4, 2), (3, 2), (1, 1)):  # pieces of four slots at most
         io.calls.clear()
-        await shelf.get(KEYS[:chunks], list(range(chunks)))
+        await harness.get(KEYS[:chunks], list(range(chunks)))
         assert io.calls.count("preadv") == calls
 
 
-async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: FaultyIo) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:1], [0])
+async def test_what_is_not_there_costs_no_read(open_harness: OpenHarness, io: FaultyIo) -> None:
+    harness = await open_harness()
+    await harness.put(KEYS[:1], [0])
     io.calls.clear()
-    assert await shelf.get(KEYS[1:3], [0, 1]) == [CORRUPT] * 2
+    assert await harness.get(KEYS[1:3], [0, 1]) == [CORRUPT] * 2
     assert io.calls == []
 
 
@@ -252,15 +256,15 @@ def _looks_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will_be_lost(
-    open_shelf: OpenShelf, pool: IoPool, slots_path: Path, caplog: pytest.LogCaptureFixture
+    open_harness: OpenHarness, pool: IoPool, slots_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
     await pool.run(lambda: shutil.rmtree(slots_path.parent), priority=0)
-    assert await shelf.get(KEYS[:2], [0, 1]) == [DONE] * 2
-    assert await shelf.put(KEYS[2:3], [2]) == [DONE]
-    assert await shelf.get(KEYS[:3], [0, 1, 2]) == [DONE] * 3
-    assert await shelf.reopen() == []
+    assert await harness.get(KEYS[:2], [0, 1]) == [DONE] * 2
+    assert await harness.put(KEYS[2:3], [2]) == [DONE]
+    assert await harness.get(KEYS[:3], [0, 1, 2]) == [DONE] * 3
+    assert await harness.reopen() == []
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert f"{slots_path} was removed while in use" in errors[0]
@@ -268,99 +272,99 @@ async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will
 
 @pytest.mark.usefixtures("_looks_at_each_commit")
 async def test_a_store_moved_while_in_use_serves_on_and_says_so_until_it_is_put_back(
-    open_shelf: OpenShelf,
+    open_harness: OpenHarness,
     pool: IoPool,
     slots_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shelf = await open_shelf()
+    harness = await open_harness()
     root, moved = slots_path.parent.parent, slots_path.parent.parent.with_name("moved")
-    await shelf.put(KEYS[:1], [0])
+    await harness.put(KEYS[:1], [0])
     await pool.run(lambda: root.rename(moved), priority=0)
     for chunk in (1, 2, 3):
-        assert await shelf.put(KEYS[chunk : chunk + 1], [chunk]) == [DONE]
-    assert await shelf.get(KEYS[:4], [0, 1, 2, 3]) == [DONE] * 4
+        assert await harness.put(KEYS[chunk : chunk + 1], [chunk]) == [DONE]
+    assert await harness.get(KEYS[:4], [0, 1, 2, 3]) == [DONE] * 4
     await pool.run(lambda: moved.rename(root), priority=0)
     for chunk in (4, 5):
-        assert await shelf.put(KEYS[chunk : chunk + 1], [chunk]) == [DONE]
-    assert await shelf.reopen() == [(KEYS[chunk], chunk) for chunk in range(6)]
+        assert await harness.put(KEYS[chunk : chunk + 1], [chunk]) == [DONE]
+    assert await harness.reopen() == [(KEYS[chunk], chunk) for chunk in range(6)]
     gone, back = warnings_in(caplog)
     assert f"{slots_path} is not the file that is in use any more" in gone
     assert f"{slots_path} is the file in use again" in back
 
 
 async def test_a_full_index_fails_the_chunks_and_nothing_else(
-    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+    open_harness: OpenHarness, io: FaultyIo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
     io.fill_index()
-    assert await shelf.put(KEYS[2:4], [1, 2]) == [FAILED] * 2
-    assert await shelf.put(KEYS[2:4], [1, 2]) == [FAILED] * 2
-    assert "full" in shelf.error
-    assert await shelf.get(KEYS[:4], [0, 1, 1, 2]) == [DONE, CORRUPT, CORRUPT, CORRUPT]
+    assert await harness.put(KEYS[2:4], [1, 2]) == [FAILED] * 2
+    assert await harness.put(KEYS[2:4], [1, 2]) == [FAILED] * 2
+    assert "full" in harness.error
+    assert await harness.get(KEYS[:4], [0, 1, 1, 2]) == [DONE, CORRUPT, CORRUPT, CORRUPT]
     io.fill_index(full=False)
-    assert await shelf.put(KEYS[4:5], [2]) == [DONE]
+    assert await harness.put(KEYS[4:5], [2]) == [DONE]
     assert len(warnings_in(caplog)) == 2  # stopped once, resumed once, however often it tried
-    assert await shelf.reopen() == [(KEYS[0], 0), (KEYS[1], 1), (KEYS[4], 2)]
-    assert await shelf.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
+    assert await harness.reopen() == [(KEYS[0], 0), (KEYS[1], 1), (KEYS[4], 2)]
+    assert await harness.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
 
 
 async def test_forgetting_is_tried_again_when_the_index_was_full(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
     io.fill_index()
-    shelf.tier.forget([0])
-    assert await shelf.put(KEYS[2:3], [2]) == [FAILED]  # by now the deletion has failed
+    harness.tier.forget([0])
+    assert await harness.put(KEYS[2:3], [2]) == [FAILED]  # by now the deletion has failed
     io.fill_index(full=False)
-    assert await shelf.reopen() == [(KEYS[1], 1)]
+    assert await harness.reopen() == [(KEYS[1], 1)]
 
 
 @pytest.mark.usefixtures("_looks_at_each_commit")
 async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_way(
-    open_shelf: OpenShelf,
+    open_harness: OpenHarness,
     io: FaultyIo,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
     io.fill_index()
-    await shelf.tier.reset()
+    await harness.tier.reset()
     assert "not survive a restart" in "".join(warnings_in(caplog))
-    assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
+    assert await harness.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
     io.fill_index(full=False)
-    assert await shelf.put(KEYS[2:3], [5]) == [DONE]
-    assert await shelf.get(KEYS[2:3], [5]) == [DONE]
-    assert await shelf.reopen() == []
+    assert await harness.put(KEYS[2:3], [5]) == [DONE]
+    assert await harness.get(KEYS[2:3], [5]) == [DONE]
+    assert await harness.reopen() == []
     assert "is not the file that is in use" not in "".join(warnings_in(caplog))
 
 
 async def test_a_reset_that_can_do_neither_says_so_and_serves_nothing_old(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:2], [0, 1])
+    harness = await open_harness()
+    await harness.put(KEYS[:2], [0, 1])
     io.fill_index()
     io.fail("rename", errno.EIO)
     with pytest.raises(
         TierUnavailableError, match=r"neither cleared .* remove /.* before an engine opens it"
     ):
-        await shelf.tier.reset()
-    assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
+        await harness.tier.reset()
+    assert await harness.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
     io.fill_index(full=False)
-    assert await shelf.put(KEYS[2:3], [5]) == [DONE]
-    assert await shelf.reopen() == []
+    assert await harness.put(KEYS[2:3], [5]) == [DONE]
+    assert await harness.reopen() == []
 
 
 async def test_so_many_uses_are_kept_without_waiting_for_a_write(
-    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, slots_path: Path
+    open_harness: OpenHarness, io: FaultyIo, pool: IoPool, slots_path: Path
 ) -> None:
     slots = 4100
-    shelf = await open_shelf(capacity_bytes=slots * SLOT)
-    await shelf.put(KEYS[:2], [0, 1])
-    shelf.tier.touch([*range(1, slots), 0])
+    harness = await open_harness(capacity_bytes=slots * SLOT)
+    await harness.put(KEYS[:2], [0, 1])
+    harness.tier.touch([*range(1, slots), 0])
 
     def last_uses() -> list[int]:
         with contextlib.closing(sqlite3.connect(slots_path.parent / "index.sqlite")) as index:
@@ -373,35 +377,35 @@ async def test_so_many_uses_are_kept_without_waiting_for_a_write(
 
 
 async def test_a_close_that_fails_still_releases_the_store(
-    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+    open_harness: OpenHarness, io: FaultyIo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = await open_shelf(checksum="off")
-    await shelf.put(KEYS[:1], [0])
+    harness = await open_harness(checksum="off")
+    await harness.put(KEYS[:1], [0])
     io.fail("sync_data", errno.EIO)
-    await shelf.tier.aclose()
+    await harness.tier.aclose()
     assert "not closed cleanly" in warnings_in(caplog)[0]
-    assert await shelf.open() == [(KEYS[0], 0)]
+    assert await harness.open() == [(KEYS[0], 0)]
 
 
 async def test_power_safety_syncs_payloads_before_their_rows(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    shelf = await open_shelf(durability="power")
+    harness = await open_harness(durability="power")
     io.fail("sync_data", errno.EIO)
-    assert await shelf.put(KEYS[:1], [0]) == [FAILED]
+    assert await harness.put(KEYS[:1], [0]) == [FAILED]
     io.heal()
-    assert await shelf.reopen() == []
+    assert await harness.reopen() == []
 
 
 async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
-    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool
+    open_harness: OpenHarness, io: FaultyIo, pool: IoPool
 ) -> None:
-    shelf = await open_shelf()
-    await shelf.put(KEYS[:1], [0])
+    harness = await open_harness()
+    await harness.put(KEYS[:1], [0])
     gate = io.stall()
     buffers = make_buffers(1, SLOT)
     reading = asyncio.ensure_future(
-        shelf.tier.read(KEYS[:1], [0], buffers, purpose=Purpose.LOAD)
+        harness.tier.read(KEYS[:1], [0], buffers, purpose=Purpose.LOAD)
     )
     assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
     reading.cancel()
@@ -415,52 +419,52 @@ async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
 
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_unaligned_buffers_never_reach_o_direct(
-    open_shelf: OpenShelf, read_only: bool
+    open_harness: OpenHarness, read_only: bool
 ) -> None:
-    shelf = await open_shelf(direct_io="require")
+    harness = await open_harness(direct_io="require")
     sources = make_sources(KEYS, SLOT)
     memory = memoryview(mmap.mmap(-1, 9 * SLOT))[8:]
     views = [memory[start : start + SLOT] for start in range(0, 8 * SLOT, SLOT)]
     for view, source in zip(views, sources, strict=True):
         view[:] = source
     stored = [view.toreadonly() for view in views] if read_only else views
-    result = await shelf.tier.write(KEYS, range(8), stored, purpose=Purpose.STORE)
+    result = await harness.tier.write(KEYS, range(8), stored, purpose=Purpose.STORE)
     assert list(result.outcomes) == [DONE] * 8
-    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+    assert await harness.get(KEYS, range(8)) == [DONE] * 8
     memory[:] = bytes(len(memory))
-    result = await shelf.tier.read(KEYS, range(8), views, purpose=Purpose.LOAD)
+    result = await harness.tier.read(KEYS, range(8), views, purpose=Purpose.LOAD)
     assert list(result.outcomes) == [DONE] * 8
     assert views == sources
 
 
 async def test_without_o_direct_auto_warns_once_and_works(
-    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+    open_harness: OpenHarness, io: FaultyIo, caplog: pytest.LogCaptureFixture
 ) -> None:
     io.fail("open_direct", errno.EINVAL)
-    shelf = await open_shelf(direct_io="auto")
+    harness = await open_harness(direct_io="auto")
     assert len(warnings_in(caplog)) == 1
-    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
-    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+    assert await harness.put(KEYS, range(8)) == [DONE] * 8
+    assert await harness.get(KEYS, range(8)) == [DONE] * 8
 
 
 async def test_o_direct_that_opens_but_refuses_io_is_found_out(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
     io.fail("preadv", errno.EINVAL)
     with pytest.raises(ConfigError, match="no O_DIRECT"):
-        await open_shelf(direct_io="require")
+        await open_harness(direct_io="require")
 
 
 async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
-    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, slots_path: Path
+    open_harness: OpenHarness, io: FaultyIo, pool: IoPool, slots_path: Path
 ) -> None:
     io.strike("allocate", 0, Fault(errno.ENOSPC, late=True))  # it keeps what it got
     with pytest.raises(ConfigError, match=r"capacity of 128 KiB does not fit: .* free"):
-        await open_shelf()
+        await open_harness()
     assert (await pool.run(slots_path.stat, priority=0)).st_size == 0
     io.heal()
-    shelf = await open_shelf()  # and the lock was released
-    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+    harness = await open_harness()  # and the lock was released
+    assert await harness.put(KEYS, range(8)) == [DONE] * 8
 
 
 class Short(BlockIo):
@@ -498,7 +502,7 @@ def test_a_transfer_that_fell_short_goes_on_where_o_direct_may(
 
 
 async def test_a_slot_file_with_holes_is_given_its_room_before_anything_is_stored(
-    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+    open_harness: OpenHarness, pool: IoPool, slots_path: Path
 ) -> None:
     """As a copy that leaves out zeros has; a full disk would show when one is filled."""
 
@@ -506,45 +510,45 @@ async def test_a_slot_file_with_holes_is_given_its_room_before_anything_is_store
         os.truncate(slots_path, 0)
         os.truncate(slots_path, CAPACITY * SLOT)
 
-    shelf = await open_shelf()
-    await shelf.tier.aclose()
+    harness = await open_harness()
+    await harness.tier.aclose()
     await pool.run(make_holes, priority=0)
-    await shelf.open()
+    await harness.open()
     status = await pool.run(slots_path.stat, priority=0)
     assert status.st_blocks * 512 >= status.st_size == CAPACITY * SLOT
 
 
 async def test_too_small_a_disk_is_not_filled_to_find_out(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
     io.offer(free_nbytes=CAPACITY * SLOT - 1)
     with pytest.raises(ConfigError, match=r"has 128 KiB free; lower capacity"):
-        await open_shelf()
+        await open_harness()
     assert "allocate" not in io.calls
 
 
 @pytest.mark.parametrize("call", ["open", "lock", "truncate", "sync", "rename", "allocate"])
 async def test_an_open_that_fails_leaves_nothing_locked(
-    open_shelf: OpenShelf, io: FaultyIo, call: str
+    open_harness: OpenHarness, io: FaultyIo, call: str
 ) -> None:
     io.fail(call, errno.EIO)
     with pytest.raises(TierUnavailableError):
-        await open_shelf()
+        await open_harness()
     io.heal()
-    shelf = await open_shelf()
-    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+    harness = await open_harness()
+    assert await harness.put(KEYS, range(8)) == [DONE] * 8
 
 
 async def test_a_failed_sync_fails_every_batch_it_may_have_been_about(
-    open_shelf: OpenShelf, io: FaultyIo
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
     """The kernel reports a lost write to one caller of fsync only."""
-    shelf = await open_shelf(durability="power")
+    harness = await open_harness(durability="power")
     first, second, third = make_keys(range(3))
     io.strike("sync_data", 0, Fault(errno.EIO))
     async with asyncio.TaskGroup() as group:
-        one = group.create_task(shelf.put([first], [0]))
-        other = group.create_task(shelf.put([second], [1]))
+        one = group.create_task(harness.put([first], [0]))
+        other = group.create_task(harness.put([second], [1]))
     assert one.result() == other.result() == [Outcome.FAILED]
-    assert await shelf.put([third], [2]) == [Outcome.DONE]
-    assert await shelf.reopen() == [(third, 2)]
+    assert await harness.put([third], [2]) == [Outcome.DONE]
+    assert await harness.reopen() == [(third, 2)]

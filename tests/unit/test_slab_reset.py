@@ -52,23 +52,23 @@ async def start(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterator[Sta
                 **options,
             )
             context = TierContext(SLOT, FINGERPRINT, pool, was_reset=was_reset)
-            shelf = TierHarness(lambda: SlabTier.open(config, context, io=io), pool)
-            found = await shelf.open()
-            stack.push_async_callback(shelf.tier.aclose)
-            return shelf, found
+            harness = TierHarness(lambda: SlabTier.open(config, context, io=io), pool)
+            found = await harness.open()
+            stack.push_async_callback(harness.tier.aclose)
+            return harness, found
 
         yield start
 
 
 async def stopped_after_a_reset(start: Start, *, resets: int = 1, **options: Any) -> None:
     """Let an engine live that has stored KEYS[1] in slot 1 since its last reset."""
-    shelf, _ = await start(**options)
-    await shelf.put(KEYS[:1], [0])
+    harness, _ = await start(**options)
+    await harness.put(KEYS[:1], [0])
     for _ in range(resets):
-        await shelf.tier.reset()
-        assert await shelf.put(KEYS[1:2], [1]) == [DONE]
-    assert await shelf.get(KEYS[1:2], [1]) == [DONE]
-    await shelf.tier.aclose()
+        await harness.tier.reset()
+        assert await harness.put(KEYS[1:2], [1]) == [DONE]
+    assert await harness.get(KEYS[1:2], [1]) == [DONE]
+    await harness.tier.aclose()
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -93,16 +93,16 @@ async def test_what_was_stored_after_a_reset_is_dropped_at_the_next_start_and_no
     assert "not survive a restart" in warning
     assert "set keep_after_reset: true" in warning
 
-    shelf, found = await start(**options)
+    harness, found = await start(**options)
     [warning] = warnings_in(caplog)
     assert "starting with an empty cache: the last engine had its cache reset" in warning
     assert found == []
-    assert await shelf.get(KEYS[1:2], [1]) == [CORRUPT]
-    assert await shelf.put(KEYS[2:], range(2, 8)) == [DONE] * 6
+    assert await harness.get(KEYS[1:2], [1]) == [CORRUPT]
+    assert await harness.put(KEYS[2:], range(2, 8)) == [DONE] * 6
 
-    assert len(await shelf.reopen()) == 6, "the note went with what it was about"
+    assert len(await harness.reopen()) == 6, "the note went with what it was about"
     assert warnings_in(caplog) == []
-    await shelf.tier.aclose()
+    await harness.tier.aclose()
 
 
 async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
@@ -117,16 +117,16 @@ async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
 async def test_what_was_being_written_when_the_cache_was_reset_is_kept_by_nobody(
     start: Start, io: FaultyIo, pool: IoPool
 ) -> None:
-    shelf, _ = await start(keep_after_reset=True)
+    harness, _ = await start(keep_after_reset=True)
     gate = io.stall("pwritev")
-    writing = asyncio.ensure_future(shelf.put(KEYS[:1], [0]))
+    writing = asyncio.ensure_future(harness.put(KEYS[:1], [0]))
     assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
-    await shelf.tier.reset()
+    await harness.tier.reset()
     gate.set()
     assert await writing == [FAILED]
-    assert await shelf.get(KEYS[:1], [0]) == [CORRUPT]
-    assert await shelf.reopen() == []
-    await shelf.tier.aclose()
+    assert await harness.get(KEYS[:1], [0]) == [CORRUPT]
+    assert await harness.reopen() == []
+    await harness.tier.aclose()
 
 
 async def test_what_counts_is_what_was_said_when_the_cache_was_reset(start: Start) -> None:
@@ -139,9 +139,9 @@ async def test_a_process_that_replaces_another_of_the_engine_keeps_rows_and_note
     start: Start,
 ) -> None:
     await stopped_after_a_reset(start)
-    shelf, found = await start(was_reset=True)
+    harness, found = await start(was_reset=True)
     assert found == [(KEYS[1], 1)]
-    await shelf.tier.aclose()
+    await harness.tier.aclose()
     _, found = await start()
     assert found == []
 
@@ -151,9 +151,9 @@ async def test_such_a_process_notes_it_in_an_index_that_has_no_note(
 ) -> None:
     await stopped_after_a_reset(start)
     (tmp_path / "store" / INDEX).unlink()
-    shelf, found = await start(was_reset=True)
-    await shelf.put(KEYS[:1], [0])
-    await shelf.tier.aclose()
+    harness, found = await start(was_reset=True)
+    await harness.put(KEYS[:1], [0])
+    await harness.tier.aclose()
     _, found = await start()
     assert found == []
 
@@ -161,14 +161,14 @@ async def test_such_a_process_notes_it_in_an_index_that_has_no_note(
 async def test_such_a_process_stores_nothing_before_it_is_noted(
     start: Start, io: FaultyIo, tmp_path: Path
 ) -> None:
-    shelf, _ = await start()
-    await shelf.tier.aclose()
+    harness, _ = await start()
+    await harness.tier.aclose()
     io.strike("sql INSERT", io.calls.count("sql INSERT"), _full())
-    shelf, found = await start(was_reset=True)
-    assert await shelf.put(KEYS[:1], [0]) == [FAILED]
+    harness, found = await start(was_reset=True)
+    assert await harness.put(KEYS[:1], [0]) == [FAILED]
     io.heal()
-    assert await shelf.put(KEYS[:1], [0]) == [DONE]
-    await shelf.tier.aclose()
+    assert await harness.put(KEYS[:1], [0]) == [DONE]
+    await harness.tier.aclose()
     _, found = await start()
     assert found == []
 
@@ -180,25 +180,25 @@ async def test_a_full_disk_keeps_no_engine_from_starting_without_what_is_doubted
 ) -> None:
     await stopped_after_a_reset(start)
     io.strike(call, io.calls.count(call) + number, _full())
-    shelf, found = await start()
+    harness, found = await start()
     assert found == []
-    assert await shelf.get(KEYS[1:2], [1]) == [CORRUPT]
-    await shelf.put(KEYS[2:3], [2])
+    assert await harness.get(KEYS[1:2], [1]) == [CORRUPT]
+    await harness.put(KEYS[2:3], [2])
     io.heal()
-    assert await shelf.put(KEYS[3:4], [3]) == [DONE]
-    assert (KEYS[1], 1) not in await shelf.reopen()
-    assert await shelf.get(KEYS[3:4], [3]) == [DONE], "what came later was never doubted"
-    await shelf.tier.aclose()
+    assert await harness.put(KEYS[3:4], [3]) == [DONE]
+    assert (KEYS[1], 1) not in await harness.reopen()
+    assert await harness.get(KEYS[3:4], [3]) == [DONE], "what came later was never doubted"
+    await harness.tier.aclose()
 
 
 async def test_a_start_after_a_reset_on_a_disk_that_is_still_full_asks_for_room(
     start: Start, io: FaultyIo
 ) -> None:
-    shelf, _ = await start()
-    await shelf.put(KEYS[:1], [0])
+    harness, _ = await start()
+    await harness.put(KEYS[:1], [0])
     io.fill_index()
-    await shelf.tier.reset()
-    await shelf.tier.aclose()
+    await harness.tier.reset()
+    await harness.tier.aclose()
     io.strike("sql PRAGMA", io.calls.count("sql PRAGMA"), _full())
     with pytest.raises(TierUnavailableError, match=r"opened: .*; make room on that disk$"):
         await start()
@@ -211,30 +211,30 @@ async def test_an_index_that_is_set_aside_takes_its_log_along(
     start: Start, io: FaultyIo, pool: IoPool, tmp_path: Path
 ) -> None:
     """Or the next engine, should this one be killed, would find the old rows in the log."""
-    shelf, _ = await start()
-    await shelf.put(KEYS[:1], [0])
+    harness, _ = await start()
+    await harness.put(KEYS[:1], [0])
     io.fill_index()
-    await shelf.tier.reset()
+    await harness.tier.reset()
     own = (tmp_path / "store" / INDEX).parent
     found = await pool.run(lambda: {path.name for path in own.glob("index*")}, priority=0)
     io.heal()
     assert found == {f"index.sqlite.damaged{side}" for side in ("", "-wal", "-shm")}
-    await shelf.tier.aclose()
+    await harness.tier.aclose()
 
 
 async def test_a_reset_that_the_index_takes_only_later_is_noted_before_anything_is_stored(
     start: Start, io: FaultyIo
 ) -> None:
-    shelf, _ = await start()
-    await shelf.put(KEYS[:1], [0])
+    harness, _ = await start()
+    await harness.put(KEYS[:1], [0])
     io.fill_index()
     io.fail("rename", 5)
     with pytest.raises(TierUnavailableError):
-        await shelf.tier.reset()
+        await harness.tier.reset()
     io.heal()
-    assert await shelf.put(KEYS[1:2], [1]) == [DONE]
-    assert await shelf.reopen() == []
-    await shelf.tier.aclose()
+    assert await harness.put(KEYS[1:2], [1]) == [DONE]
+    assert await harness.reopen() == []
+    await harness.tier.aclose()
 
 
 def _full() -> Fault:

@@ -51,10 +51,10 @@ def options(tmp_path: Path) -> NvmeTierConfig:
 
 
 @pytest.fixture
-async def shelf(
+async def harness(
     options: NvmeTierConfig, context: TierContext, arena: Arena
 ) -> AsyncIterator[TierHarness[HostedTier]]:
-    shelf = TierHarness(lambda: HostedTier.open(options, context), context.pool, arena)
-    await shelf.open()
-    yield shelf
-    await shelf.tier.aclose()
+    harness = TierHarness(lambda: HostedTier.open(options, context), context.pool, arena)
+    await harness.open()
+    yield harness
+    await harness.tier.aclose()

@@ -20,41 +20,41 @@ from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, let_no_
 
 
 async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys(range(3))
-    await shelf.put(keys, range(3))
-    shelf.tier.touch([0])
-    shelf.tier.forget([1])
-    assert await shelf.reopen() == [(keys[2], 2), (keys[0], 0)]
+    await harness.put(keys, range(3))
+    harness.tier.touch([0])
+    harness.tier.forget([1])
+    assert await harness.reopen() == [(keys[2], 2), (keys[0], 0)]
 
 
 async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_sent(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
-    kill(shelf.tier, signal.SIGSTOP)
+    kill(harness.tier, signal.SIGSTOP)
     for _ in range(200):
-        shelf.tier.touch([*range(CAPACITY)] * 64)
-    await asyncio.wait_for(shelf.tier.aclose(), 10)
-    assert shelf.tier.host_pid is not None
+        harness.tier.touch([*range(CAPACITY)] * 64)
+    await asyncio.wait_for(harness.tier.aclose(), 10)
+    assert harness.tier.host_pid is not None
     with pytest.raises(ProcessLookupError):
-        kill(shelf.tier, signal.SIGKILL)
+        kill(harness.tier, signal.SIGKILL)
 
 
 async def test_a_host_that_is_killed_while_it_closes_loses_nothing_that_was_committed(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys(range(3))
-    assert await shelf.put(keys, range(3)) == [DONE] * 3
+    assert await harness.put(keys, range(3)) == [DONE] * 3
     with monkeypatch.context() as patch:
         patch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
         patch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
-        kill(shelf.tier, signal.SIGSTOP)
-        await shelf.tier.aclose()
-    assert sorted(await shelf.open()) == sorted(zip(keys, range(3), strict=True))
-    assert await shelf.get(keys, range(3)) == [DONE] * 3
+        kill(harness.tier, signal.SIGSTOP)
+        await harness.tier.aclose()
+    assert sorted(await harness.open()) == sorted(zip(keys, range(3), strict=True))
+    assert await harness.get(keys, range(3)) == [DONE] * 3
 
 
 async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
@@ -70,17 +70,17 @@ async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
 
 
 async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
-    shelf: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.01)
-    await asyncio.wait_for(shelf.tier.aclose(), 10)
-    held = shelf.tier._host
+    await asyncio.wait_for(harness.tier.aclose(), 10)
+    held = harness.tier._host
     assert held is not None
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
 async def test_a_host_that_starts_again_too_late_is_ended(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[process.HostProcess] = []
     start = client._start
@@ -90,17 +90,17 @@ async def test_a_host_that_starts_again_too_late_is_ended(
     ) -> tuple[process.HostProcess, process.Opened]:
         found = start(options, context)
         started.append(found[0])
-        asyncio.run_coroutine_threadsafe(shelf.tier.aclose(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(harness.tier.aclose(), loop).result(10)
         return found
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(client, "_start", close_meanwhile)
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    kill(shelf.tier, signal.SIGKILL)
+    await harness.put(keys, [0])
+    kill(harness.tier, signal.SIGKILL)
     while not started:
-        assert await shelf.get(keys, [0]) == [FAILED]
-    assert "is closed" in shelf.error
+        assert await harness.get(keys, [0]) == [FAILED]
+    assert "is closed" in harness.error
     assert started[0].process.returncode == 0
 
 
@@ -125,10 +125,10 @@ async def main():
     options = NvmeTierConfig(
         path=Path(sys.argv[1]), capacity_bytes=capacity * slot, direct_io="off"
     )
-    shelf = TierHarness(lambda: HostedTier.open(options, context), pool, arena)
-    await shelf.open()
-    await shelf.put(make_keys(range(4)), range(4))
-    asyncio.ensure_future(shelf.put(make_keys(range(4, 12)), range(4, 12)))
+    harness = TierHarness(lambda: HostedTier.open(options, context), pool, arena)
+    await harness.open()
+    await harness.put(make_keys(range(4)), range(4))
+    asyncio.ensure_future(harness.put(make_keys(range(4, 12)), range(4, 12)))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGKILL)
 

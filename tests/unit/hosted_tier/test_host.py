@@ -30,60 +30,60 @@ from tests.unit.mappings import flags_of_mappings
 
 
 async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
-    shelf: TierHarness[HostedTier], caplog: pytest.LogCaptureFixture
+    harness: TierHarness[HostedTier], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = make_keys(range(4))
-    assert await shelf.put(keys, range(4)) == [DONE] * 4
-    first = shelf.tier.host_pid
-    kill(shelf.tier, signal.SIGSTOP)  # so that the next call is certainly under way
-    reading = asyncio.ensure_future(shelf.get(keys, range(4)))
+    assert await harness.put(keys, range(4)) == [DONE] * 4
+    first = harness.tier.host_pid
+    kill(harness.tier, signal.SIGSTOP)  # so that the next call is certainly under way
+    reading = asyncio.ensure_future(harness.get(keys, range(4)))
     await asyncio.sleep(0)
-    kill(shelf.tier, signal.SIGKILL)
+    kill(harness.tier, signal.SIGKILL)
     assert await reading == [FAILED] * 4
-    assert "exit code -9" in shelf.error
-    assert await shelf.get(keys, range(4)) == [DONE] * 4
-    assert shelf.tier.host_pid != first
+    assert "exit code -9" in harness.error
+    assert await harness.get(keys, range(4)) == [DONE] * 4
+    assert harness.tier.host_pid != first
     assert "starting its I/O process again" in caplog.text
 
 
 async def test_the_ram_tier_is_in_no_core_dump_of_a_host(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
-    assert shelf.tier.host_pid is not None
-    flags = flags_of_mappings(shelf.tier.host_pid, "/memfd:kvtier")
+    assert harness.tier.host_pid is not None
+    flags = flags_of_mappings(harness.tier.host_pid, "/memfd:kvtier")
     assert flags
     assert all("dd" in each for each in flags)  # which stands for "do not dump"
 
 
 async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(
-    shelf: TierHarness[HostedTier], options: NvmeTierConfig, caplog: pytest.LogCaptureFixture
+    harness: TierHarness[HostedTier], options: NvmeTierConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    kill(shelf.tier, signal.SIGKILL)
+    await harness.put(keys, [0])
+    kill(harness.tier, signal.SIGKILL)
     moved = options.path.rename(options.path.with_name("moved"))
     options.path.write_text("not a directory")
-    while await shelf.get(keys, [0]) == [FAILED]:
-        if "could not be started again" in shelf.error:
+    while await harness.get(keys, [0]) == [FAILED]:
+        if "could not be started again" in harness.error:
             break
-    assert str(options.path) in shelf.error
-    assert await shelf.get(keys, [0]) == [FAILED]
+    assert str(options.path) in harness.error
+    assert await harness.get(keys, [0]) == [FAILED]
     assert caplog.text.count("starting its I/O process again") == 1
     options.path.unlink()
     moved.rename(options.path)
-    assert await shelf.get(keys, [0]) == [DONE]
+    assert await harness.get(keys, [0]) == [DONE]
 
 
 async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    pid = shelf.tier.host_pid
-    kill(shelf.tier, signal.SIGSTOP)
-    reading = asyncio.ensure_future(shelf.get(keys, [0]))
+    await harness.put(keys, [0])
+    pid = harness.tier.host_pid
+    kill(harness.tier, signal.SIGSTOP)
+    reading = asyncio.ensure_future(harness.get(keys, [0]))
     await asyncio.sleep(0)
-    kill(shelf.tier, signal.SIGKILL)
+    kill(harness.tier, signal.SIGKILL)
     await reading
     assert pid is not None
     with pytest.raises(ProcessLookupError):
@@ -91,37 +91,37 @@ async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
 
 
 async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys(range(2))
-    await shelf.put(keys, range(2))
-    kill(shelf.tier, signal.SIGKILL)
-    assert await shelf.get(keys, range(2)) == [FAILED] * 2
-    shelf.tier.touch([0])
-    shelf.tier.forget([0])
+    await harness.put(keys, range(2))
+    kill(harness.tier, signal.SIGKILL)
+    assert await harness.get(keys, range(2)) == [FAILED] * 2
+    harness.tier.touch([0])
+    harness.tier.forget([0])
     await asyncio.sleep(0)
-    assert await shelf.get(keys[1:], [1]) == [DONE]
-    assert await shelf.reopen() == [(keys[1], 1)]
+    assert await harness.get(keys[1:], [1]) == [DONE]
+    assert await harness.reopen() == [(keys[1], 1)]
 
 
 async def test_it_is_told_so_before_anything_new_is_written_there(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     old, new = make_keys(range(2))
-    await shelf.put([old], [0])
-    kill(shelf.tier, signal.SIGKILL)
-    assert await shelf.get([old], [0]) == [FAILED]
-    shelf.tier.forget([0])
+    await harness.put([old], [0])
+    kill(harness.tier, signal.SIGKILL)
+    assert await harness.get([old], [0]) == [FAILED]
+    harness.tier.forget([0])
     await asyncio.sleep(0)  # by then there is nobody to tell
-    assert await shelf.put([new], [0]) == [DONE]
-    assert await shelf.get([new], [0]) == [DONE]
-    assert await shelf.reopen() == [(new, 0)]
+    assert await harness.put([new], [0]) == [DONE]
+    assert await harness.get([new], [0]) == [DONE]
+    assert await harness.reopen() == [(new, 0)]
 
 
 async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_it(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await shelf.put(make_keys(range(2)), range(2))
+    await harness.put(make_keys(range(2)), range(2))
     told: asyncio.Queue[object] = asyncio.Queue()
     send = connection.Connection.send
 
@@ -132,7 +132,7 @@ async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_
     monkeypatch.setattr(connection.Connection, "send", overheard)
     monkeypatch.setattr(client, "_QUEUE_DELAY_S", 0.0)
     for _ in range(2):  # the second time as well
-        shelf.tier.touch([1])
+        harness.tier.touch([1])
         assert await asyncio.wait_for(told.get(), 10) == "touch"
 
 
@@ -150,20 +150,20 @@ def understand_nothing(own: connection.Connection, frame: Frame) -> None:
     ids=["the host does not understand", "the engine does not understand"],
 )
 async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
     monkeypatch: pytest.MonkeyPatch,
     owner: object,
     method: str,
     misunderstand: Callable[..., object],
 ) -> None:
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    first = shelf.tier.host_pid
+    await harness.put(keys, [0])
+    first = harness.tier.host_pid
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, misunderstand)
-        assert await shelf.get(keys, [0]) == [FAILED]
-    assert await shelf.get(keys, [0]) == [DONE]
-    assert shelf.tier.host_pid != first
+        assert await harness.get(keys, [0]) == [FAILED]
+    assert await harness.get(keys, [0]) == [DONE]
+    assert harness.tier.host_pid != first
 
 
 @pytest.mark.parametrize(
@@ -220,29 +220,31 @@ async def test_what_a_dying_engine_sent_last_is_no_error_of_its_host() -> None:
 
 
 async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        kill(shelf.tier, number)
+        kill(harness.tier, number)
     keys = make_keys([1])
-    assert await shelf.put(keys, [0]) == [DONE]
-    assert await shelf.get(keys, [0]) == [DONE]
+    assert await harness.put(keys, [0]) == [DONE]
+    assert await harness.get(keys, [0]) == [DONE]
 
 
 async def test_a_buffer_outside_the_shared_memory_is_refused(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     with pytest.raises(CapacityError, match="not in the shared memory"):
-        await shelf.tier.write(
+        await harness.tier.write(
             make_keys([1]), [0], make_buffers(1, SLOT), purpose=Purpose.STORE
         )
 
 
 async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     with pytest.raises(CapacityError, match="slots 99 to 99"):
-        await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), purpose=Purpose.STORE)
+        await harness.tier.write(
+            make_keys([1]), [99], harness.buffers(1), purpose=Purpose.STORE
+        )
 
 
 class Brief:

@@ -17,13 +17,13 @@ from tests.unit.hosted_tier.hosting import CORRUPT, DONE, FAILED, kill
 
 
 async def test_a_reset_reaches_a_store_whose_host_has_died(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    kill(shelf.tier, signal.SIGKILL)
-    await shelf.tier.reset()
-    assert await shelf.reopen() == []
+    await harness.put(keys, [0])
+    kill(harness.tier, signal.SIGKILL)
+    await harness.tier.reset()
+    assert await harness.reopen() == []
 
 
 def refuse_to_start(options: TierConfig, context: TierContext) -> None:
@@ -32,61 +32,63 @@ def refuse_to_start(options: TierConfig, context: TierContext) -> None:
 
 @pytest.mark.parametrize("used_before_closing", [True, False])
 async def test_a_reset_for_which_no_host_could_be_started_is_owed(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch, used_before_closing: bool
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch, used_before_closing: bool
 ) -> None:
     keys = make_keys(range(3))
-    await shelf.put(keys[:2], [0, 1])
-    kill(shelf.tier, signal.SIGKILL)
+    await harness.put(keys[:2], [0, 1])
+    kill(harness.tier, signal.SIGKILL)
     with monkeypatch.context() as patch:
         patch.setattr(client, "_start", refuse_to_start)
         with pytest.raises(TierUnavailableError, match="no more processes"):
-            await shelf.tier.reset()
-        assert await shelf.get(keys[:1], [0]) == [FAILED]
+            await harness.tier.reset()
+        assert await harness.get(keys[:1], [0]) == [FAILED]
     if used_before_closing:
-        assert await shelf.get(keys[:1], [0]) == [CORRUPT]
-        assert await shelf.put(keys[2:], [1]) == [DONE]
-        assert await shelf.get(keys[2:], [1]) == [DONE]
-    assert await shelf.reopen() == [], "a restart brings back neither what was before nor after"
+        assert await harness.get(keys[:1], [0]) == [CORRUPT]
+        assert await harness.put(keys[2:], [1]) == [DONE]
+        assert await harness.get(keys[2:], [1]) == [DONE]
+    assert await harness.reopen() == [], (
+        "a restart brings back neither what was before nor after"
+    )
 
 
 @pytest.mark.parametrize("index_is_lost", [False, True])
 async def test_what_is_stored_after_a_reset_outlives_the_host_but_not_the_engine(
-    shelf: TierHarness[HostedTier], options: NvmeTierConfig, index_is_lost: bool
+    harness: TierHarness[HostedTier], options: NvmeTierConfig, index_is_lost: bool
 ) -> None:
     keys = make_keys(range(3))
-    await shelf.tier.reset()
-    assert await shelf.put(keys[:1], [0]) == [DONE]
+    await harness.tier.reset()
+    assert await harness.put(keys[:1], [0]) == [DONE]
     if index_is_lost:
         [index] = options.path.glob("*/index.sqlite")
         index.rename(index.with_suffix(".lost"))
-    kill(shelf.tier, signal.SIGKILL)
-    assert await shelf.get(keys[:1], [0]) == [FAILED]
-    assert await shelf.get(keys[:1], [0]) == [CORRUPT if index_is_lost else DONE]
-    assert await shelf.put(keys[1:2], [1]) == [DONE]
-    assert await shelf.reopen() == []
-    assert await shelf.put(keys[2:], [2]) == [DONE]
-    assert await shelf.reopen() == [(keys[2], 2)]
+    kill(harness.tier, signal.SIGKILL)
+    assert await harness.get(keys[:1], [0]) == [FAILED]
+    assert await harness.get(keys[:1], [0]) == [CORRUPT if index_is_lost else DONE]
+    assert await harness.put(keys[1:2], [1]) == [DONE]
+    assert await harness.reopen() == []
+    assert await harness.put(keys[2:], [2]) == [DONE]
+    assert await harness.reopen() == [(keys[2], 2)]
 
 
 async def test_a_reset_that_closing_cannot_make_up_for_either_is_said_to_be_lost(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await shelf.put(make_keys([1]), [0])
-    kill(shelf.tier, signal.SIGKILL)
+    await harness.put(make_keys([1]), [0])
+    kill(harness.tier, signal.SIGKILL)
     monkeypatch.setattr(client, "_start", refuse_to_start)
     with pytest.raises(TierUnavailableError):
-        await shelf.tier.reset()
-    await shelf.tier.aclose()
+        await harness.tier.reset()
+    await harness.tier.aclose()
     assert "no more processes; the reset was not carried out" in caplog.text
 
 
 async def test_nothing_is_read_or_written_between_a_reset_that_failed_and_one_that_did_not(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys([1])
-    await shelf.put(keys, [0])
+    await harness.put(keys, [0])
     called: list[str] = []
     failures = iter([True, True, True])
     call = connection.Connection.call
@@ -99,23 +101,23 @@ async def test_nothing_is_read_or_written_between_a_reset_that_failed_and_one_th
 
     monkeypatch.setattr(connection.Connection, "call", fail_at_first)
     with pytest.raises(TierUnavailableError):
-        await shelf.tier.reset()
-    assert await shelf.get(keys, [0]) == [FAILED]
-    assert await shelf.get(keys, [0]) == [CORRUPT]
+        await harness.tier.reset()
+    assert await harness.get(keys, [0]) == [FAILED]
+    assert await harness.get(keys, [0]) == [CORRUPT]
     assert called == ["reset", "reset", "reset", "reset", "read"]
 
 
 async def test_a_reset_that_a_hung_host_keeps_from_ending_starts_none_for_a_closed_tier(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
-    await shelf.tier.aopen()
-    first = shelf.tier.host_pid
-    kill(shelf.tier, signal.SIGSTOP)
-    resetting = asyncio.ensure_future(shelf.tier.reset())
+    await harness.tier.aopen()
+    first = harness.tier.host_pid
+    kill(harness.tier, signal.SIGSTOP)
+    resetting = asyncio.ensure_future(harness.tier.reset())
     await asyncio.sleep(0)
-    await shelf.tier.aclose()
+    await harness.tier.aclose()
     with pytest.raises(ClosedError):
         await resetting
-    assert shelf.tier.host_pid == first
+    assert harness.tier.host_pid == first

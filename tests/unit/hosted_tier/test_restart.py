@@ -47,37 +47,37 @@ def lose(tier: HostedTier) -> connection.Connection:
 
 
 async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    first = shelf.tier.host_pid
-    kill(shelf.tier, signal.SIGSTOP)  # it has the store open until it is killed
-    lose(shelf.tier)
-    assert await shelf.get(keys, [0]) == [DONE]
-    assert shelf.tier.host_pid != first
+    await harness.put(keys, [0])
+    first = harness.tier.host_pid
+    kill(harness.tier, signal.SIGSTOP)  # it has the store open until it is killed
+    lose(harness.tier)
+    assert await harness.get(keys, [0]) == [DONE]
+    assert harness.tier.host_pid != first
 
 
 async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
-    shelf: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.05)
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    held = shelf.tier._host
+    await harness.put(keys, [0])
+    held = harness.tier._host
     assert held is not None
-    lose(shelf.tier)
+    lose(harness.tier)
     for _ in range(2):
-        assert await asyncio.wait_for(shelf.get(keys, [0]), 10) == [FAILED]
-        assert f"process {held.process.pid} is stuck in the operating" in shelf.error
+        assert await asyncio.wait_for(harness.get(keys, [0]), 10) == [FAILED]
+        assert f"process {held.process.pid} is stuck in the operating" in harness.error
         monkeypatch.setattr(connection, "_END_TIMEOUT_S", 600)  # the wait is over
-    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    await asyncio.wait_for(harness.tier.aclose(), 10)
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
 async def test_of_a_host_that_is_stuck_the_log_tells_once(
-    shelf: TierHarness[HostedTier],
+    harness: TierHarness[HostedTier],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -89,51 +89,51 @@ async def test_of_a_host_that_is_stuck_the_log_tells_once(
         return tries == 4 and await process.aend(ending)
 
     monkeypatch.setattr(connection, "aend", ends_at_last)
-    await shelf.put(make_keys([1]), [0])
-    await lose(shelf.tier).wait_ended()
+    await harness.put(make_keys([1]), [0])
+    await lose(harness.tier).wait_ended()
     assert tries == 4
     assert caplog.text.count("is stuck in the operating system") == 1
 
 
 async def test_a_host_that_ends_after_all_is_replaced(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.05, until=(answers := asyncio.Event()))
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    lost = lose(shelf.tier)
-    assert await shelf.get(keys, [0]) == [FAILED]
-    assert "is stuck in the operating system" in shelf.error
+    await harness.put(keys, [0])
+    lost = lose(harness.tier)
+    assert await harness.get(keys, [0]) == [FAILED]
+    assert "is stuck in the operating system" in harness.error
     answers.set()
     await asyncio.wait_for(lost._ended.wait(), 10)
-    assert await shelf.get(keys, [0]) == [DONE]
+    assert await harness.get(keys, [0]) == [DONE]
 
 
 async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    await lose(shelf.tier).wait_ended()
-    cancelled = asyncio.ensure_future(shelf.get(keys, [0]))
+    await harness.put(keys, [0])
+    await lose(harness.tier).wait_ended()
+    cancelled = asyncio.ensure_future(harness.get(keys, [0]))
     hosts = call_at_start(monkeypatch, cancelled.cancel)
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    assert await shelf.get(keys, [0]) == [DONE]
+    assert await harness.get(keys, [0]) == [DONE]
     assert len(hosts) == 1
 
 
 async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_running(
-    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing: list[asyncio.Future[None]] = []
     keys = make_keys([1])
-    await shelf.put(keys, [0])
-    await lose(shelf.tier).wait_ended()
+    await harness.put(keys, [0])
+    await lose(harness.tier).wait_ended()
     hosts = call_at_start(
-        monkeypatch, lambda: closing.append(asyncio.ensure_future(shelf.tier.aclose()))
+        monkeypatch, lambda: closing.append(asyncio.ensure_future(harness.tier.aclose()))
     )
-    await shelf.get(keys, [0])
+    await harness.get(keys, [0])
     await closing[0]
     assert [host.process.returncode for host in hosts] == [0]
 
