@@ -227,7 +227,7 @@ def _reasons(
         clearly = f"{_CLEARLY * 100:.1f} points more"
         yield f"  {_DEFAULT} stays unless another hits {clearly}: {_winner(results)}."
     yield ""
-    yield "Placement, on the whole ladder:"
+    yield "Placement, with all tiers:"
     for one in tried:
         yield f"  {_figures(one)}{'   <- chosen' if one is best else ''}"
     without = best.result.ttft_no_cache_s
