@@ -1,4 +1,4 @@
-"""Policies: which chunk leaves a full tier, which tiers it should be in, what may enter one."""
+"""Policies for eviction, for placement in tiers, and for admission to a tier."""
 
 from __future__ import annotations
 

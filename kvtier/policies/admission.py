@@ -1,8 +1,8 @@
 """Conditions for writing a chunk to a slower tier.
 
-Each condition has one reason to refuse. A refused chunk stays where it is until its room is
-needed and is then lost, so every condition trades hits for wear: on chat traffic second-touch
-writes a fifth and loses a quarter of the hits.
+A refused chunk stays in its tier until it is evicted, and is then lost. So every condition
+trades hits for wear: on chat traffic second-touch writes a fifth and loses a quarter of the
+hits.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SAMPLE_PER_SLOT = 2
 class Admission(ABC):
     """One condition for entering a slower tier.
 
-    One object serves all tiers of a cache and judges each tier by itself. It reads the copies,
-    writes to none and keeps none.
+    One object serves all tiers of a cache and decides for each tier separately. A condition
+    reads copies; it neither changes nor keeps them.
 
     Args:
         capacity: Chunks of RAM and of the largest tier together. A condition remembers at most
-            that many keys for each tier.
+            ``capacity`` keys for each tier.
 
     Attributes:
-        capacity: That number.
+        capacity: Chunks of RAM and of the largest tier together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,10 +46,10 @@ class Admission(ABC):
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``.
 
-        Called right before the copy is written, after the placement and earlier conditions
-        agreed. It is called again for a chunk that was refused, found no room, or was evicted
-        from ``tier`` since. ``copy.generation`` differs for another copy of the chunk in RAM,
-        and is 0 for a copy in a slower tier.
+        The manager calls this right before the copy is written, after the placement and earlier
+        conditions agreed. There is another call for a chunk that was refused, found no room, or
+        was evicted from ``tier``. Each copy of a chunk in RAM has another ``copy.generation``;
+        a copy in a slower tier has 0.
 
         Args:
             copy: The source, in RAM or in a slower tier.
@@ -60,12 +60,12 @@ class Admission(ABC):
     def admits_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admits` for ``copies``, in this order."""
+        """Call :meth:`admits` for each of ``copies``, in order."""
         return [self.admits(copy, tier, ctx) for copy in copies]
 
 
 class AdmitAll(Admission):
-    """Refuses nothing."""
+    """Admits every chunk."""
 
     @override
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
@@ -75,12 +75,12 @@ class AdmitAll(Admission):
 class SecondTouch(Admission):
     """Refuses a chunk until its second use.
 
-    A chunk was used again if its copy was loaded, or if an earlier copy came up for writing.
+    A chunk was used again if its copy was loaded, or if an earlier copy asked for admission.
     This is CacheLib's reject-first with whole keys. A copy in a slower tier was admitted
-    before, so it passes.
+    before, so it is admitted.
 
     Args:
-        capacity: Most keys to remember for each tier, the latest ones.
+        capacity: Most keys to remember for each tier; the oldest are forgotten first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -93,7 +93,7 @@ class SecondTouch(Admission):
             return True
         asked = self._asked.setdefault(tier, OrderedDict())
         last = asked.pop(copy.key, None)
-        # A copy comes up several times if the tier has no room: that is not another use.
+        # A copy asks several times if the tier has no room; that is not another use.
         again = last is not None and (last[0] != copy.generation or last[1])
         asked[copy.key] = (copy.generation, again)
         if len(asked) > self.capacity:
@@ -105,8 +105,8 @@ class TinyLfu(Admission):
     """Refuses a chunk with fewer than two recent uses, counted in a sketch that ages.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
-    Transactions on Storage 13(4), 2017. A store's traffic has no single victim to compare with,
-    hence a threshold. Unlike :class:`SecondTouch` it keeps no keys and forgets old uses.
+    Transactions on Storage 13(4), 2017. A tier's writes have no single victim to compare with,
+    so a threshold decides. Unlike :class:`SecondTouch` it keeps no keys and forgets old uses.
 
     Args:
         capacity: Chunks of the tiers together; the sketch covers twice as many uses.
@@ -129,12 +129,11 @@ class TinyLfu(Admission):
 class WriteBudget(Admission):
     """Refuses writes above a daily budget of bytes.
 
-    Each tier has a token bucket that holds a 25th of the day's budget and refills with the rest
-    within a day. So any 24 hours stay within the budget, and a quiet night does not pay for a
-    burst. The bucket holds at least one chunk: a budget below 25 chunks is spent evenly in
-    whole chunks, and one below a chunk a day allows a chunk every few days. Restarts forget
-    what was written, and the bucket is full at start: each start can cost a 25th of the budget
-    more.
+    Each tier has a token bucket that holds a 25th of the daily budget. The rest refills the
+    bucket over a day, so any 24 hours stay within the budget. Unspent budget of a quiet night
+    is lost. The bucket holds at least one chunk: a budget below 25 chunks is spent evenly in
+    whole chunks, and a budget below one chunk a day allows a chunk every few days. The bucket
+    is full at start, so each restart can exceed the budget by a 25th.
 
     Args:
         bytes_per_day: Bytes that may be written to each slower tier in a day.
@@ -142,12 +141,12 @@ class WriteBudget(Admission):
     """
 
     def __init__(self, *, bytes_per_day: int, chunk_nbytes: int) -> None:
-        super().__init__(capacity=0)  # it remembers no keys
+        super().__init__(capacity=0)  # remembers no keys
         per_day = bytes_per_day / chunk_nbytes
         self._most = max(per_day / _BURSTS_PER_DAY, 1.0)
         refill = per_day - self._most
         if per_day <= _BURSTS_PER_DAY:
-            # The first chunk of a day was saved up on the day before.
+            # The bucket holds the day's first chunk, saved up on the day before.
             refill = floor(per_day) or per_day
         self._chunks_per_s = refill / _DAY_S
         self._filled: dict[int, tuple[float, float]] = {}

@@ -1,9 +1,9 @@
-"""The interfaces of policies, and the values that they see.
+"""The interfaces of policies, and the values that policies see.
 
 An :class:`Eviction` orders the copies of *one* tier and picks victims. A :class:`Placement`,
-one per cache, decides what crosses tiers. Neither does I/O, awaits, reads a clock or draws
-random numbers of its own: time and randomness arrive in a :class:`PolicyContext`. So a live
-engine and a simulator drive the same object, and a policy tuned on a trace is deployed as is.
+one per cache, decides which chunks move between tiers. Policies do no I/O, do not await,
+and take time and random numbers from a :class:`PolicyContext`. So a live engine and a simulator
+run the same code, and a policy tuned on a trace is deployed as is.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ NEVER: Final = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """What the sender of a request allows the cache; tiers are indices, 0 is RAM.
+    """Limits that the sender of a request sets; tiers are indices, 0 is RAM.
 
     Attributes:
-        load_tiers: Tiers its chunks may come from, None for any. Chunks elsewhere are misses.
-        store_tiers: Tiers its new chunks may be in, None for any. RAM is always among them,
-            because chunks reach every other tier through it.
-        session: The session it belongs to, for policies; empty if unknown.
+        load_tiers: Tiers to load from, None for any. Chunks in other tiers are misses.
+        store_tiers: Tiers to store new chunks in, None for any. RAM is always included,
+            because chunks reach every other tier through RAM.
+        session: The request's session, for policies; empty if unknown.
     """
 
     load_tiers: frozenset[int] | None = None
@@ -66,7 +66,7 @@ NO_TERMS: Final = RequestTerms()
 
 
 def session_terms(session: str) -> RequestTerms:
-    """Return the terms of a request that states at most its session."""
+    """Return the terms of a request without limits; ``session`` may be empty."""
     return RequestTerms(session=session) if session else NO_TERMS
 
 
@@ -89,25 +89,27 @@ _WRITING = CopyState.WRITING
 class ChunkCopy:
     """One chunk's copy in one tier.
 
-    The manager owns it. A policy reads it, and owns :attr:`queued` and :attr:`policy` of the
-    copies in its tier.
+    The manager owns the copy. A policy reads it, and owns :attr:`queued` and :attr:`policy` of
+    the copies in its tier.
 
     Attributes:
         key: The chunk's key.
         slot: The slot of the tier that holds the bytes.
         state: One of :class:`CopyState`.
-        pins: Reasons not to evict it: transfers that touch it and requests that wait for it.
-        dirty: Slower tiers that must receive it before it may leave.
-        hits: Loads served from this copy, and promotions begun from it.
+        pins: Number of transfers and waiting requests that need the copy, which forbid evicting
+            it.
+        dirty: Number of slower tiers that must receive the copy before it may be evicted.
+        hits: Loads from this copy, and promotions begun from this copy.
         parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
-        depth: Chunks before it in the prefix.
+        depth: Number of chunks before this chunk in the prefix.
         terms: The terms of the request that stored it.
-        child_count: Copies in this tier whose parent this is; only for ``leaf_only`` policies.
+        child_count: Number of children in this tier; kept only for ``leaf_only`` policies.
         queued: Free for the eviction policy: an integer, such as a count of stale entries.
         policy: Free for the eviction policy: anything.
-        grants: Waiting requests it is kept for; each is also a pin.
+        grants: Number of waiting requests that keep the copy; each is also a pin.
         origin: Index of the tier the bytes came from, until the first load.
-        transient: Whether it leaves once the request it was fetched for has loaded it.
+        transient: Whether the copy is dropped after the request that waits for it has loaded
+            it.
         generation: Stamp of the write that fills the slot; never repeats.
     """
 
@@ -167,14 +169,14 @@ class ChunkCopy:
 
 @dataclass(slots=True)
 class PolicyContext:
-    """What a policy may know besides the copy; one object, reused.
+    """The context of a call to a policy; one object is reused for all calls.
 
     Attributes:
         now: Seconds on a monotonic clock. The driver advances it once per step; an engine may
             skip steps without decisions.
         rng: The only source of randomness; seeded by the driver.
         request: Id of the request being served; empty if there is none.
-        session: Its session; empty if unknown.
+        session: The request's session; empty if unknown.
         next_use: Position in the trace of the chunk's next use. A simulator sets it before each
             use and insertion, for policies that must know the future.
     """
@@ -187,7 +189,7 @@ class PolicyContext:
 
 
 class NoVictimError(KvtierError):
-    """An eviction policy returned no victim although every member may leave."""
+    """An eviction policy returned no victim although every member is evictable."""
 
     def __init__(self, eviction: Eviction) -> None:
         kind: type[object] = type(eviction)
@@ -199,7 +201,7 @@ Evictable = Callable[[ChunkCopy], bool]
 
 
 def is_idle(copy: ChunkCopy) -> bool:
-    """Return whether a resident ``copy`` may leave without further work."""
+    """Return whether a resident ``copy`` may be evicted at once."""
     return not copy.pins and not copy.dirty
 
 
@@ -216,15 +218,15 @@ def is_unpinned_leaf(copy: ChunkCopy) -> bool:
 def pick_leaf(
     eviction: Eviction, ctx: PolicyContext, *, spared: ChunkCopy | None
 ) -> ChunkCopy | None:
-    """Return a victim that makes room for a new chunk without stranding it.
+    """Return a victim other than the parent of the new chunk.
 
     Args:
         eviction: A policy that evicts leaves only.
-        ctx: Its context.
+        ctx: The context.
         spared: The new chunk's parent, which must stay; None for a root.
 
     Returns:
-        The victim; None when only ``spared`` could leave.
+        The victim; None if only ``spared`` is evictable.
     """
     if spared is None:
         return eviction.pick(is_unpinned_leaf, ctx)
@@ -242,16 +244,16 @@ class Eviction(ABC):
     bytes arrive. Several chunks may be between their miss and their insertion at a time.
 
     Every method is O(1) amortised, or O(log n) where copies have scores. A policy may remember
-    keys of chunks that left (ghosts), at most twice the tier's capacity of them. It drops every
-    reference to a copy that it picked: the driver may reuse the object for another chunk, with
-    ``queued`` and ``policy`` as the policy left them.
+    keys of evicted chunks (ghosts), at most two per slot. A policy drops every reference to a
+    picked copy: the driver may reuse the object for another chunk, with ``queued`` and
+    ``policy`` unchanged.
 
     Args:
         capacity: Slots of the tier, at least 1; ``kvtier check`` makes a policy for 1.
 
     Attributes:
-        capacity: That number.
-        surplus: Members that should leave; see :attr:`sheds`.
+        capacity: Slots of the tier.
+        surplus: Number of members to evict although there is room; see :attr:`sheds`.
         tracks_misses: Whether the class overrides :meth:`on_miss`; else a driver may skip it.
     """
 
@@ -284,7 +286,7 @@ class Eviction(ABC):
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Record that absent ``key`` was asked for and is about to be inserted.
 
-        Called once for each insertion, before room is made for it.
+        Called once for each insertion, before room is made for the chunk.
         """
 
     @abstractmethod
@@ -292,11 +294,11 @@ class Eviction(ABC):
         """Make ``copy`` a member."""
 
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Make ``copy``, which was picked and stayed in the tier, a member again.
+        """Make ``copy``, which was picked but stayed in the tier, a member again.
 
-        This is neither a use nor the return of a chunk that left. ``copy`` counts as just used,
-        like a rejected candidate, or it would be picked again at once. The default inserts it;
-        policies that record evictions override this.
+        This is neither a use nor a return after an eviction. Like a rejected candidate,
+        ``copy`` counts as just used, so that the next pick does not return it. The default
+        inserts ``copy``; policies that record evictions override this.
         """
         self.on_insert(copy, ctx)
 
@@ -306,14 +308,14 @@ class Eviction(ABC):
 
     @abstractmethod
     def on_remove(self, copy: ChunkCopy) -> None:
-        """Drop the member ``copy``, which left without being picked; its state is GONE."""
+        """Drop the member ``copy``, which left the tier without a pick; its state is GONE."""
 
     @abstractmethod
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
         """Remove one victim from the members and return it.
 
         A candidate that ``evictable`` rejects stays a member and counts as just used. So the
-        next pick does not ask for it again, and scans stay O(1) amortised.
+        next pick tests other members, and scans stay O(1) amortised.
 
         Returns:
             A copy with ``evictable(copy)``, or None if there is none.
@@ -322,7 +324,7 @@ class Eviction(ABC):
     def pick_many(
         self, count: int, evictable: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
-        """Call :meth:`pick` until there are ``count`` victims or no more."""
+        """Return up to ``count`` victims, by calls of :meth:`pick`."""
         victims: list[ChunkCopy] = []
         while len(victims) < count:
             victim = self.pick(evictable, ctx)
@@ -334,9 +336,9 @@ class Eviction(ABC):
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Call :meth:`on_insert` for ``copies``, which arrived together.
 
-        Those of one prompt come in :attr:`touch_order`, or in the order in which another tier
-        evicted them. None was used before another, so a policy may insert a prompt from either
-        end. Copies without a parent are inserted in the order given.
+        Copies of one prompt come in :attr:`touch_order`, or in the order in which another tier
+        evicted them. All were used at the same time, so a policy may insert a prompt from
+        either end. Copies without a parent are inserted in the order given.
         """
         for copy in copies:
             self.on_insert(copy, ctx)
@@ -353,7 +355,7 @@ class Promotion:
 
     Attributes:
         keep_source: Whether the slower tier keeps its copy. If not, the copy in RAM stays.
-        stay: Whether the copy in RAM stays after the load that it is made for.
+        stay: Whether the copy in RAM stays after the waiting request has loaded it.
     """
 
     keep_source: bool = True
@@ -363,19 +365,20 @@ class Promotion:
 class Placement(ABC):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
 
-    One thread asks one object for as long as the cache runs, in batches of chunks. An answer is
-    final: it is carried out unless there is no room or a transfer fails, and the placement does
-    not learn which. It reads copies, writes to none and keeps none, and bounds its own memory.
+    One thread calls one object as long as the cache runs, in batches of chunks. An answer is
+    final: the manager carries it out unless there is no room or a transfer fails, and does not
+    report either to the placement. A placement reads copies, neither changes nor keeps them,
+    and bounds its own memory.
 
-    Others decide who leaves a full tier (:class:`Eviction`), which tiers a request excludes
-    (``copy.terms``), and the conditions ``admit`` and ``write_budget_per_day`` of a file, which
-    come after :meth:`admit`.
+    Three decisions are made elsewhere: :class:`Eviction` picks the victims of a full tier,
+    ``copy.terms`` excludes tiers for a request, and the settings ``admit`` and
+    ``write_budget_per_day`` apply after :meth:`admit`.
 
     Args:
         tiers: Number of tiers, RAM included.
 
     Attributes:
-        tiers: That number.
+        tiers: Number of tiers, RAM included.
     """
 
     def __init__(self, tiers: int) -> None:
@@ -385,7 +388,7 @@ class Placement(ABC):
     def places_used(self) -> bool:
         """Whether :meth:`place` is also called for chunks that were loaded from RAM.
 
-        Constant for the life of the object, as is :attr:`min_chunks`.
+        This and :attr:`min_chunks` are constant for the life of the object.
         """
         return False
 
@@ -393,7 +396,7 @@ class Placement(ABC):
     def min_chunks(self) -> int:
         """Length of the shortest prefix worth copying to slower tiers, in chunks.
 
-        Chunks of a shorter prefix wait until later chunks make it long enough.
+        Chunks of a shorter prefix wait in RAM until the prefix is long enough.
         """
         return 1
 
@@ -401,15 +404,15 @@ class Placement(ABC):
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         """Return the slower tiers that a chunk in RAM must reach as soon as possible.
 
-        Called for every chunk that is new there and in no slower tier when its store is
-        complete, and with :attr:`places_used` again at each use.
+        Called when a chunk's store is complete and no slower tier has the chunk. With
+        :attr:`places_used` also called at each use.
 
         Args:
             copy: The chunk's copy in RAM, whole.
             ctx: The context.
 
         Returns:
-            Slower tiers, each once; none if RAM suffices.
+            Indices of slower tiers, each once; empty if RAM suffices.
         """
 
     def admit(
@@ -419,7 +422,7 @@ class Placement(ABC):
         purpose: Purpose,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
-        """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried.
+        """Return whether ``copy`` may enter ``tier``; a refusal is counted and final.
 
         Called right before :meth:`place` or :meth:`demote` sends ``copy`` to ``tier``. The
         default admits all.
@@ -429,7 +432,7 @@ class Placement(ABC):
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        """Call :meth:`place` for ``copies``; override it where one answer fits all."""
+        """Call :meth:`place` for ``copies``; override this if all have the same answer."""
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
@@ -442,7 +445,7 @@ class Placement(ABC):
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         """Return how to promote ``copy`` from tier ``source`` for a waiting request.
 
-        Called once for each promotion that is planned; ``copy.hits`` does not count it yet.
+        Called once for each planned promotion, before ``copy.hits`` counts the promotion.
         """
 
     def promote_many(
@@ -452,10 +455,10 @@ class Placement(ABC):
         return [self.promote(copy, source, ctx) for copy in copies]
 
     def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
-        """Return the tiers that :meth:`demote` may name for victims of ``source``.
+        """Return the tiers that :meth:`demote` may return for victims of ``source``.
 
-        Constant. A tier without targets needs no reserve of free slots. A tier with several
-        sends nothing while any of them is full.
+        The answer never changes. A tier without targets needs no reserve of free slots. A tier
+        with several targets demotes nothing while any target is full.
 
         Args:
             source: Index of the tier.
@@ -465,10 +468,10 @@ class Placement(ABC):
 
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
-        """Return the tier that ``copy`` must reach before it leaves ``source``, or None.
+        """Return the tier that ``copy`` must reach before ``source`` evicts it, or None.
 
-        Called only for chunks in no slower tier, and perhaps several times for one: when it is
-        new in ``source``, when it is picked as a victim, and at shutdown.
+        Called only for chunks in no slower tier, perhaps several times for one chunk: when the
+        chunk is new in ``source``, when it is picked as a victim, and at shutdown.
 
         Returns:
             One of :meth:`demotion_targets`; None to drop it.

@@ -3,9 +3,9 @@
 Both halve all counts after a sample of uses, by default ten per slot of the tier, so that old
 uses fade. The exact counter keeps a key until its count is zero, up to ten keys a slot. The
 sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows of
-one-byte counters, and a key's estimate is the least of its four. Only the least are raised, so
-keys that share a counter inflate each other less (Estan and Varghese, SIGCOMM 2002). It takes
-16 to 32 bytes a slot and keeps no keys.
+one-byte counters, and a key's estimate is the least of its four counters. A use raises only the
+least counters, so keys that share a counter inflate each other less (Estan and Varghese,
+SIGCOMM 2002). The sketch takes 16 to 32 bytes a slot and keeps no keys.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SketchFrequency:
     Args:
         capacity: Slots of the tier.
         sample_per_slot: Uses per slot after which all counts are halved. The estimate for an
-            unused key grows with it: one or two at 10, almost always zero at 2.
+            unused key grows with this number: one or two at 10, almost always zero at 2.
     """
 
     __slots__ = ("_cells", "_mask", "_sample", "_uses", "_width")

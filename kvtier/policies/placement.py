@@ -21,22 +21,23 @@ _PASS: Final = Promotion(stay=False)
 class TieredPlacement(Placement):
     """Demotes chunks when stored or when evicted; promotes every n-th hit, by copy or by move.
 
-    Keeping the slower copy on promotion costs nothing on the medium. Moving it means writing it
-    again at the next demotion: on agent traffic an exclusive pair writes four to ten times as
+    Keeping the slower copy on promotion writes nothing. Moving a chunk means another write at
+    the next demotion: on agent traffic an exclusive pair writes four to ten times as
     much for at most 1.6 points of hit ratio. Moving pays where the tiers have similar sizes,
-    because two copies of a chunk then waste much of the room.
+    because second copies then waste much of the capacity.
 
     Args:
         tiers: Number of tiers, RAM included.
         write: ``through`` copies a chunk to every slower tier as soon as it is stored, so it
-            survives a killed process; ``evict`` copies it to the next tier when its room is
-            needed and no slower tier has it.
-        write_after: With ``through``, a chunk is copied at its n-th use, its storing included.
-        promote: ``copy`` leaves the slower copy where it is, ``move`` takes it away.
-        promote_after: A chunk stays in RAM from every n-th hit in the slower tier on; otherwise
-            it leaves again once the request it was fetched for has loaded it. Not with
-            ``move``, which leaves no copy to count on.
-        min_chunks: Chunks of the shortest prefix that is copied down.
+            survives a killed process; ``evict`` copies a victim to the next tier if no slower
+            tier has it.
+        write_after: With ``through``, a chunk is copied at its n-th use; the store is the
+            first.
+        promote: ``copy`` keeps the copy in the slower tier, ``move`` removes it.
+        promote_after: Every n-th hit in the slower tier keeps the chunk in RAM. After other
+            hits RAM drops the chunk once the waiting request has loaded it. Not with ``move``,
+            which leaves no copy to count hits of.
+        min_chunks: Length of the shortest prefix to copy to slower tiers, in chunks.
     """
 
     def __init__(
@@ -124,18 +125,18 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether ``name`` is this class's method and no derived one's."""
+        """Return whether no derived class overrides the method ``name``."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 
 class ConditionalPlacement(Placement):
-    """A placement with conditions on what is written to slower tiers.
+    """A placement with conditions on writes to slower tiers.
 
-    A budget then holds whatever the placement decides. Each condition is asked only about the
-    chunks that the conditions before it admitted.
+    So a budget holds for every placement. Each condition sees only the chunks that earlier
+    conditions admitted.
 
     Args:
-        placement: Decides everything else.
+        placement: The placement, which makes all other decisions.
         conditions: The conditions, in order.
     """
 

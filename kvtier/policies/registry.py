@@ -1,11 +1,11 @@
-"""Policies by name: kvtier's own, those of installed packages, and any class.
+"""Policies by name: built in, from installed packages, or any class as ``module:Class``.
 
 A new eviction policy of kvtier's own is a module in ``kvtier/policies/eviction`` and a line in
-:data:`EVICTIONS`; nothing else lists the names. Classes are named as text, so that a
-configuration can be read without importing them.
+:data:`EVICTIONS`; nothing else lists the names. Classes are named as text, so that
+reading a configuration does not import policies.
 
-Every policy is made by calling its class with one number, the size of what it serves. There are
-no options: a variant is a class of its own.
+The constructor of every policy takes one number: the size of the tier or cache. There are no
+options: a variant is a class of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def path_remedy(point: EntryPoint, error: Exception) -> str:
-    """Return a remedy if Python does not find the module of ``module:Class``, else nothing."""
+    """Return a remedy if the module of ``module:Class`` is not found, else empty text."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
         return f"put the directory of {point.module} on PYTHONPATH, the engine's too"
@@ -50,15 +50,15 @@ def path_remedy(point: EntryPoint, error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRole(Generic[PolicyT]):
-    """One kind of decision, and the policies that make it.
+    """A kind of policy (eviction, placement or admission), and its policies by name.
 
     Attributes:
         what: The name of such a policy in messages.
-        group: The group of entry points in which packages register theirs.
+        group: The group of entry points in which packages register such policies.
         base: The class that every policy derives from.
         state: Attributes that the base's constructor sets.
-        built_in: kvtier's own policies: name to ``module:Class``.
-        simulated: Those of them that only a simulator can drive.
+        built_in: The built-in policies: name to ``module:Class``.
+        simulated: Names of the built-in policies that only a simulator can drive.
     """
 
     what: str
@@ -75,7 +75,7 @@ class PolicyRole(Generic[PolicyT]):
     def obstacle(self, name: str) -> tuple[str, str] | None:
         """Return why a configuration cannot name the policy ``name``, and a remedy.
 
-        A name outside :meth:`installed` is left to the caller. Nothing built in is imported.
+        The caller checks names outside :meth:`installed`. Built-in policies are not imported.
         """
         if name in self.simulated:
             return "a policy that must know the future", "use it with kvtier sim run --policy"
@@ -84,13 +84,13 @@ class PolicyRole(Generic[PolicyT]):
             return None
         try:
             point.load()
-        except Exception as error:  # noqa: BLE001 - importing it runs other people's code
+        except Exception as error:  # noqa: BLE001 - the import runs third-party code
             remedy = "put its package on the path of Python, or repair it"
             return f"does not load: {error}", path_remedy(point, error) or remedy
         return None
 
     def schema(self) -> dict[str, object]:
-        """Return the JSON Schema of a name."""
+        """Return the JSON Schema of a policy's name."""
         names = {"enum": list(self.installed())}
         return {"type": "string", "anyOf": [names, {"pattern": CLASS_PATTERN}]}
 
@@ -112,7 +112,7 @@ class PolicyRole(Generic[PolicyT]):
             raise ConfigError(f"{problem}; {remedy}")
         try:
             loaded = point.load()
-        except Exception as error:  # importing it runs other people's code
+        except Exception as error:  # the import runs third-party code
             problem = f"{self.what} {name!r} ({point.value}) does not load: {error}"
             remedy = (
                 path_remedy(point, error) or "repair or remove the package that provides it"
@@ -122,7 +122,7 @@ class PolicyRole(Generic[PolicyT]):
         return cast("type[PolicyT]", loaded)
 
     def make(self, name: str, size: int) -> PolicyT:
-        """Return a new policy called ``name`` for a cache of ``size``.
+        """Return a new policy called ``name`` for a tier or cache of ``size``.
 
         Raises:
             ConfigError: There is no such policy, or it cannot be made.
@@ -141,7 +141,7 @@ class PolicyRole(Generic[PolicyT]):
         """Turn any error in the constructor of the policy ``name`` into a ConfigError."""
         try:
             yield
-        except Exception as error:  # making it runs other people's code
+        except Exception as error:  # the constructor is third-party code
             problem = f"{self.what} {name!r} cannot be made: {error}"
             raise ConfigError(f"{problem}; repair the class") from error
 
@@ -158,7 +158,8 @@ class PolicyRole(Generic[PolicyT]):
             inspect.signature(loaded).bind(1)
         except TypeError as error:
             problem = f"{policy}: {value} cannot be made from one number: {error}"
-            raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
+            remedy = f"`__init__` must accept one number, like kvtier.policies.{base}"
+            raise ConfigError(f"{problem}; {remedy}") from error
 
     def _registered(self) -> set[str]:
         return entry_points(group=self.group).names
@@ -225,11 +226,11 @@ def build_eviction(name: str, *, capacity: int, future: bool = False) -> Evictio
         future: Whether the caller sets ``ctx.next_use``, as a simulator can.
 
     Raises:
-        ConfigError: There is no such policy, it cannot be made, or it must know the future.
+        ConfigError: There is no such policy, it cannot be made, or it needs ``ctx.next_use``.
     """
     if EVICTIONS.load(name).needs_future and not future:
         problem = f"eviction policy {name!r} must know the future"
-        raise ConfigError(f"{problem}; use it in kvtier sim, and another one in a live tier")
+        raise ConfigError(f"{problem}; use it in kvtier sim, another policy in a live tier")
     return EVICTIONS.make(name, capacity)
 
 
@@ -237,7 +238,7 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     """Build the placement policy called ``name`` for a cache of ``tiers`` tiers.
 
     Args:
-        name: As for :func:`build_eviction`; ``tiered`` is made with its defaults.
+        name: As for :func:`build_eviction`; ``tiered`` gets its default settings.
         tiers: Number of tiers, RAM included.
 
     Raises:
@@ -246,7 +247,7 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     placement = PLACEMENTS.make(name, tiers)
     with PLACEMENTS.making(name):
         if not isinstance(placement.min_chunks, int):
-            raise TypeError(f"min_chunks is {placement.min_chunks!r}, which is no int")
+            raise TypeError(f"min_chunks is {placement.min_chunks!r}, which is not an int")
     return placement
 
 

@@ -1,17 +1,17 @@
-"""Shadow tiers beside the live ones: what would another policy have hit?
+"""Shadow tiers: simulate other eviction policies beside the live tiers.
 
-A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` of the live policy class.
-It moves no bytes, inserts at once on a miss and pins nothing. So compare shadows with shadows,
-and never with the live tier; each tier's own policy is among them.
+A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` of the live policy class. A
+shadow moves no bytes, inserts at once on a miss and pins nothing. So compare a shadow only with
+other shadows; each tier also has a shadow of its own policy.
 
 A large tier is simulated in miniature: a shadow sees only the chunks whose hash falls into a
-fixed share of all hashes, and its capacity is that share of the tier's. A chunk is then in the
-sample always or never, so reuse in the trace is reuse in the sample, and hit ratios are close
-(Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; for policies that are
-no stacks, "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017, which
-finds that a few thousand sampled chunks suffice). That bounds memory and time: a shadow holds
-at most 4,096 chunks, and a chunk outside the sample costs a look at one byte of its key. A
-sample breaks up leading hits, so hits of single chunks are counted.
+fixed share of all hashes, and its capacity is the same share of the tier's capacity. A chunk is
+always or never in the sample, so the sample keeps the reuse of the trace, and hit ratios are
+close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; for policies
+that are not stack algorithms, "Cache Modeling and Optimization using Miniature Simulations",
+USENIX ATC 2017, which finds that a few thousand sampled chunks suffice). Sampling bounds memory
+and time: a shadow holds at most 4,096 chunks, and for a chunk outside the sample only one byte
+of its key is read. A sample interrupts leading hits, so hits of single chunks are counted.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _HASH_NBYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class ShadowFigures:
-    """What one policy would have done in one tier since the start.
+    """Simulated hits of one policy in one tier since the start.
 
     Attributes:
         policy: The policy's name.
-        references: Sampled chunks asked for.
-        hits: Those that would have been hits.
+        references: Requested chunks in the sample.
+        hits: Requested chunks that the shadow held.
     """
 
     policy: str
@@ -50,10 +50,10 @@ class ShadowTier:
 
     Args:
         capacity: Slots of the tier.
-        policies: Their names, each once.
+        policies: Names of the policies, each once.
 
     Raises:
-        ConfigError: There is no such policy, or it must know the future.
+        ConfigError: There is no such policy, or it needs ``ctx.next_use``.
     """
 
     def __init__(self, capacity: int, policies: Iterable[str]) -> None:
@@ -70,10 +70,10 @@ class ShadowTier:
         """Show one request to every shadow.
 
         Args:
-            chain: The chunks it asks for, root to leaf.
+            chain: The requested chunks, root to leaf.
             now: Seconds on a monotonic clock.
             request: The request's id.
-            session: Its session, empty if unknown.
+            session: The request's session, empty if unknown.
         """
         mask = self._mask
         if mask:
@@ -88,13 +88,13 @@ class ShadowTier:
             self._hits[policy] += hits
 
     def figures(self) -> list[ShadowFigures]:
-        """Return what every policy would have done."""
+        """Return the figures of every policy."""
         return [
             ShadowFigures(policy, self._references, hits) for policy, hits in self._hits.items()
         ]
 
     def clear(self) -> None:
-        """Forget every chunk, as a reset of the cache does; the counts stay."""
+        """Forget every chunk and keep the counts, for a reset of the cache."""
         self._tiers = {
             policy: SimulatedTier(build_eviction(policy, capacity=self._capacity))
             for policy in self._hits

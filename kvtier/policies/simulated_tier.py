@@ -1,14 +1,14 @@
-"""A tier without bytes: an eviction policy and the chunks that it keeps.
+"""A tier without bytes: an eviction policy and its chunks.
 
-It drives a policy in the simulator, in shadow tiers and in the contract tests. The cache starts
-empty and all chunks have one size. In *forward* order a request's chunks are accessed root to
-leaf: a resident one is a hit, and an absent one evicts and is inserted. In *reverse* order the
-leading hits are counted first and the chunks are then accessed leaf to root, so that the root
-stays longest. A policy that evicts leaves only gets its hits leaf to root and its new chunks
-root to leaf, because a child never precedes its parent.
+A simulated tier drives a policy in the simulator, in shadow tiers and in the contract tests.
+The cache starts empty and all chunks have one size. In *forward* order a request's chunks are
+accessed root to leaf: a resident chunk is a hit, and an absent chunk is inserted after an
+eviction. In *reverse* order the leading hits are counted first and the chunks are then accessed
+leaf to root, so that the root stays longest. A policy that evicts leaves only gets its hits
+leaf to root and its new chunks root to leaf, because a child never precedes its parent.
 
-Python objects are what costs here, so a victim's object becomes the new chunk's, and a run of
-leading hits is one call.
+Creating Python objects dominates the cost, so a new chunk reuses its victim's object, and all
+leading hits are one call.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class SimulatedTier:
 
     Args:
         eviction: The policy, without members. Its capacity is the tier's.
-        touch_order: ``forward`` or ``reverse``; the policy's own when omitted.
-        next_uses: For each access, in order, when its chunk is used next; for policies that
-            must know the future.
+        touch_order: ``forward`` or ``reverse``; by default the policy's own order.
+        next_uses: For each access, in order, the position of the chunk's next use; for policies
+            that need ``ctx.next_use``.
 
     Attributes:
         eviction: The policy.
-        ctx: The context that it gets.
+        ctx: The policy's context.
         members: The resident copies by key.
     """
 
@@ -76,12 +76,12 @@ class SimulatedTier:
             chain: The chunks, root to leaf.
             now: Seconds on a monotonic clock.
             request: The request's id.
-            session: Its session, empty if unknown.
+            session: The request's session, empty if unknown.
 
         Returns:
-            The leading hits, all hits, and the stranded chunks: those resident behind a missing
-            one. Stranded chunks count at arrival in reverse order, and at their turn in forward
-            order.
+            The leading hits, all hits, and the stranded chunks, which are resident behind a
+            missing chunk. Stranded chunks are counted at arrival in reverse order, and at their
+            turn in forward order.
         """
         ctx = self.ctx
         ctx.now, ctx.request, ctx.session = now, request, session
@@ -99,7 +99,7 @@ class SimulatedTier:
         return lead, lead + stranded, stranded
 
     def use(self, copy: ChunkCopy) -> None:
-        """Use a member."""
+        """Record a use of a member."""
         if self._next_uses is not None:
             self.ctx.next_use = next(self._next_uses)
         copy.hits += 1
@@ -108,12 +108,12 @@ class SimulatedTier:
             pass
 
     def admit(self, key: ChunkKey, parent: ChunkKey | None = None, depth: int = 0) -> bool:
-        """Insert an absent chunk; return False if there is no room for it.
+        """Insert an absent chunk; return False if there is no room.
 
         Args:
             key: The chunk.
-            parent: The chunk before it. A policy that evicts leaves only needs it resident.
-            depth: Chunks before it.
+            parent: The preceding chunk; it must be resident if the policy evicts leaves only.
+            depth: Number of preceding chunks.
         """
         eviction = self.eviction
         before = self.members.get(parent) if parent is not None else None
@@ -135,10 +135,10 @@ class SimulatedTier:
         return not (is_full and competes) or self.evict() is not None
 
     def evict(self, spared: ChunkCopy | None = None) -> ChunkCopy | None:
-        """Remove one victim other than ``spared`` and return it; None if none may go.
+        """Remove and return a victim other than ``spared``; None if there is none.
 
         Raises:
-            NoVictimError: The policy returned none although every member may leave.
+            NoVictimError: The policy returned no victim although every member is evictable.
         """
         victim = self._pick(spared)
         if victim is not None:
@@ -154,7 +154,7 @@ class SimulatedTier:
     def _enter(
         self, key: ChunkKey, parent: ChunkKey | None, depth: int, reused: ChunkCopy | None
     ) -> ChunkCopy:
-        """Make ``key`` a member, in the object ``reused`` unless that left for good."""
+        """Make ``key`` a member, reusing the object ``reused`` if there is one."""
         if reused is None or reused.state == CopyState.GONE:
             reused = ChunkCopy(key, 0)
             reused.state = CopyState.RESIDENT
@@ -166,7 +166,7 @@ class SimulatedTier:
         return reused
 
     def _count_child(self, parent: ChunkKey | None, change: int) -> None:
-        """Keep the number of resident children, also of an absent parent."""
+        """Update the child count of a parent, resident or absent."""
         if parent is None or not self.eviction.leaf_only:
             return
         count = self._child_counts.pop(parent, 0) + change
@@ -199,7 +199,9 @@ class SimulatedTier:
         missing = [depth for depth, key in enumerate(chain) if key not in self.members]
         found.reverse()
         self._use_many(found)
-        return len(found) + self._access(chain, missing)  # a chunk named twice hits then
+        return len(found) + self._access(
+            chain, missing
+        )  # a chunk that occurs twice in the prompt hits
 
     def _access(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
         """Access the chunks at ``depths``, one by one; return the hits."""
@@ -216,7 +218,7 @@ class SimulatedTier:
         return hits
 
     def _access_plain(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
-        """Do what :meth:`use` and :meth:`admit` do, in a loop without calls of our own."""
+        """Inline :meth:`use` and :meth:`admit` in one loop, for speed."""
         members, ctx, eviction, terms = self.members, self.ctx, self.eviction, self._terms
         on_hit, on_insert, pick = eviction.on_hit, eviction.on_insert, eviction.pick
         on_miss = eviction.on_miss if eviction.tracks_misses else None

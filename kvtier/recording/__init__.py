@@ -1,4 +1,4 @@
-"""Records the requests of a live engine, for a simulator to replay.
+"""Records the requests of a live engine for replay in a simulator.
 
 One line per request, in Mooncake's format, which any simulator reads.
 """

@@ -15,14 +15,14 @@ __all__ = ["NumberedFiles"]
 class NumberedFiles:
     """Files ``stem-000001.jsonl``, ``stem-000002.jsonl``, ... in a directory.
 
-    A process that starts continues with the next number, so no recording is overwritten.
-    Several processes may write into one directory; none removes a file that another still
-    writes.
+    A new process continues with the next number, so no recording is overwritten. Several
+    processes may write into one directory; a process never removes a file that another
+    process is writing.
 
     Args:
-        directory: Their directory, which exists.
-        stem: The start of their names.
-        keep: Files to keep; the oldest beyond it are removed.
+        directory: The directory, which must exist.
+        stem: The first part of the file names.
+        keep: Number of files to keep; older files are removed.
     """
 
     def __init__(self, directory: Path, stem: str, *, keep: int) -> None:
@@ -33,10 +33,10 @@ class NumberedFiles:
         self.size_bytes = 0
 
     def begin(self) -> None:
-        """Close the current file, start the next and remove the oldest beyond the limit.
+        """Close the current file, start the next file and remove files above the limit.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file cannot be created.
         """
         self.close()
         self._file = self._make()
@@ -76,12 +76,14 @@ class NumberedFiles:
             file.close()
 
     def _make(self) -> BinaryIO:
-        """Make the next file, and lock it for as long as it is open."""
-        # Readable by its owner only, as the store is: hashes allow guesses at prompts.
+        """Create the next file and lock it while it is open."""
+        # Readable by its owner only, like the store: a hash can confirm a guess at a prompt.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         while True:
             number = max(self._numbers(), default=0) + 1
-            with contextlib.suppress(FileExistsError):  # another process made it first
+            with contextlib.suppress(
+                FileExistsError
+            ):  # another process created this file first
                 file = os.fdopen(os.open(self._path(number), flags, 0o600), "wb")
                 break
         _try_lock(file.fileno())
@@ -89,7 +91,7 @@ class NumberedFiles:
 
     @staticmethod
     def _remove_if_idle(path: Path) -> None:
-        """Remove a file that no process writes; ignore a file that is missing."""
+        """Remove a file unless a process is writing the file; ignore a missing file."""
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             if _try_lock(file.fileno()):
                 path.unlink()
@@ -107,7 +109,7 @@ class NumberedFiles:
 def _try_lock(descriptor: int) -> bool:
     """Lock an open file; return False if another process has locked it.
 
-    A file system without locks counts as locked by no process.
+    Return True on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

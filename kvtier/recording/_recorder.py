@@ -1,6 +1,6 @@
-"""Writes records to files in its own thread.
+"""Writes request records to files in a separate thread.
 
-The scheduler's thread only puts a record on a bounded queue. If the disk is too slow, records
+The scheduler's thread only puts records on a bounded queue. If the disk is too slow, records
 are dropped and counted.
 """
 
@@ -41,14 +41,14 @@ class RecorderStatistics:
 
 
 class Recorder:
-    """The recording of one engine. One thread calls it, another writes.
+    """Records the requests of one engine: one thread calls the methods, another writes.
 
     Args:
-        directory: Directory of the files; made if its parent exists.
+        directory: Directory of the files; created if its parent exists.
         options: Limits of files and queue.
 
     Raises:
-        OSError: The directory cannot be made.
+        OSError: The directory cannot be created.
     """
 
     def __init__(self, directory: Path, *, options: TraceConfig) -> None:
@@ -82,7 +82,7 @@ class Recorder:
         """Write queued records and close the files. Idempotent.
 
         Args:
-            timeout_s: Longest wait; records not written by then are lost.
+            timeout_s: Longest wait; records not written in that time are lost.
         """
         if self._closed:
             return
@@ -108,7 +108,7 @@ class Recorder:
             self._fail(error)
 
     def _write(self, record: RequestRecord) -> None:
-        """Write ``record``; after the first error write no more, as the disk may be full."""
+        """Write ``record``. Nothing is written after an error: the disk may be full."""
         if self._broken:
             self._failed += 1
             return
@@ -119,7 +119,7 @@ class Recorder:
             files.write(line)
             if self._waiting.empty():
                 files.flush()
-        except Exception as error:  # noqa: BLE001 - the thread must go on emptying the queue
+        except Exception as error:  # noqa: BLE001 - the thread must continue to empty the queue
             self._fail(error)
             self._failed += 1
         else:
@@ -129,8 +129,8 @@ class Recorder:
         self._broken = True
         if isinstance(error, OSError):
             logger.error(
-                "trace: cannot write the recording to %s: %s; it ends here; free some space or "
-                "check the disk before the next start",
+                "trace: cannot write the recording to %s: %s; the recording ends here; free "
+                "some space or check the disk before the next start",
                 self._directory,
                 error.strerror or error,
             )

@@ -1,8 +1,8 @@
 """The records of requests, in order of arrival and in Mooncake's format.
 
-A record is complete when its request ends, because only then the length of the answer is known.
-A trace is read in order of arrival, so the record of a request that ends early waits for those
-of earlier arrivals, while the buffer has room.
+A record is complete when its request ends, because the length of the answer is unknown before.
+Records are written in order of arrival. So the record of a request that ends early waits for
+the records of earlier arrivals, while the buffer has room.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RequestRecord:
 
     Attributes:
         arrival_s: Arrival, in seconds from the start of the recording.
-        prompt: The whole chunks of its prompt, root to leaf.
-        answer_chunks: Whole chunks that its answer added.
+        prompt: The whole chunks of the prompt, root to leaf.
+        answer_chunks: Number of whole chunks that the answer added.
         chunk_tokens: Tokens of a chunk.
-        session: Its session, empty if unknown.
+        session: The request's session, empty if unknown.
     """
 
     arrival_s: float
@@ -42,8 +42,8 @@ class RequestRecord:
     def line(self) -> bytes:
         """Return the record as a line of JSON.
 
-        Ids are 63 bits of the engine's block hash: enough to tell chunks apart, and numbers,
-        as readers of the format expect. Lengths are those of whole chunks.
+        Ids are 63 bits of the engine's block hash: numbers, as the format requires, and long
+        enough to identify chunks. Lengths count the tokens of whole chunks.
         """
         record: dict[str, object] = {
             "timestamp": round(self.arrival_s * 1e3, 3),
@@ -66,17 +66,17 @@ class _Open:
 
 
 class RequestLog:
-    """Turns events of requests into records, in order of arrival.
+    """Converts events of requests into records, in order of arrival.
 
-    With more than ``max_held`` requests in the buffer, the earliest finished record goes out
-    before those of earlier, unfinished requests. So only lines thousands of requests apart
-    change places.
+    With more than ``max_held`` requests in the buffer, the earliest finished record is emitted
+    before the records of earlier, unfinished requests. So lines are out of order only if
+    thousands of requests apart.
 
     Args:
         emit: Called with each record.
         chunk_tokens: Tokens of a chunk.
-        max_held: Most requests in the buffer before finished ones stop waiting for earlier
-            ones.
+        max_held: Most requests in the buffer; above it, finished requests do not wait for
+            earlier requests.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RequestLog:
         self._max_held = max_held
         self._begun_s: float | None = None
         self._arrivals = 0
-        # Every end reads the first item: a dict would step over all removed ones.
+        # Every end reads the first item; in a dict that read would scan removed items.
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._over: list[tuple[int, RequestRecord]] = []
         """A heap by order of arrival."""
@@ -99,7 +99,7 @@ class RequestLog:
     def arrived(self, req_id: str, now: float, session: str = "") -> None:
         """Record the arrival of a request, ``now`` in seconds on a monotonic clock.
 
-        An earlier request with the same id that did not end is forgotten.
+        An unfinished request with the same id is forgotten.
         """
         if self._begun_s is None:
             self._begun_s = now
@@ -118,7 +118,7 @@ class RequestLog:
 
         Args:
             req_id: The request.
-            keys: All its whole chunks, those of the answer included.
+            keys: All whole chunks of the request, the answer's included.
         """
         request = self._open.pop(req_id, None)
         if request is None:
@@ -142,7 +142,7 @@ class RequestLog:
             self._emit_earliest()
 
     def _release(self) -> None:
-        """Emit records that are final, and the earliest ones when the buffer is full."""
+        """Emit entries that are final, and the oldest when the buffer is full."""
         earliest_open = next(iter(self._open.values()), None)
         while self._over and (
             earliest_open is None

@@ -1,4 +1,4 @@
-"""Replays a trace with real tiers and real bytes, on an engine without a model."""
+"""Replays a trace with real tiers and real bytes on an engine without a model."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Continuous batching over paged memory: which requests compute what in a step.
+"""Continuous batching over paged memory.
 
-As in vLLM's scheduler, running requests come first, in order, and take blocks as they need
-them. If none are free, the last running request is preempted and begins again. Then requests
-whose loads ended start, in the order of planning. Then waiting requests are looked up and get
-blocks, while the step's tokens and the memory last. Prompts are computed in pieces of the
-tokens left.
+As in vLLM's scheduler, running requests come first, in order, and get blocks as they grow. If
+no block is free, the last running request is preempted and begins again. Then requests with
+finished loads start, in the order of planning. Then waiting requests are looked up and get
+blocks, while there are tokens in the step and free blocks. Prefill is chunked to the step's
+remaining tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BatchLimits:
     """Bounds of a batch.
 
     Attributes:
-        blocks: Blocks of the memory, number 0 included.
+        blocks: Blocks of the memory, block 0 included.
         block_tokens: Tokens of a block.
         step_tokens: Most tokens of a step.
         requests: Most requests that have blocks or are looked up.
@@ -57,7 +57,7 @@ class Batch:
         num_scheduled_tokens: Tokens to compute, by request.
         started: Requests that enter the batch, for the first time or after a preemption.
         preempted: Requests that lost their blocks in this step.
-        allocated: Blocks that requests got.
+        allocated: New blocks, by request.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -80,10 +80,10 @@ class Batcher:
 
     Args:
         connector: The connector's scheduler side.
-        limits: Bounds.
+        limits: Bounds of a batch.
 
     Attributes:
-        requests: The requests that are not over, by id.
+        requests: The unfinished requests, by id.
         preemptions: Preemptions so far.
     """
 
@@ -100,7 +100,7 @@ class Batcher:
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """The longest prompt that fits the memory with a token to generate."""
+        """Length of the longest prompt that fits the memory with one generated token."""
         return (self._limits.blocks - 2) * self._limits.block_tokens
 
     def add(self, request: ReplayRequest) -> None:
@@ -110,7 +110,7 @@ class Batcher:
         self._connector.on_new_request(request)
 
     def schedule(self) -> Batch:
-        """Decide what the next step computes."""
+        """Schedule the next step."""
         batch = Batch()
         left = self._continue_running(batch, self._limits.step_tokens)
         if not batch.preempted:
@@ -119,7 +119,7 @@ class Batcher:
         return batch
 
     def get_blocks(self, request_id: str) -> AllocatedBlocks:
-        """Return the blocks that a request has now."""
+        """Return the blocks of a request."""
         request = self.requests.get(request_id)
         blocks = request.blocks if request is not None else ()
         return _Blocks(([_Block(block) for block in blocks],))
@@ -138,7 +138,7 @@ class Batcher:
                 self._finish(request)
 
     def loaded(self, req_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """Record whose loads ended, and which of them were incomplete."""
+        """Record the requests with finished loads and the requests with incomplete loads."""
         lost = set(failed)
         for req_id in req_ids:
             request = self.requests[req_id]
@@ -160,10 +160,10 @@ class Batcher:
     # -- internals -----------------------------------------------------------------------------
 
     def _continue_running(self, batch: Batch, left: int) -> int:
-        """Schedule the running requests; return the tokens that are left."""
+        """Schedule the running requests; return the step's remaining tokens."""
         for request in list(self._running):
             if request.phase is not Phase.RUNNING:
-                continue  # It was preempted for one before it.
+                continue  # An earlier request in this loop preempted this request.
             tokens = min(request.num_tokens - request.num_computed_tokens, left)
             if tokens <= 0:
                 continue
@@ -175,7 +175,7 @@ class Batcher:
         return left
 
     def _grow(self, request: ReplayRequest, tokens: int, batch: Batch) -> list[int] | None:
-        """Give a running request the blocks for ``tokens`` more, preempting the last ones."""
+        """Allocate blocks for ``tokens`` more tokens, preempting the last running requests."""
         missing = self._missing(request, request.num_computed_tokens + tokens)
         while missing > len(self._free):
             victim = self._running[-1]
@@ -185,7 +185,7 @@ class Batcher:
         return self._take(request, missing)
 
     def _start_ready(self, batch: Batch, left: int) -> int:
-        """Start the requests whose loads ended; return the tokens that are left."""
+        """Start the requests with finished loads; return the step's remaining tokens."""
         for request in [each for each in self._holding if each.phase is Phase.READY]:
             if left <= 0:
                 break
@@ -194,7 +194,7 @@ class Batcher:
         return left
 
     def _start_waiting(self, batch: Batch, left: int) -> None:
-        """Look up, load or start the requests that wait, first come first served."""
+        """Look up, load or start waiting requests, first come first served."""
         put_off: list[ReplayRequest] = []
         while self._waiting and left > 0:
             taken = len(self._running) + len(self._holding) + len(put_off)
@@ -223,7 +223,7 @@ class Batcher:
         self._connector.update_state_after_alloc(request, blocks, tokens)
 
     def _start(self, request: ReplayRequest, batch: Batch, left: int) -> int:
-        """Put a request into the batch; return the tokens it takes."""
+        """Add a request to the batch; return the number of its scheduled tokens."""
         self._take(request, self._missing(request, request.num_tokens))
         tokens = min(request.num_tokens - request.num_computed_tokens, left)
         request.phase = Phase.RUNNING
@@ -253,7 +253,7 @@ class Batcher:
         request.blocks.clear()
 
     def _missing(self, request: ReplayRequest, tokens: int) -> int:
-        """Return how many more blocks ``tokens`` tokens take."""
+        """Return the number of blocks missing for ``tokens`` tokens."""
         return max(-(-tokens // self._limits.block_tokens) - len(request.blocks), 0)
 
     def _take(self, request: ReplayRequest, count: int) -> list[int]:

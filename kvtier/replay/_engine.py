@@ -1,13 +1,12 @@
 """The replay's engine: steps in real time with both sides of the connector, without a model.
 
-A step makes the calls of a real engine in their order. Where a model would compute, the engine
-fills blocks with known bytes and sleeps for the rest of the step, so that the tiers' threads
-have the machine as they would beside a GPU. Every loaded block is compared, byte for byte, with
-what was stored under its name.
+A step makes the same calls as a real engine, in the same order. In place of a model, the engine
+fills blocks with known bytes and sleeps for the rest of the step, which leaves the processor to
+the tiers' threads. Every loaded block is compared byte for byte with the stored block.
 
-Work between two sleeps would overlap with a GPU's, and a sleep ends a little late. So a step
-begins when the one before should have ended. If that is long ago the machine does not keep up,
-and the time is lost.
+In a real engine, the work between two sleeps would overlap with the GPU's work, and a sleep
+ends a little late. So a step begins when the previous step should have ended. If that time is
+long past, the machine is too slow, and the engine does not catch up.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _DRAIN_S = 30.0
 
 
 class WrongBytesError(KvtierError):
-    """A load returned other bytes than were stored."""
+    """A load returned bytes that differ from the stored bytes."""
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class ReplayCounts:
         computed_tokens: Tokens computed, generated ones included.
         loaded_tokens: Prompt tokens loaded.
         loaded_blocks: Blocks loaded and compared with what was stored.
-        failed_loads: Incomplete loads; their requests were computed.
+        failed_loads: Incomplete loads; the engine computed these prompts.
         late_s: Seconds by which computing steps exceeded the model's time.
     """
 
@@ -66,7 +65,7 @@ class Connector:
 
     Attributes:
         cache: The cache; it records how long steps take.
-        scheduler: The scheduler side, which drives it.
+        scheduler: The scheduler side, which drives the cache.
         worker: The worker side, with the KV memory registered.
     """
 
@@ -80,7 +79,7 @@ class ReplayEngine:
 
     Args:
         connector: Both sides of the connector.
-        batcher: Decides what each step computes.
+        batcher: Schedules the steps.
         memory: The KV memory.
         block_tokens: Tokens of a block.
         model: The time of a step.
@@ -115,14 +114,14 @@ class ReplayEngine:
     def serve(
         self, requests: Iterable[ReplayRequest], *, progress: Callable[[int], None]
     ) -> float:
-        """Serve ``requests``, given in order of arrival; return the seconds it took.
+        """Serve ``requests``, given in order of arrival; return the elapsed seconds.
 
         Args:
             requests: The requests; each gets its ``first_token_s``.
             progress: Called with the number of arrived requests.
 
         Raises:
-            WrongBytesError: A load returned other bytes than were stored.
+            WrongBytesError: A load returned bytes that differ from the stored bytes.
             KvtierError: No request progressed for two minutes.
         """
         coming = deque(requests)
@@ -153,7 +152,7 @@ class ReplayEngine:
         metadata = self._scheduler.build_connector_meta(batch.step())
         self._cache.step_scheduled(prompt_tokens(batch.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
-        # Loaded blocks are compared before anything writes to them.
+        # Compare loaded blocks before they are overwritten.
         self._check()
         tokens = self._compute(batch)
         self._due_s += self._model.seconds(tokens)
@@ -175,7 +174,7 @@ class ReplayEngine:
         return bool(tokens or loaded)
 
     def _compute(self, batch: Batch) -> int:
-        """Fill the blocks that this step computes; return its tokens."""
+        """Fill the blocks that this step computes; return the number of computed tokens."""
         blocks: list[int] = []
         seeds: list[int] = []
         for req_id, tokens in batch.num_scheduled_tokens.items():
@@ -191,7 +190,7 @@ class ReplayEngine:
         return total
 
     def _record_loaded(self, req_ids: Iterable[str]) -> None:
-        """Record loaded blocks, which the next step compares."""
+        """Record loaded blocks for comparison in the next step."""
         for req_id in req_ids:
             request = self._batcher.requests[req_id]
             count = request.loaded_tokens // self._block_tokens
@@ -200,10 +199,10 @@ class ReplayEngine:
             self.counts.loaded_tokens += request.loaded_tokens
 
     def _check(self) -> None:
-        """Compare loaded blocks with what was stored.
+        """Compare loaded blocks with the stored blocks.
 
         Raises:
-            WrongBytesError: They differ.
+            WrongBytesError: The bytes differ.
         """
         for request, blocks in self._unchecked:
             seeds = [request.seed(block) for block in range(len(blocks))]

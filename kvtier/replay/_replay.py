@@ -72,7 +72,7 @@ class ReplayOptions:
     Attributes:
         chunk_bytes: Bytes of one of the trace's chunks.
         gpu_bytes: Bytes of the paged KV memory.
-        speedup: By how much arrivals are compressed.
+        speedup: Factor by which arrivals are accelerated.
         requests: Requests to replay; None for all.
         tokens_per_s: Tokens computed per second; None for a rate that keeps the engine busy
             70 % of the time without a cache.
@@ -101,15 +101,14 @@ class ReplayedTraffic:
 
     Attributes:
         name: The tier's name.
-        hits: Chunks loaded whose bytes came from it.
-        predicted_hits: The simulator's figure.
-        read_bytes: Bytes that left it towards the GPU.
-        read_bytes_per_s: Of one transfer, on average; several run at once.
-        written_bytes: Bytes that arrived from faster tiers or the GPU.
-        write_bytes_per_s: Of one transfer, on average.
-        failed_chunks: Chunks whose transfer failed, expired, or did not verify.
-        skipped_chunks: Chunks that were computed because loading them was estimated to take
-            longer.
+        hits: Chunks loaded into the GPU from this tier.
+        predicted_hits: The simulator's prediction of ``hits``.
+        read_bytes: Bytes read from the tier.
+        read_bytes_per_s: Mean rate of a read; several reads run at once.
+        written_bytes: Bytes written to the tier from faster tiers or the GPU.
+        write_bytes_per_s: Mean rate of a write.
+        failed_chunks: Chunks with a failed or expired transfer, or wrong bytes.
+        skipped_chunks: Chunks that were computed because the estimated load time was longer.
     """
 
     name: str
@@ -132,11 +131,11 @@ class ReplayResult:
         requests: Requests served.
         skipped_requests: Requests whose prompt does not fit the KV memory.
         refs: Chunk references.
-        seconds: From the first arrival to the last token.
+        seconds: Time from the first arrival to the last token.
         counts: Counts of the engine's work.
         preemptions: Number of preemptions.
-        tiers: Fastest first.
-        hit_ratio: Chunks loaded, of all references.
+        tiers: Transfers of each tier, fastest first.
+        hit_ratio: Chunks loaded, as a share of all references.
         ttft_s: Time to first token: ``p50``, ``p90``, ``p99``.
         predicted: The simulator's result for the same requests.
     """
@@ -173,11 +172,11 @@ def replay_trace(
 ) -> ReplayResult:
     """Replay ``trace`` through the tiers of ``config``, with real bytes.
 
-    Stores are in temporary directories beside those of ``config``, and are removed afterwards.
+    Stores are in temporary directories beside the directories of ``config``.
 
     Args:
         trace: The trace. Prompts are rounded up to whole chunks.
-        config: The configuration. ``load_path: auto`` means the same as behind kvtier's
+        config: The configuration. ``load_path: auto`` means the same as with kvtier's
             connector.
         options: Settings.
         progress: Called with the share of requests that arrived.
@@ -236,7 +235,7 @@ def replay_trace(
 
 
 class _Bench:
-    """The open parts of a replay: memory, tiers, both sides of the connector, the engine."""
+    """Open resources of a replay: memory, tiers, both sides of the connector, the engine."""
 
     def __init__(
         self, trace: Trace, config: KvtierConfig, options: ReplayOptions, model: StepModel
@@ -312,7 +311,7 @@ class _Bench:
         return self._batcher.preemptions
 
     def serve(self, progress: Callable[[float], None]) -> tuple[list[ReplayRequest], float]:
-        """Serve the requests that fit the memory; return them and the seconds it took."""
+        """Serve the requests that fit the memory; return them and the elapsed seconds."""
         requests = list(self._requests)
         fitting = [
             request
@@ -335,7 +334,7 @@ class _Bench:
         return fitting, seconds
 
     def moved(self) -> Mapping[str, tuple[int, float]]:
-        """Return the bytes copied and the seconds that took, by transfer type."""
+        """Return the copied bytes and the seconds spent, by transfer type."""
         return self._scheduler.take_transfers().totals()
 
     def figures(self) -> list[TierFigures]:
@@ -385,7 +384,7 @@ def _open_service(
 
 
 def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
-    """Return the part of ``trace`` to replay, prompts in whole chunks, times compressed."""
+    """Return the requests to replay, with prompts in whole chunks and accelerated arrivals."""
     if options.requests is not None:
         trace = pick_requests(trace, range(min(options.requests, trace.requests)))
     trace = shorten_sessions(trace)
@@ -401,9 +400,9 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
 
 @contextlib.contextmanager
 def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
-    """Yield ``config`` with every tier's directory replaced by an empty one beside it.
+    """Yield ``config`` with an empty temporary directory in place of every tier's directory.
 
-    Request recording and shadows are off: both are for live engines.
+    Request recording and shadow policies are off, because both are for live engines.
     """
     with contextlib.ExitStack() as stack:
         tiers = []
@@ -424,9 +423,9 @@ def _measure_copies(
     limits: BatchLimits,
     blocks_per_chunk: int,
 ) -> TierSpeed:
-    """Return how fast chunks are copied between RAM slots and blocks, the best of a few times.
+    """Return the best measured copy rate between RAM slots and blocks.
 
-    It uses a region of its own, because the manager owns the slots of the real one.
+    Uses a separate region.
     """
     chunks = min(
         max(_CALIBRATION_NBYTES // geometry.slot_nbytes, 1),
@@ -459,7 +458,7 @@ def _measure_copies(
     finally:
         device.close()
     nbytes = chunks * geometry.slot_nbytes
-    # No latency: an engine waits for the end of a step, which is modelled.
+    # No latency: the model already makes the engine wait for the end of a step.
     return TierSpeed(nbytes / load_s, nbytes / store_s, 0.0)
 
 
@@ -491,7 +490,7 @@ def _traffic(
     predicted_hits: int,
     moved: Mapping[str, tuple[int, float]],
 ) -> ReplayedTraffic:
-    """Return what ``tier`` moved to the fastest of the tiers ``above``, and from all."""
+    """Return the traffic of ``tier`` to the fastest tier ``above``, and from all of them."""
     read_bytes, read_s = moved.get(transfer_type_of(tier.name, above[0]), (0, 0.0))
     down = [moved.get(transfer_type_of(name, tier.name), (0, 0.0)) for name in above]
     written_bytes, written_s = sum(size for size, _ in down), sum(time for _, time in down)

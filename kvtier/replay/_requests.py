@@ -1,4 +1,4 @@
-"""A trace's requests, as an engine has them."""
+"""The requests of a trace in the form that an engine uses."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class ReplayRequest:
     """A request: the fields that the connector reads, and the engine's own state.
 
     Attributes:
-        request_id: Its position in the trace.
-        arrival_s: When it arrives, in seconds from the start.
+        request_id: The request's position in the trace.
+        arrival_s: Arrival, in seconds from the start.
         num_prompt_tokens: Length of the prompt.
         output_tokens: Tokens to generate.
         block_hashes: One per block of the prompt; equal prefixes have equal hashes.
-        phase: Its phase.
-        blocks: Its blocks.
-        num_computed_tokens: Tokens with KV in its blocks.
+        phase: The request's phase.
+        blocks: The allocated blocks.
+        num_computed_tokens: Tokens with KV in ``blocks``.
         generated: Tokens generated so far.
-        loaded_tokens: Tokens that the last load brought.
+        loaded_tokens: Tokens of the last load.
         first_token_s: Time of the first token; negative before.
         kv_transfer_params: The client's hints: the session, if the trace names it.
-        skip_reading_prefix_cache: Whether it must not hit.
-        shared_prefix_boundary: Tokens it shares with others, as far as the engine knows.
+        skip_reading_prefix_cache: Whether lookups for the request must miss.
+        shared_prefix_boundary: Tokens known to be shared with other requests.
     """
 
     request_id: str
@@ -79,15 +79,15 @@ class ReplayRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known now."""
+        """Number of prompt tokens and generated tokens."""
         return self.num_prompt_tokens + self.generated
 
     def is_finished(self) -> bool:
-        """Return whether it ended."""
+        """Return whether the request has ended."""
         return self.phase is Phase.OVER
 
     def seed(self, block: int) -> int:
-        """Return the seed of the bytes in block number ``block`` of the request."""
+        """Return the seed for the content of the request's block number ``block``."""
         if block < len(self.block_hashes):
             return int.from_bytes(self.block_hashes[block][:8], "little") & _SEED_MASK
         return hash((self.request_id, block)) & _SEED_MASK
@@ -109,7 +109,7 @@ def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
 
 
 def with_chains(trace: Trace, chains: Sequence[Sequence[int]]) -> Trace:
-    """Return ``trace`` with other chunks, one chain for each request of the result."""
+    """Return a copy of ``trace`` with its chunks replaced by one chain per request."""
     return replace(
         trace,
         ids=np.array([*chain.from_iterable(chains)], np.int64),
@@ -121,7 +121,7 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
     """Yield the requests of ``trace`` in order of arrival.
 
     Args:
-        trace: Its prompts are whole chunks, none twice in one prompt.
+        trace: The trace; prompts have whole chunks only, each at most once per prompt.
         blocks_per_chunk: Blocks of a chunk.
     """
     numbers = trace.ids.tolist()
@@ -163,5 +163,5 @@ def _params(session: str) -> Mapping[str, Any] | None:
 
 
 def _block_hash(chunk: int, block: int) -> bytes:
-    # A trace's chunk number stands for the whole prefix, as an engine's block hash does.
+    # A trace's chunk number identifies the whole prefix, like an engine's block hash.
     return hashlib.blake2b(b"%d.%d" % (chunk, block), digest_size=32).digest()

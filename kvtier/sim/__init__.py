@@ -1,1 +1,1 @@
-"""Replays traces against the very objects a live engine runs, in model time."""
+"""Replays traces in model time with the same code as a live engine."""

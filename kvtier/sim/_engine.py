@@ -1,12 +1,12 @@
-"""An engine in model time, without a model: makes the calls that vLLM's scheduler makes.
+"""An engine in model time without a model: makes the same calls as vLLM's scheduler.
 
 Requests arrive at their timestamps. Those at the head of the queue are looked up. Chunks in a
-slower tier are promoted while others compute, chunks in RAM are copied to the GPU, and the rest
-of the prompt is computed, one request at a time in order of arrival. Then the request has its
-first token, and its new chunks are offered to the manager.
+slower tier are promoted while other requests compute, chunks in RAM are copied to the GPU, and
+the rest of the prompt is computed, one request at a time in order of arrival. Then the request
+has its first token, and its new chunks are offered to the manager.
 
-Not modelled: decoding, the GPU's own prefix cache (so every hit is the tiers'), the time of a
-store to RAM, and prompts computed in pieces.
+Not modelled: decoding, the GPU's own prefix cache (so every hit is in a tier), the time of a
+store to RAM, and chunked prefill.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class ModelRequest:
     """One request of a trace.
 
     Attributes:
-        number: Its position in the trace and in the queue.
-        req_id: That number as the request's id.
-        arrival_s: When it arrived.
-        tokens: Length of its prompt.
-        keys: Its chunks, root to leaf.
-        session: Its session, empty if unknown.
-        output_tokens: Tokens it generates; only :class:`StepEngine` models them.
+        number: Position of the request in the trace and in the queue.
+        req_id: The request's id, which is ``number`` as text.
+        arrival_s: Time of the arrival.
+        tokens: Length of the prompt.
+        keys: The prompt's chunks, root to leaf.
+        session: The request's session, empty if unknown.
+        output_tokens: Tokens to generate; only :class:`StepEngine` models them.
         hits: Leading chunks that were loaded.
-        first_token_s: Time of its first token.
+        first_token_s: Time of the first token.
     """
 
     __slots__ = (
@@ -95,9 +95,9 @@ class Engine(ABC, Generic[_Model]):
         manager: The manager.
         model: Speeds of the engine and the tiers.
         transfers: Decides when loads and storage jobs end.
-        slot_status: The manager's; it records failed promotions.
+        slot_status: The manager's slot status; it records failed promotions.
         chunk_tokens: Tokens of a chunk.
-        retain_s: Seconds chunks are kept in RAM after a use.
+        retain_s: Seconds for which chunks are retained in RAM after a use.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Engine(ABC, Generic[_Model]):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Set up the state of this kind of engine; the constructor calls it."""
+        """Set up the state of a derived class. The constructor calls this."""
 
     @abstractmethod
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
-        """Serve ``requests``, in order of arrival; yield each when it is over."""
+        """Serve ``requests``, in order of arrival; yield each finished request."""
 
     def _retain(self, keys: Sequence[ChunkKey]) -> None:
-        """Retain chunks that were used now, if retention is configured."""
+        """Retain the chunks just used, if retention is configured."""
         if self._retain_s:
             self._manager.retain(keys, self._now_s + self._retain_s)
 
@@ -168,7 +168,7 @@ class ModelEngine(Engine[TimeModel]):
                 yield from self._take_over()
         while self._events or self._deferred or self._unstored:
             if not self._events:
-                # No event is due, but a live engine would go on stepping.
+                # No event is due, but a live engine would continue to step.
                 self._now_s += _TICK_S
                 self._may_answer = True
                 self._step()
@@ -183,7 +183,7 @@ class ModelEngine(Engine[TimeModel]):
         self._step()
 
     def _take_over(self) -> list[ModelRequest]:
-        """Return the requests that are over since the last call."""
+        """Return the requests that finished since the last call."""
         over, self._over = self._over, []
         return over
 
@@ -193,12 +193,12 @@ class ModelEngine(Engine[TimeModel]):
     # -- a scheduling step ------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Run one scheduling step, and repeat it while requests start."""
+        """Run scheduling steps until no more requests start."""
         manager = self._manager
         self._steps += 1
         if not self._steps % _ASK_AFTER_STEPS:
             self._may_answer = True
-            manager.take_cancels()  # jobs in model time are not cancelled
+            manager.take_cancels()  # jobs in model time cannot be cancelled
         if self._queue and self._open < self._model.concurrency:
             self._admit()
         while True:
@@ -248,7 +248,7 @@ class ModelEngine(Engine[TimeModel]):
         plan = self._manager.prepare_load(loaded, request.req_id)
         self._retain(loaded)
         done_s = self._transfers.load(hits, self._now_s)
-        if plan.wait_s:  # it also waits for promotions
+        if plan.wait_s:  # the load also waits for promotions
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
             self._at(done_s, self._streamed, (request, plan))
         else:
@@ -256,7 +256,7 @@ class ModelEngine(Engine[TimeModel]):
         return True
 
     def _compute(self) -> None:
-        """Begin computing the first request that is ready."""
+        """Begin to compute the first ready request."""
         self._computing = True
         _, request = heapq.heappop(self._ready)
         # An engine computes at least the last token, whose logits it needs.
@@ -266,7 +266,7 @@ class ModelEngine(Engine[TimeModel]):
         self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
-        """Offer the new chunks of computed requests; those without room are offered again."""
+        """Offer the new chunks of computed requests; offer chunks without room again later."""
         refused = []
         for request in self._unstored:
             plan = self._manager.prepare_store(request.keys[request.hits :], request.req_id)
@@ -282,7 +282,7 @@ class ModelEngine(Engine[TimeModel]):
     # -- events -----------------------------------------------------------------------------
 
     def _send(self, job: Job) -> float:
-        """Run ``job``; return when its outcome is known."""
+        """Run ``job``; return the time at which its outcome is known."""
         results = self._transfers.run(job, self._now_s)
         promoting = job.purpose is _PROMOTE
         for time_s, result in results:
@@ -300,7 +300,7 @@ class ModelEngine(Engine[TimeModel]):
 
     def _streamed(self, load: tuple[ModelRequest, LoadPlan]) -> None:
         request, plan = load
-        # From the first chunk that was not promoted on, the prompt is computed.
+        # The prompt is computed from the first chunk that was not promoted.
         request.hits = self._slot_status.count_loaded(plan)
         self._loaded(request)
 
@@ -317,13 +317,13 @@ class ModelEngine(Engine[TimeModel]):
 
 
 class ReliableSlotStatus:
-    """The slot status of instant workers: only chunks that were not promoted fail to load."""
+    """Slot status without a worker: only loads of chunks that were not promoted fail."""
 
     def __init__(self) -> None:
         self._lost: set[tuple[int, int]] = set()
 
     def record(self, job: Job, result: TransferResult) -> None:
-        """Record which chunks of the promotion ``job`` are not in their slots."""
+        """Record the slots of ``job``, a promotion, that did not get their chunks."""
         if result.outcomes.count(Outcome.DONE) == len(result.outcomes):
             return
         places = zip(job.destination_slots, job.payload, result.outcomes, strict=True)
@@ -344,13 +344,13 @@ class ReliableSlotStatus:
         return len(loaded)
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Do nothing: the job is over."""
+        """Do nothing: the job ends at once."""
 
     def withdraw(self, slots: Sequence[int]) -> None:
         """Do nothing: no worker reads the stamps."""
 
-    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - the manager passes them
-        """Return that all bytes are whole."""
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - the manager passes these arguments
+        """Return that all slots hold whole chunks."""
         return [True] * len(slots)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
@@ -360,9 +360,9 @@ class ReliableSlotStatus:
         return [place not in self._lost for place in zip(slots, generations, strict=True)]
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Forget which of ``slots`` were not promoted."""
+        """Forget the failed promotions into ``slots``."""
         self._lost = {place for place in self._lost if place[0] not in slots}
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
-        """Return that no worker is busy."""
+        """Return True: no worker is busy."""
         return [True] * len(slots)

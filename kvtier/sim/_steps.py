@@ -1,12 +1,13 @@
 """An engine in model time that batches requests and computes in steps.
 
 The tokens of a step decide its length. Requests are looked up when a step is scheduled, while
-it has tokens left. A load begins after the step that planned it, and its end counts at the end
-of a later step. A prompt is computed in pieces, and its first token comes with the last piece.
+the step has tokens left. A load begins after the step that planned the load, and its result
+counts at the end of a later step. Prefill is chunked: a prompt's first token comes with the
+last piece.
 
 :class:`~kvtier.sim._engine.ModelEngine` has no steps: it is twice as fast, needs no engine
-settings, and serves to compare policies. This one predicts the times of one engine whose steps
-are known; ``kvtier replay`` compares it with real transfers.
+settings, and serves to compare policies. This engine predicts times from known step times;
+``kvtier replay`` compares the prediction with real transfers.
 
 Not modelled: the GPU's own prefix cache, its memory (so no preemptions), and the time of a
 store to RAM, which ends within a step.
@@ -39,7 +40,7 @@ class StepModel(TimeModel):
 
     Attributes:
         step_tokens: Most tokens of a step; a generating request takes one.
-        step_s: Least time of a step that computes: it reads weights and launches kernels.
+        step_s: Least time of a step that computes, to read weights and launch kernels.
         idle_s: Time of a step that computes nothing while requests wait.
     """
 
@@ -113,7 +114,7 @@ class StepEngine(Engine[StepModel]):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether another step has something to do."""
+        """Whether there is work for another step."""
         return bool(
             self._waiting
             or self._running
@@ -134,7 +135,7 @@ class StepEngine(Engine[StepModel]):
     # -- a step -----------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Schedule a step, advance by its time, and apply the results until then."""
+        """Schedule a step, advance the clock by its time, and apply the results."""
         self._ended = []
         self._take_results()
         batch = self._continue_running()
@@ -153,7 +154,7 @@ class StepEngine(Engine[StepModel]):
         self._computed(batch)
 
     def _continue_running(self) -> dict[_Served, int]:
-        """Return the tokens of running requests, first come first served."""
+        """Schedule running requests, first come first served; return their tokens."""
         batch: dict[_Served, int] = {}
         left = self._model.step_tokens
         for served in self._running:
@@ -164,7 +165,7 @@ class StepEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Start loaded requests; look up, load or start waiting ones; return who started."""
+        """Start loaded requests, look up waiting requests; return the started requests."""
         left = self._model.step_tokens - sum(batch.values())
         taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
@@ -183,13 +184,13 @@ class StepEngine(Engine[StepModel]):
             taken += 1
             if not self._look(served):
                 put_off.append(served)
-            elif not served.request.hits:  # Else it is being loaded.
+            elif not served.request.hits:  # Otherwise the request is being loaded.
                 left -= start(served)
         self._waiting.extendleft(reversed(put_off))
         return started
 
     def _look(self, served: _Served) -> bool:
-        """Look up a request and plan its load; return False if it must wait."""
+        """Look up a request and plan its load; return False if the request must wait."""
         request = served.request
         prompt = Prompt((request.keys,), 0, len(request.keys))
         hits = self._manager.lookup(request.req_id, prompt)
@@ -203,7 +204,7 @@ class StepEngine(Engine[StepModel]):
         return True
 
     def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Offer the chunks that this step completes; return the accepted ones."""
+        """Offer the chunks that this step completes; return the accepted chunks."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens
@@ -213,7 +214,7 @@ class StepEngine(Engine[StepModel]):
         return accepted
 
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
-        """Offer a request's chunks before ``end``; those without room are offered again."""
+        """Offer a request's chunks before ``end``; offer chunks without room again later."""
         keys = served.request.keys[served.next_chunk : end]
         if not keys:
             return
@@ -242,7 +243,7 @@ class StepEngine(Engine[StepModel]):
     def _end_loads(self) -> None:
         while self._loading and self._loading[0][0] <= self._now_s:
             _, number, load = heapq.heappop(self._loading)
-            self._take_results()  # Its promotions ended before it.
+            self._take_results()  # Promotions end before the load that needs them.
             request = load.served.request
             self._retain(request.keys[: load.chunks])
             lead = (
@@ -250,7 +251,7 @@ class StepEngine(Engine[StepModel]):
             )
             self._manager.complete_load(request.req_id)
             if lead < load.chunks:
-                request.hits = 0  # It is looked up again, and misses.
+                request.hits = 0  # The request is looked up again, and misses.
                 self._waiting.appendleft(load.served)
                 continue
             heapq.heappush(self._ready, (number, load.served))
@@ -276,7 +277,7 @@ class StepEngine(Engine[StepModel]):
     # -- jobs -------------------------------------------------------------------------------
 
     def _send_jobs(self) -> float:
-        """Run all planned jobs; return when the first outcomes of all are known."""
+        """Run all planned jobs; return the time at which every job has its first outcome."""
         known_s = self._now_s
         for job in self._manager.take_jobs():
             results = self._transfers.run(job, self._now_s)

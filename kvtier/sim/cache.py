@@ -1,8 +1,8 @@
-"""The whole cache: replays a trace through the manager of a live engine, in model time.
+"""All tiers: replays a trace through the manager of a live engine, in model time.
 
-The manager is built from the same YAML by the same builder. Bytes are always whole, and jobs
-end when the time model says, so its decisions are those of a live cache at that load. Requests
-arrive at their times, with promotions and demotions in flight and requests that wait for them.
+The same builder makes the manager from the same YAML file. Loads return correct bytes, and the
+time model decides when jobs end. So the manager decides as in a live engine at that load:
+requests arrive at their times and wait for promotions and demotions in flight.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class TierTraffic:
 
     Attributes:
         name: The tier's name.
-        kind: Its kind.
-        eviction: Its eviction policy.
-        capacity_chunks: Chunks it holds.
-        hits: Chunks loaded into the GPU whose bytes came from it.
-        hit_ratio: ``hits`` of all references.
-        chunks_written: Chunks that were stored or demoted into it; promotions excluded.
-        chunks_promoted: Chunks promoted from it to stay in RAM.
-        evictions: Chunks evicted from it.
+        kind: The tier's kind.
+        eviction: The tier's eviction policy.
+        capacity_chunks: Capacity in chunks.
+        hits: Chunks loaded into the GPU from this tier, through RAM or directly.
+        hit_ratio: ``hits`` as a share of all references.
+        chunks_written: Chunks stored or demoted into the tier; promotions excluded.
+        chunks_promoted: Chunks promoted from the tier to stay in RAM.
+        evictions: Chunks evicted from the tier.
     """
 
     name: str
@@ -76,8 +76,9 @@ class TierResult(TierTraffic):
     """The figures of one tier in model time, with the wear of its medium.
 
     Attributes:
-        bytes_written_per_day: At the trace's pace; None for RAM or a trace without duration.
-        dwpd: Drive writes per day, of a drive as large as the tier.
+        bytes_written_per_day: Bytes written per day at the trace's request rate; None for RAM
+            or a trace without duration.
+        dwpd: Drive writes per day for a drive as large as the tier.
     """
 
     bytes_written_per_day: float | None
@@ -86,20 +87,25 @@ class TierResult(TierTraffic):
 
 @dataclass(frozen=True, slots=True)
 class CacheResult:
-    """The figures of a whole cache on a trace; the fields are a contract.
+    """The figures of all tiers on a trace; the fields are a contract.
 
     Attributes:
-        trace: The trace's name. trace_sha256: SHA-256 of its file. requests: Requests served.
-        refs: Chunk references. chunk_bytes: Bytes of a chunk, before rounding to whole pages.
-        chunk_tokens: Tokens of a chunk. load_path: How chunks in slower tiers are loaded:
-        ``direct`` or ``staged``. tiers: One result per tier, fastest first. total_hit_ratio:
-        Chunks loaded from any tier, of all references. prefix_hit_ratio: Prompt tokens loaded
-        from any tier, of all prompt tokens. writes_per_ref: Chunks written to the slower tiers,
-        per reference. promotions_per_ref: Chunks promoted, per reference. ttft_s: Time from
-        arrival to the first token: ``p50``, ``p90``, ``p99``. ttft_no_cache_s: The same of an
-        engine that computes every prompt. peak_load_no_cache: Load of that engine in the
-        busiest tenth of the trace's time. Above 1
-            its queue grows, and its times are those of waiting.
+        trace: The trace's name.
+        trace_sha256: SHA-256 of the trace's file.
+        requests: Requests served.
+        refs: Chunk references.
+        chunk_bytes: Bytes of a chunk, before rounding to whole pages.
+        chunk_tokens: Tokens of a chunk.
+        load_path: Path of loads from slower tiers: ``direct`` or ``staged``.
+        tiers: One result per tier, fastest first.
+        total_hit_ratio: Chunks loaded from any tier, as a share of all references.
+        prefix_hit_ratio: Prompt tokens loaded from any tier, as a share of all prompt tokens.
+        writes_per_ref: Chunks written to the slower tiers, per reference.
+        promotions_per_ref: Chunks promoted, per reference.
+        ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
+        ttft_no_cache_s: The same times for an engine that computes every prompt.
+        peak_load_no_cache: Load of an engine that computes every prompt, in the busiest tenth
+            of the trace's time. Above 1 its queue grows, and times are mostly waiting.
         time_model: The speeds used.
         seconds: Time of the simulation.
         refs_per_second: ``refs / seconds``.
@@ -128,8 +134,8 @@ class CacheResult:
 def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
     """Return a default time model.
 
-    The tiers have the usual speed of their kind. The engine is sized for the trace: without a
-    cache it would compute prompts 70 % of the time.
+    The tiers have the usual speed of their kind. The engine's speed follows from the trace:
+    without a cache the engine would compute prompts 70 % of the time.
     """
     duration_s = max(trace.duration_s, 1e-3)
     return TimeModel(
@@ -151,11 +157,11 @@ def simulate_cache(
     Args:
         trace: The trace.
         config: The configuration; its directories are not touched. ``load_path: auto`` means
-            the same as behind kvtier's connector.
+            the same as with kvtier's connector.
         chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
-        model: The speeds; :func:`default_time_model` when omitted. A :class:`StepModel` selects
+        model: The speeds; by default :func:`default_time_model`. A :class:`StepModel` selects
             an engine that computes in steps.
-        progress: Called now and then with the share done.
+        progress: Called periodically with the share done.
 
     Raises:
         ConfigError: A tier holds less than one chunk, or a policy is not installed.
@@ -255,7 +261,7 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
 def _peak_load(trace: Trace, model: TimeModel) -> float:
     """Return the load of the busiest window: arriving tokens per computed token.
 
-    The busiest window ends with an arrival. A trace without duration has no lasting load.
+    The busiest window ends with an arrival. A trace without duration has no sustained load.
     """
     window_s = trace.duration_s * _WINDOW
     if not window_s:

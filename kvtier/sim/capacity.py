@@ -1,4 +1,4 @@
-"""Sizes on the command line, in chunks."""
+"""Parses capacities and chunk sizes on the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_chunk_bytes(text: str) -> int:
     """Return the bytes in ``--chunk-bytes``: a size or a plain number.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: ``text`` is neither, or is 0.
     """
     plain = text.strip()
     if plain.isascii() and plain.isdecimal():
@@ -35,7 +35,7 @@ def parse_chunk_bytes(text: str) -> int:
         except UnitError as error:
             raise ConfigError(f"--chunk-bytes {text}: {error}") from error
     if not nbytes:
-        raise ConfigError(f"--chunk-bytes {text}: a chunk has bytes; write one such as 2MiB")
+        raise ConfigError(f"--chunk-bytes {text}: must be above 0, such as 2MiB")
     return nbytes
 
 
@@ -49,7 +49,7 @@ def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
         chunk_bytes: Bytes of a chunk.
 
     Raises:
-        ConfigError: It is none of these, or less than a chunk.
+        ConfigError: ``text`` has none of these forms, or is less than a chunk.
 
     >>> [
     ...     parse_capacity(text, distinct=200, chunk_bytes=1 << 20)

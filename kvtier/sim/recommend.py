@@ -1,11 +1,11 @@
 """Recommends a configuration for a trace within given memory and disk.
 
-Two stages, because a run of a whole cache costs much more than one of a single tier. First the
-eviction policies, each alone in a tier of RAM's size and in one of the disk's: a policy
-replaces the default only if it hits clearly more. Then whole caches with the winners: when to
-demote, and when to keep promoted chunks. The one whose requests wait least wins. Among those
-that wait about as long, the one that keeps most when a process is killed wins, unless another
-wears the disk clearly less.
+There are two stages, because simulating all tiers costs much more than simulating one tier. The
+first stage runs each eviction policy in a tier of RAM's size and in a tier of the disk's size.
+A policy replaces the default only if it hits clearly more. The second stage runs all tiers with
+the winners, and varies when to demote and when to keep promoted chunks. The configuration with
+the shortest waits wins. Among configurations with similar waits, the one that keeps most when a
+process is killed wins, unless another one wears the disk clearly less.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class RecommendRequest:
         nvme_bytes: Disk for chunks.
         path: Directory of the store.
         chunk_bytes: Bytes of one of the trace's chunks.
-        prefill_tokens_per_s: Prompt tokens the engine computes per second; None for a guess.
+        prefill_tokens_per_s: Prompt tokens the engine computes per second; None for the
+            default.
         speeds: Known speeds by tier: ``ram``, ``nvme``.
     """
 
@@ -77,7 +78,7 @@ class _Tried:
 
 
 def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | None) -> str:
-    """Return a YAML file with comments that explain it.
+    """Return the text of a YAML file, with comments that explain the choices.
 
     Raises:
         ConfigError: RAM or disk is smaller than a chunk, or a speed's tier does not exist.
@@ -131,7 +132,7 @@ def _slots(request: RecommendRequest) -> dict[str, int]:
 
 
 def _winner(results: Sequence[SingleResult]) -> str:
-    """Return the default policy, or the one that hits clearly more."""
+    """Return the policy that hits clearly more than the default, else the default."""
     default = next(result for result in results if result.policy == _DEFAULT)
     best = max(results, key=lambda result: result.prefix_hit_ratio)
     clearly = best.prefix_hit_ratio > default.prefix_hit_ratio + _CLEARLY
@@ -174,7 +175,7 @@ def _try(
 
 
 def _engine(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return the section that makes chunks as long as the trace's, for default blocks."""
+    """Return the `engine` section with the trace's chunk length and 16-token blocks."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 

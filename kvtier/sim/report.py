@@ -1,4 +1,4 @@
-"""A sweep as a picture, or as one self-contained page."""
+"""Writes a sweep as a picture, or as one self-contained page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PICTURES: Final = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Make sure that :func:`write_plot` can draw to ``path``.
+    """Check that :func:`write_plot` can write ``path``.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not know the format.
@@ -37,8 +37,8 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
     """Draw prefix hit ratio over size, one panel per trace and one line per policy.
 
     Args:
-        results: Of a sweep.
-        path: The file; its suffix decides the format.
+        results: The results of a sweep.
+        path: The file; its suffix determines the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not know the format.
@@ -50,7 +50,7 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
 
     traces = list(dict.fromkeys(result.of for result in results))
     figure = Figure(figsize=(6.4 * len(traces), 4.8), layout="constrained")
-    # Its dark shades first, then the light ones.
+    # The colour map's dark shades first, then its light shades.
     colours = [colormaps["tab20"](at) for at in (*range(0, 20, 2), *range(1, 20, 2))]
     panels = figure.subplots(1, len(traces), squeeze=False)[0]
     for panel, trace in zip(panels, traces, strict=True):
@@ -87,7 +87,7 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return a size in percent as asked for, before rounding to whole chunks."""
+    """Return the requested size in percent, before rounding to whole chunks."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 
@@ -100,5 +100,5 @@ def write_page(results: Sequence[SweepResult], path: Path) -> None:
     """
     template = resources.files("kvtier.sim").joinpath("sweep.html").read_text("utf-8")
     rows = json.dumps([asdict(result) for result in results])
-    # A name from a trace's file must not end the script element it stands in.
+    # A name in a trace's file must not end the page's script element.
     path.write_text(template.replace("/*ROWS*/[]", rows.replace("<", "\\u003c")), "utf-8")

@@ -1,8 +1,8 @@
 """One tier: replays a trace against a live eviction policy.
 
-The definitions are those of the simulators that the figures are compared with: the cache starts
-empty, the whole trace counts, and every chunk has one size.
-:class:`~kvtier.policies.simulated_tier.SimulatedTier` says what a hit is.
+The definitions are those of other cache simulators: the cache starts empty, the whole trace
+counts, and all chunks have the same size.
+:class:`~kvtier.policies.simulated_tier.SimulatedTier` defines a hit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REPORTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class SingleResult:
-    """What one policy did with one trace at one size; the fields are a contract.
+    """The figures of one policy on one trace at one size; the fields are a contract.
 
     Attributes:
         trace: The trace's name.
@@ -51,12 +51,12 @@ class SingleResult:
         hits: References to resident chunks.
         block_hit_ratio: ``hits / refs``.
         prefix_hit_ratio: Prompt tokens in leading hits, of all prompt tokens. A request's
-            leading hits are those before its first miss; a partial last chunk counts as the
-            tokens it has.
+            leading hits are the hits before its first miss. A partial last chunk counts with
+            its own tokens.
         lead_chunks: Leading hits.
         stranded_hits: Chunks resident behind a missing ancestor: in forward order
-            ``hits - lead_chunks``; in reverse those resident at arrival, of which some may be
-            gone at their turn.
+            ``hits - lead_chunks``; in reverse order the chunks resident at arrival, some of
+            which may be evicted before their turn.
         seconds: Time taken, reading the trace excluded.
         refs_per_second: ``refs / seconds``.
     """
@@ -80,7 +80,7 @@ class SingleResult:
 
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:
-    """Return a key for every chunk number: one object each, so that its hash is cached."""
+    """Return a key for every chunk number; each key is one object, which caches its hash."""
     keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
     keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
     chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
@@ -99,9 +99,9 @@ def simulate_single(
 
     Args:
         trace: The trace.
-        policy: An eviction policy's name; those that must know the future are allowed.
+        policy: Name of an eviction policy; ``belady`` is allowed.
         capacity: Chunks the tier holds, at least 1.
-        touch_order: ``policy`` is the order the policy asks for.
+        touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
         progress: Called with the share done.
 
     Raises:

@@ -1,8 +1,8 @@
 """Many policies at many sizes on many traces, in several processes.
 
 A cell of the grid is one single-tier run. Traces are read once and sent to every process once.
-A result has all that reproduces it: the trace's hash, the seed of the policies' random numbers,
-every parameter and the version.
+A result has all inputs that reproduce it: the trace's hash, the seed of the policies' random
+numbers, every parameter and the version.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Cell:
     """One run of a sweep.
 
     Attributes:
-        trace: Which of the sweep's traces.
+        trace: Index of the trace.
         policy: The policy's name.
-        capacity: The size as asked for.
-        capacity_chunks: That size in chunks of this trace.
+        capacity: The size as written by the user.
+        capacity_chunks: The size in chunks of this trace.
     """
 
     trace: int
@@ -50,8 +50,8 @@ class Cell:
 class SweepResult:
     """One row of a sweep; the fields are the columns of its CSV file.
 
-    Those a :class:`~kvtier.sim.single.SingleResult` has mean the same, ``assumed`` and
-    ``warnings`` are those of the trace.
+    Fields of :class:`~kvtier.sim.single.SingleResult` have the same meaning. ``assumed`` and
+    ``warnings`` are the trace's.
     """
 
     trace: str
@@ -79,14 +79,14 @@ class SweepResult:
 
     @property
     def of(self) -> tuple[str, str]:
-        """The trace's name and hash; two files may have one name."""
+        """The trace's name and hash, because two files may have the same name."""
         return self.trace, self.trace_sha256
 
 
 COLUMNS: Final = tuple(SweepResult.__dataclass_fields__)
 
 
-def sweep(  # noqa: PLR0913 - what a grid is made of
+def sweep(  # noqa: PLR0913 - the parameters of a grid
     traces: Sequence[Trace],
     policies: Sequence[str],
     capacities: Sequence[str],
@@ -103,8 +103,8 @@ def sweep(  # noqa: PLR0913 - what a grid is made of
         policies: Names of eviction policies.
         capacities: Sizes as :func:`~kvtier.sim.capacity.parse_capacity` reads them.
         chunk_bytes: Bytes of a chunk of each trace.
-        touch_order: Of every run.
-        jobs: Processes to use; 1 is this one.
+        touch_order: The order of touches in every run.
+        jobs: Number of processes; 1 runs in this process.
         progress: Called with the share done after each run.
 
     Returns:
@@ -136,7 +136,7 @@ def sweep(  # noqa: PLR0913 - what a grid is made of
 
 
 def write_csv(results: Sequence[SweepResult], path: Path) -> None:
-    """Write ``results`` to ``path``, one row each below a head line.
+    """Write ``results`` to ``path``: a header line, then one row per result.
 
     Raises:
         OSError: The file cannot be written.
@@ -200,14 +200,14 @@ _runners: list[_CellRunner] = []
 
 
 def _prepare(runner: _CellRunner) -> None:
-    # An interrupt reaches all processes of a terminal: these end at once and silently.
+    # An interrupt reaches all processes of a terminal; the workers end at once and silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _runners[:] = [runner]
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent was killed."""
+    """End this process if its parent is killed."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -1,8 +1,8 @@
 """Transfer times in model time: devices that serve one job after another.
 
 A direction of a device (reading a disk, writing it, copying RAM to the GPU) is a server with a
-queue: a job begins when those before it are done, takes its bytes over the bandwidth, and
-counts as done a latency later. How devices share bandwidth between jobs and directions is not
+queue: a job begins when those before it are done, takes its bytes divided by the bandwidth,
+and is done one latency later. Sharing of bandwidth between jobs and directions is not
 modelled.
 """
 
@@ -35,9 +35,9 @@ class TierSpeed:
     """The speed of a tier.
 
     Attributes:
-        read_bytes_per_s: Towards the GPU.
-        write_bytes_per_s: Away from it.
-        latency_s: Added to every job.
+        read_bytes_per_s: Bandwidth of reads, towards the GPU.
+        write_bytes_per_s: Bandwidth of writes, away from the GPU.
+        latency_s: Latency added to every job.
     """
 
     read_bytes_per_s: float
@@ -67,7 +67,7 @@ class TimeModel:
     Attributes:
         prefill_tokens_per_s: Prompt tokens computed per second; one request at a time.
         concurrency: Requests that are looked up ahead of their turn.
-        speeds: By the tier's name, every tier's.
+        speeds: Speed of every tier, by the tier's name.
     """
 
     prefill_tokens_per_s: float
@@ -86,7 +86,7 @@ def parse_speed(text: str) -> tuple[str, TierSpeed]:
     if not equals or len(parts) != 3:
         example = "nvme=6GiB/s,3GiB/s,200us (read, write, latency)"
         raise ConfigError(
-            f"--tier-speed {text}: not a tier's speed; write one such as {example}"
+            f"--tier-speed {text}: not a tier's speed; write for example {example}"
         )
     try:
         read, write, latency = parts
@@ -101,11 +101,11 @@ class Device:
     """One direction of one device.
 
     Args:
-        bytes_per_s: Its bandwidth.
-        latency_s: From the last byte until the job counts as done.
+        bytes_per_s: The bandwidth.
+        latency_s: Time from a job's last byte until the job is done.
 
     Attributes:
-        free_at_s: When its queue is empty.
+        free_at_s: Time at which the queue is empty.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
@@ -114,21 +114,21 @@ class Device:
         self.free_at_s = 0.0
 
     def occupy(self, nbytes: int, *, since_s: float) -> float:
-        """Queue a job of ``nbytes`` that is ready at ``since_s``; return when it is done."""
+        """Queue a job of ``nbytes`` that is ready at ``since_s``; return its end time."""
         begins_s = max(self.free_at_s, since_s)
         self.free_at_s = over_s = begins_s + nbytes / self._bytes_per_s
         return over_s + self._latency_s
 
 
 class TransferModel:
-    """Decides when and how each load and each storage job ends.
+    """Computes the end time and the outcome of each load and each storage job.
 
-    Like the live engine it drops a job whose turn comes after its deadline, and reports one
-    that is running then as expired, while its slots stay taken until it ends.
+    Like in a live engine, a job that has not begun at its deadline is dropped. A job that is
+    running at its deadline is reported as expired, and keeps its slots until it ends.
 
     Args:
-        model: How fast the tiers are.
-        ram: Name of the RAM tier, whose speed limits loads but no storage job.
+        model: Speeds of the tiers.
+        ram: Name of the RAM tier; its speed limits loads, not storage jobs.
         slot_nbytes: Bytes of a chunk in a tier.
     """
 
@@ -145,11 +145,11 @@ class TransferModel:
                 self._writers[name] = Device(speed.write_bytes_per_s, speed.latency_s)
 
     def load(self, chunks: int, now_s: float) -> float:
-        """Queue a copy of ``chunks`` chunks from RAM to the GPU; return when it is done."""
+        """Queue a copy of ``chunks`` chunks from RAM to the GPU; return the time of its end."""
         return self._loader.occupy(chunks * self._slot_nbytes, since_s=now_s)
 
     def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:
-        """Queue ``job`` at ``now_s``; return its results and when each arrives."""
+        """Queue ``job`` at ``now_s``; return its results with the time of each."""
         devices = self._routes.get((job.source, job.destination)) or self._devices(job)
         deadline_s = now_s + job.timeout_s
         begins_s = done_s = now_s

@@ -337,17 +337,17 @@ def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -
             tier.remove(next(iter(tier.members)))
     policy._stop()
     timeline = policy._history.timeline
-    within = [run for run in timeline.runs if not run.beyond]
+    within = [run for run in timeline.cohorts if not run.beyond]
     # The run at the edge counts as a whole, and the tier's own removals leave room.
     assert timeline._held == sum(run.live + run.away for run in within)
     assert sum(run.live + run.away for run in within[1:]) <= capacity
     assert timeline.early_evicted == sum(run.away for run in within)
-    assert sum(run.live for run in timeline.runs) == len(tier.members)
-    held = [copy for run in timeline.runs for copy in run.copies if copy is not None]
+    assert sum(run.live for run in timeline.cohorts) == len(tier.members)
+    held = [copy for run in timeline.cohorts for copy in run.copies if copy is not None]
     assert len(held) == len(tier.members)
     assert set(held) == set(tier.members.values())
-    assert [run.beyond for run in timeline.runs] == sorted(
-        (run.beyond for run in timeline.runs), reverse=True
+    assert [run.beyond for run in timeline.cohorts] == sorted(
+        (run.beyond for run in timeline.cohorts), reverse=True
     )
 
 

@@ -6,21 +6,21 @@ number of uses, which survives an eviction while the key is remembered (as in AR
 Modha, FAST 2003). New chunks are classed by length of the prompt, in steps of four, and the
 last new chunk of a prompt has its own class: the next turn continues in the middle of it.
 
-A prefix is used whenever its continuation is. So its class never earns less (:data:`BELOW`),
-and among equals the deepest chunk of a prompt stands first: a prefix outlives its continuations
-without a rule about parents and children.
+A prefix is used whenever its continuation is used. So the class of a prefix never earns less
+than the class of its continuations (:data:`BELOW`). Among equals the deepest chunk of a prompt
+is evicted first, so a prefix outlives its continuations.
 
-**Density.** The age of a chunk is the number of uses of any chunk since its own last one, so it
-needs no clock and means the same at any load. For every class and octave of ages two things are
-counted: the uses at that age, and the chunks that passed through it unused. Their ratio is the
-hazard. The *hit density* is the largest mean hazard over any range of ages from the present one
-on: the hits per slot and unit of time if the chunk is kept until the best moment. Idea and name
-are LHD's (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density",
-NSDI 2018), which takes the mean over the whole rest of life instead.
+**Density.** The age of a chunk is the number of uses of any chunk since its own last use, so
+ages need no clock and mean the same at any load. Two counts are kept for every class and octave
+of ages: the uses at that age, and the chunks that passed through the octave unused. Their ratio
+is the hazard. The *hit density* is the largest mean hazard over any range of ages from the
+present one on: the hits per slot and unit of time if the chunk is kept until the best moment.
+Idea and name are LHD's (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing
+Hit Density", NSDI 2018), which takes the mean over the whole rest of life instead.
 
-Where little was counted a prior decides. It falls with one over the age, which makes recency
-the best guess, and weighs :data:`_PRIOR` observations; classes with little data are drawn to
-the mean of all in the same way.
+A prior decides until there is data. The prior is inversely proportional to the age, like LRU,
+and weighs as much as :data:`_PRIOR` observations. The mean of all classes is a prior of the
+same kind for classes with little data.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SLACK: Final = 48
 
 
 def _octave_of(age: int) -> int:
-    """Return the octave of ``age``, in uses; a table may be shorter than that."""
+    """Return the octave of ``age``, in uses; it may be beyond the last octave of a table."""
     return max(age.bit_length() - _FIRST, 0)
 
 
@@ -80,9 +80,9 @@ class HitDensity:
 
     Args:
         capacity: Slots of the tier.
-        below: For each class the lower classes that it must not earn less than.
+        below: For each class, the classes whose hit density is a lower bound of its own.
         keep: Share of a count that survives a renewal.
-        interval: Uses between two renewals, or little more.
+        interval: Approximate number of uses between two renewals.
 
     Attributes:
         octaves: Octaves of the table.
@@ -99,7 +99,7 @@ class HitDensity:
         self.octaves = _octave_of(_TURNS * capacity) + 2
         bounds = [0] + [1 << (_FIRST + octave) - 1 for octave in range(1, self.octaves + 1)]
         self._starts = np.array(bounds[:-1])
-        # Chunks by part of the time in which they came to their class, and by class: a ring.
+        # Number of chunks by time interval of their entry into a class, and by class: a ring.
         self._classes = len(below)
         self._width = max(interval // _PARTS, 1)
         self._ahead = -(-interval // self._width) + _SLACK
@@ -113,11 +113,11 @@ class HitDensity:
         self._prior = self._weights / bounds[1:]
         self._octave_of_bits = np.clip(np.arange(_BITS) - _FIRST, 0, self.octaves - 1)
         self._sums, self._times = np.zeros((2, len(below), self.octaves + 1))
-        # What is added to the time of a moves that ends before the octave after its first.
+        # Time added to a range: infinite if the range is shorter than two octaves.
         ends = np.arange(self.octaves + 1)
         least = np.minimum(ends[:-1, None] + 2, self.octaves)
         self._too_short = np.where(ends < least, np.inf, 0.0)
-        # Counted in plain arrays, which is fast one by one, and renewed through numpy's views.
+        # Plain arrays are fast for single counts; renewals use numpy views of them.
         counts = [array("d", bytes(8 * self.octaves * len(below))) for _ in range(2)]
         self._uses, self._entered = counts
         self._uses_seen, self._entered_seen = (
@@ -140,15 +140,15 @@ class HitDensity:
         """Remove ``count`` chunks from their class because they were used.
 
         Args:
-            kind: The class they had.
-            since: The use at which they entered it.
+            kind: The chunks' class before the use.
+            since: Number of the use at which the chunks entered that class.
             age: Uses since then.
             count: Number of chunks.
         """
         self.remove(kind, since, count)
         place = kind * self.octaves
         if age < _YOUNG:
-            # Chunks used that soon are gone before they are counted at a higher age.
+            # Chunks used so soon leave their class before a higher age counts them.
             self._entered[place] += count
         else:
             octave = age.bit_length() - _FIRST
@@ -165,7 +165,7 @@ class HitDensity:
         crossed[:, 0] = crossed[:, 1]
         waiting = self._waiting_seen
         self._entered_seen += waiting[parts % self._parts].T @ crossed
-        # Room for the parts until the next call, which must come before they are full.
+        # Entries of the ring until the next call, which comes before the ring is full.
         ahead = np.arange(part + 1, part + 1 + self._ahead)
         waiting[ahead % self._parts] = 0.0
         self._past = (part - self._parts + self._ahead + 1) * self._width - 1
@@ -186,11 +186,11 @@ class HitDensity:
         entered *= self._keep
 
     def _densities(self, uses: FloatArray, spent: FloatArray) -> FloatArray:
-        """Return, for each octave, the best mean hazard over it, the next and any more.
+        """Return for each octave the largest mean hazard over two or more octaves from it.
 
         Args:
             uses: By class and octave, shape (classes, octaves).
-            spent: Slots times time, above zero, of the same shape.
+            spent: Slots times time, above zero, shape (classes, octaves).
         """
         sums, times = self._sums, self._times
         uses.cumsum(1, out=sums[:, 1:])

@@ -1,7 +1,7 @@
-"""What :mod:`.hedged_lhd` remembers: its runs, LRU's reach, evicted keys and the regret budget.
+"""The history that :mod:`.hedged_lhd` keeps: cohorts, evicted keys and the regret budget.
 
-Everything is recorded for many copies at once: they are of one run and move together. One use
-of ``count`` copies changes ages and classes (:class:`.HitDensity`), the order of uses and LRU's
+Each call records many copies of one cohort, which move together. One use of ``count`` copies
+changes ages and classes (:class:`.HitDensity`), the order of uses and LRU's
 reach in it (:class:`Timeline`), and what was won and lost against LRU (:class:`RegretBudget`).
 """
 
@@ -16,10 +16,10 @@ from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction._hit_density import BELOW, KINDS, NOWHERE, TAIL, HitDensity
 
-__all__ = ["History", "RegretBudget", "Run", "Timeline"]
+__all__ = ["Cohort", "History", "RegretBudget", "Timeline"]
 
 _SPANS: Final = 64
-"""Least number of runs in a turn of the tier. A turn is as many uses as the tier has slots."""
+"""Least number of cohorts per turn of the tier. A turn has as many uses as the tier slots."""
 _MIN_SPAN: Final = 4
 _MAX_SPAN: Final = 128
 _RENEWALS_PER_TURN: Final = 2
@@ -38,25 +38,25 @@ _MIN_PROMPT_SHARE: Final = 0.5
 _MIN_PROMPTS: Final = 16
 """Least number of prompts that the tier must hold."""
 _EMPTY: Final[list[ChunkCopy | None]] = []
-"""The list of every run without copies; most runs only count evicted keys."""
+"""The list of every cohort without copies; most cohorts only count evicted keys."""
 
 
-class Run:
+class Cohort:
     """Copies of one class, used one after the other.
 
     A prompt's chunks are used together, so their ages hardly differ. A use moves a copy to the
-    newest run, and work by age or class is done once for a whole run.
+    newest cohort, and work by age or class is done once for a whole cohort.
 
     Attributes:
-        kind: Their class.
-        since: Number of the use that began it.
+        kind: The class of the copies.
+        since: Number of the use that began the cohort.
         copies: The copies, oldest use first; None where one left. A copy's ``policy`` is its
-            run, and its ``queued`` is its index in this list.
+            cohort, and its ``queued`` is its index in this list.
         first: Index of the first entry that may be a copy.
         live: Number of copies.
-        away: Remembered keys that were evicted from it.
-        away_before: Those of them that are forgotten next.
-        beyond: Whether LRU would have evicted all of it.
+        away: Number of remembered keys that were evicted from the cohort.
+        away_before: Number of those keys in the older half, which is forgotten first.
+        beyond: Whether LRU would have evicted all copies of the cohort.
     """
 
     __slots__ = ("away", "away_before", "beyond", "copies", "first", "kind", "live", "since")
@@ -72,14 +72,14 @@ class Run:
         self.beyond = False
 
     def clear(self) -> None:
-        """Free the list, which holds no copies and will get none."""
+        """Free the list of copies, which is empty and stays empty."""
         self.copies = _EMPTY
         self.first = 0
 
     def take(self, count: int) -> list[ChunkCopy]:
         """Remove and return up to ``count`` of the oldest copies, the oldest last.
 
-        They keep their ``queued`` and still count as live.
+        The returned copies keep their ``queued`` and still count as live.
         """
         copies, first = self.copies, self.first
         taken = list(islice(filter(None, islice(copies, first, None)), count))
@@ -90,117 +90,120 @@ class Run:
 
 
 class Timeline:
-    """All runs, oldest first, and LRU's reach in them.
+    """All cohorts, oldest first, and LRU's reach in them.
 
-    A run also counts its remembered evicted keys. The newest runs that count as many keys as
-    the tier has slots are what LRU would hold, so no list of LRU's keys is needed. LRU's
+    A cohort also counts its remembered evicted keys. The newest cohorts that count as many keys
+    as the tier has slots are what LRU would hold, so no list of LRU's keys is needed. LRU's
     *reach* is a place in the timeline, which advances as keys come in from beyond it. Of the
-    run at that place LRU holds the newer keys.
+    cohort at that place LRU holds the newer keys.
 
     Args:
         capacity: Slots of the tier.
 
     Attributes:
-        runs: The runs; those without keys are dropped now and then.
-        early_evicted: Evicted keys of the runs that LRU's reach touches.
+        cohorts: The cohorts; those without keys are dropped now and then.
+        early_evicted: Evicted keys of the cohorts that LRU's reach touches.
     """
 
-    __slots__ = ("_capacity", "_edge", "_held", "_oldest", "early_evicted", "runs")
+    __slots__ = ("_capacity", "_edge", "_held", "_oldest", "cohorts", "early_evicted")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.runs: list[Run] = []
+        self.cohorts: list[Cohort] = []
         self.early_evicted = 0
         self._held = 0
         self._edge = 0
         self._oldest = 0
 
-    def open(self, kind: int, now: int) -> Run:
-        """Begin a run and return it."""
-        run = Run(kind, now)
-        self.runs.append(run)
-        return run
+    def open(self, kind: int, now: int) -> Cohort:
+        """Begin a new cohort and return the cohort."""
+        cohort = Cohort(kind, now)
+        self.cohorts.append(cohort)
+        return cohort
 
     def enter(self, count: int) -> None:
-        """Record ``count`` keys in the newest runs that LRU did not hold."""
-        runs, edge = self.runs, self._edge
+        """Record ``count`` keys in the newest cohorts that LRU did not hold."""
+        cohorts, edge = self.cohorts, self._edge
         held = self._held + count
-        run = runs[edge]
-        while (left := held - run.live - run.away) >= self._capacity:
+        cohort = cohorts[edge]
+        while (left := held - cohort.live - cohort.away) >= self._capacity:
             held = left
-            run.beyond = True
-            self.early_evicted -= run.away
+            cohort.beyond = True
+            self.early_evicted -= cohort.away
             edge += 1
-            run = runs[edge]
+            cohort = cohorts[edge]
         self._held = held
         self._edge = edge
 
-    def past_reach(self, run: Run) -> int:
-        """Return how many of the oldest keys of ``run`` LRU has evicted, if it holds others."""
-        if run is not self.runs[self._edge]:
+    def past_reach(self, cohort: Cohort) -> int:
+        """Return how many of the oldest keys of ``cohort`` LRU would have evicted.
+
+        Zero unless LRU's reach is in ``cohort``.
+        """
+        if cohort is not self.cohorts[self._edge]:
             return 0
         return max(self._held - self._capacity, 0)
 
     @property
     def early_evictions(self) -> int:
-        """Evicted keys that LRU would hold."""
-        away = self.runs[self._edge].away
+        """Number of evicted keys that LRU would still hold."""
+        away = self.cohorts[self._edge].away
         return self.early_evicted - min(max(self._held - self._capacity, 0), away)
 
-    def forget(self, run: Run, count: int) -> None:
-        """Forget ``count`` evicted keys of ``run``."""
-        run.away -= count
-        if not run.beyond:
+    def forget(self, cohort: Cohort, count: int) -> None:
+        """Forget ``count`` evicted keys of ``cohort``."""
+        cohort.away -= count
+        if not cohort.beyond:
             self._held -= count
             self.early_evicted -= count
 
-    def remove(self, run: Run) -> None:
-        """Record that a copy of ``run`` was removed; LRU's tier would lose it too."""
-        if not run.beyond:
+    def remove(self, cohort: Cohort) -> None:
+        """Record that a copy of ``cohort`` was removed from the tier and from LRU's tier."""
+        if not cohort.beyond:
             self._held -= 1
 
-    def oldest(self) -> Run:
-        """Return the oldest run with a copy; there must be one."""
-        runs, place = self.runs, self._oldest
-        while not runs[place].live:
+    def oldest(self) -> Cohort:
+        """Return the oldest cohort that has a copy. The tier must have members."""
+        cohorts, place = self.cohorts, self._oldest
+        while not cohorts[place].live:
             place += 1
         self._oldest = place
-        return runs[place]
+        return cohorts[place]
 
     def by_age(self) -> Iterator[ChunkCopy]:
-        """Yield all copies, at least one, oldest use first."""
+        """Yield all copies, oldest use first. The tier must have members."""
         self.oldest()
-        for place in range(self._oldest, len(self.runs)):
-            run = self.runs[place]
-            yield from filter(None, islice(run.copies, run.first, None))
+        for place in range(self._oldest, len(self.cohorts)):
+            cohort = self.cohorts[place]
+            yield from filter(None, islice(cohort.copies, cohort.first, None))
 
     def tidy(self) -> None:
-        """Drop the runs without keys."""
-        kept = [run for run in self.runs if run.live or run.away]
-        self._edge = sum(run.beyond for run in kept)
+        """Drop the cohorts that have neither copies nor remembered keys."""
+        kept = [cohort for cohort in self.cohorts if cohort.live or cohort.away]
+        self._edge = sum(cohort.beyond for cohort in kept)
         self._oldest = 0
-        self.runs = kept
+        self.cohorts = kept
 
 
 class RegretBudget:
     """The number of chunks that may be evicted although LRU would still hold them.
 
-    A policy that learns does well until the traffic changes, and then it loses. Switching to
-    LRU by who did better lately is too late: the hits are lost by then. So a budget bounds the
-    *early evictions*, the evicted chunks that LRU would still hold. Each can cost one hit, so
-    their number bounds the loss, whatever comes.
+    A learning policy loses hits when the traffic changes. Switching to LRU after LRU did better
+    is too late, because the hits are lost by then. So a budget bounds the *early evictions*,
+    the evicted chunks that LRU would still hold. Each can cost one hit, so their number bounds
+    the loss for any traffic.
 
     The budget is a small share of the uses, plus the *lead*: hits on chunks that LRU would have
-    evicted, less misses on chunks that LRU would have held. While nothing was won, what was
-    lost and what can still be lost stay within that share. Wins are risked at odds, because
-    early evictions of many prompts are not all lost at once. So a policy that wins departs
-    further, and one that loses comes back while there is little to lose. The budget turns the
+    evicted, less misses on chunks that LRU would have held. Before the first win, past and
+    possible losses together stay within that share. Each win allows several early evictions,
+    because chunks of many prompts are rarely all missed at once. So a winning policy departs
+    further from LRU, and a losing policy soon returns to LRU. The budget turns the
     regret of LeCaR (Vietri et al., HotStorage 2018) from a weight into a bound; for risking
     wins see Kelly, Bell System Technical Journal 1956.
 
-    A prompt that misses one chunk is lost from there on, half of it on average, so a smaller
-    budget counts as none. In a tier of a few prompts losses do not average out, and a prompt
-    evicts its own beginning: such a tier stays with LRU.
+    A missing chunk makes the rest of its prompt useless, half of the prompt on average. So a
+    budget below half a prompt counts as zero. In a tier of a few prompts losses do not average
+    out, and a prompt evicts its own beginning: such a tier stays with LRU.
 
     Args:
         capacity: Slots of the tier.
@@ -208,8 +211,9 @@ class RegretBudget:
 
     Attributes:
         uses: Uses of any chunk.
-        depths: Lengths of the prompts at those uses, summed up.
-        lead: Hits on chunks that LRU would not have held, less misses on chunks that it would.
+        depths: Sum of the prompt lengths over those uses.
+        lead: Hits on chunks that LRU would have evicted, less misses on chunks that LRU would
+            have held.
     """
 
     __slots__ = ("_capacity", "_keep", "depths", "lead", "uses")
@@ -223,7 +227,7 @@ class RegretBudget:
 
     @property
     def limit(self) -> float:
-        """Most early evictions at a time."""
+        """Most early evictions allowed at a time."""
         uses, lead, depths = self.uses, self.lead, self.depths
         regret_budget = _SHARE * uses
         if (regret_budget + lead) * uses <= _MIN_PROMPT_SHARE * depths:
@@ -241,10 +245,10 @@ class RegretBudget:
 
 
 class History:
-    """Members, evicted keys, and what came of both.
+    """The members, the evicted keys, and the statistics of both.
 
-    Evicted keys are remembered with their run, up to twice as many as there are slots. When the
-    younger half is full the older half is forgotten at once.
+    Evicted keys are remembered with their cohort, at most two per slot. When the younger half
+    is full, the older half is forgotten at once.
 
     Args:
         capacity: Slots of the tier.
@@ -252,12 +256,12 @@ class History:
     Attributes:
         density: Hits that a slot earns, by class and age.
         regret_budget: Wins and losses against LRU.
-        timeline: All runs.
-        queues: The runs of each class, oldest first; some may have no copies.
-        newest: The run that used copies move to.
+        timeline: All cohorts.
+        queues: The cohorts of each class, oldest first; some may have no copies.
+        newest: The cohort to which used copies move.
         outside: Stands for the source of new chunks.
-        span: Most copies of a run.
-        ghosts: Evicted keys and their runs, the younger half.
+        span: Most copies of a cohort.
+        ghosts: Evicted keys and their cohorts, the younger half.
         ghosts_before: The older half.
         members: Number of members.
         clock: Uses so far.
@@ -295,29 +299,29 @@ class History:
         self.density = HitDensity(capacity, BELOW, keep, self._interval)
         self.regret_budget = RegretBudget(capacity, keep_long)
         self.timeline = Timeline(capacity)
-        self.queues: list[deque[Run]] = [deque() for _ in range(KINDS)]
-        self.ghosts: dict[ChunkKey, Run] = {}
-        self.ghosts_before: dict[ChunkKey, Run] = {}
+        self.queues: list[deque[Cohort]] = [deque() for _ in range(KINDS)]
+        self.ghosts: dict[ChunkKey, Cohort] = {}
+        self.ghosts_before: dict[ChunkKey, Cohort] = {}
         self.span = min(max(capacity // _SPANS, _MIN_SPAN), _MAX_SPAN)
-        self.outside = Run(NOWHERE, 0)
+        self.outside = Cohort(NOWHERE, 0)
         self.outside.beyond = True
         self.newest = self.timeline.open(TAIL, 0)
         self.queues[TAIL].append(self.newest)
 
-    def open(self, kind: int) -> Run:
-        """Begin a new run, the newest."""
+    def open(self, kind: int) -> Cohort:
+        """Begin a new cohort, which becomes the newest."""
         if self.clock >= self._renew_at:
             self._renew()
-        run = self.newest = self.timeline.open(kind, self.clock)
-        self.queues[kind].append(run)
-        return run
+        cohort = self.newest = self.timeline.open(kind, self.clock)
+        self.queues[kind].append(cohort)
+        return cohort
 
     def record_uses(self, count: int, depths: int) -> None:
-        """Record ``count`` uses that moved copies to the newest run.
+        """Record ``count`` uses that moved copies to the newest cohort.
 
         Args:
             count: Number of uses.
-            depths: The lengths of their prompts, summed up.
+            depths: Sum of the prompt lengths over these uses.
         """
         newest = self.newest
         newest.live += count
@@ -326,8 +330,11 @@ class History:
         self.regret_budget.uses += count
         self.regret_budget.depths += depths
 
-    def record_hits(self, source: Run, count: int) -> None:
-        """Record that the last ``count`` uses moved members of ``source``, or new chunks."""
+    def record_hits(self, source: Cohort, count: int) -> None:
+        """Record that the last ``count`` uses moved members of ``source``.
+
+        For new chunks ``source`` is :attr:`outside`.
+        """
         if source is self.outside:
             self.members += count
             self.timeline.enter(count)
@@ -338,11 +345,11 @@ class History:
             self.regret_budget.lead += count
             self.timeline.enter(count)
 
-    def record_returns(self, source: Run, count: int) -> None:
+    def record_returns(self, source: Cohort, count: int) -> None:
         """Record that the last ``count`` uses were of keys evicted from ``source``."""
         timeline = self.timeline
         self.density.record_uses(source.kind, source.since, self.clock - source.since, count)
-        timeline.enter(0)  # the run at the end of LRU's reach may be empty by now
+        timeline.enter(0)  # the cohort at LRU's reach may be empty by now
         self.members += count
         source.away -= count
         if source.beyond:
@@ -351,29 +358,29 @@ class History:
             self.regret_budget.lead -= count - min(timeline.past_reach(source), count)
             timeline.early_evicted -= count
 
-    def record_evicted(self, run: Run, count: int) -> None:
-        """Record that ``count`` copies of ``run`` were evicted."""
+    def record_evicted(self, cohort: Cohort, count: int) -> None:
+        """Record that ``count`` copies of ``cohort`` were evicted."""
         self.members -= count
-        run.live -= count
-        run.away += count
-        if not run.live and run is not self.newest:
-            run.clear()
-        if not run.beyond:
+        cohort.live -= count
+        cohort.away += count
+        if not cohort.live and cohort is not self.newest:
+            cohort.clear()
+        if not cohort.beyond:
             self.timeline.early_evicted += count
 
     def record_stayed(self, copy: ChunkCopy) -> None:
         """Make ``copy``, whose eviction was recorded, a member again, as if just used."""
-        run: Run = copy.policy
+        cohort: Cohort = copy.policy
         self.members += 1
         if self.pop_ghost(copy.key) is None:
-            # It was evicted so long ago that it counts as new.
+            # Its key is forgotten, so it counts as new.
             self.requeue(copy, self.outside)
             return
-        run.away -= 1
-        if not run.beyond:
+        cohort.away -= 1
+        if not cohort.beyond:
             self.timeline.early_evicted -= 1
-        self.density.remove(run.kind, run.since, 1)
-        self.requeue(copy, run)
+        self.density.remove(cohort.kind, cohort.since, 1)
+        self.requeue(copy, cohort)
 
     def record_removed(self, copy: ChunkCopy) -> None:
         """Record that ``copy`` was removed without being picked."""
@@ -382,44 +389,44 @@ class History:
         self._leave(copy)
 
     def record_spared(self, copy: ChunkCopy) -> None:
-        """Move ``copy``, which must stay, to where a used copy goes."""
-        source: Run = copy.policy
+        """Move ``copy``, which must stay, to the newest cohort, like a used copy."""
+        source: Cohort = copy.policy
         self._leave(copy)
         self.requeue(copy, source)
 
-    def requeue(self, copy: ChunkCopy, source: Run) -> None:
-        """Append ``copy``, which is in no run, to the newest run without a use.
+    def requeue(self, copy: ChunkCopy, source: Cohort) -> None:
+        """Append ``copy``, which is in no cohort, to the newest cohort without recording a use.
 
         Args:
-            copy: Its ``policy`` still names its last run.
-            source: The run in which LRU has it.
+            copy: The copy; its ``policy`` still names its last cohort.
+            source: The cohort in which LRU has the copy.
         """
         kind = copy.policy.kind
-        run = self.newest
-        if run.kind != kind or len(run.copies) >= self.span:
-            run = self.open(kind)
-        copy.policy = run
-        copy.queued = len(run.copies)
-        run.copies.append(copy)
-        run.live += 1
-        self.density.add(run.kind, run.since, 1)
+        cohort = self.newest
+        if cohort.kind != kind or len(cohort.copies) >= self.span:
+            cohort = self.open(kind)
+        copy.policy = cohort
+        copy.queued = len(cohort.copies)
+        cohort.copies.append(copy)
+        cohort.live += 1
+        self.density.add(cohort.kind, cohort.since, 1)
         if source.beyond:
             self.timeline.enter(1)
 
-    def drop(self, run: Run, count: int) -> None:
-        """Remove ``count`` copies from the live ones of ``run``."""
-        run.live -= count
-        if not run.live and run is not self.newest:
-            run.clear()
+    def drop(self, cohort: Cohort, count: int) -> None:
+        """Reduce the number of live copies of ``cohort`` by ``count``."""
+        cohort.live -= count
+        if not cohort.live and cohort is not self.newest:
+            cohort.clear()
 
-    def pop_ghost(self, key: ChunkKey) -> Run | None:
-        """Forget the evicted ``key`` and return its run, or None if it is not remembered."""
-        run = self.ghosts.pop(key, None)
-        if run is None:
-            run = self.ghosts_before.pop(key, None)
-            if run is not None:
-                run.away_before -= 1
-        return run
+    def pop_ghost(self, key: ChunkKey) -> Cohort | None:
+        """Forget the evicted ``key`` and return its cohort, or None if it is not remembered."""
+        cohort = self.ghosts.pop(key, None)
+        if cohort is None:
+            cohort = self.ghosts_before.pop(key, None)
+            if cohort is not None:
+                cohort.away_before -= 1
+        return cohort
 
     def has_ghost(self, keys: list[ChunkKey]) -> bool:
         """Return whether one of ``keys`` is a remembered evicted key."""
@@ -431,29 +438,34 @@ class History:
         """Forget the older half of the evicted keys if the younger half is full."""
         if len(self.ghosts) < self._capacity:
             return
-        for run in self.timeline.runs:
-            if count := run.away_before:
-                self.timeline.forget(run, count)
-                self.density.remove(run.kind, run.since, count)
-            run.away_before = run.away
+        for cohort in self.timeline.cohorts:
+            if count := cohort.away_before:
+                self.timeline.forget(cohort, count)
+                self.density.remove(cohort.kind, cohort.since, count)
+            cohort.away_before = cohort.away
         self.ghosts_before = self.ghosts
         self.ghosts = {}
 
     def _leave(self, copy: ChunkCopy) -> None:
-        """Remove ``copy`` from its run."""
-        run: Run = copy.policy
-        run.copies[copy.queued] = None
-        self.drop(run, 1)
-        self.density.remove(run.kind, run.since, 1)
+        """Remove ``copy`` from its cohort."""
+        cohort: Cohort = copy.policy
+        cohort.copies[copy.queued] = None
+        self.drop(cohort, 1)
+        self.density.remove(cohort.kind, cohort.since, 1)
 
     def _renew(self) -> None:
-        """Renew the density table and the budget; now and then drop empty runs."""
+        """Renew the density table and the budget; now and then drop empty cohorts."""
         self._renew_at = self.clock + self._interval
         self._renewals += 1
         self.density.advance(self.clock)
         self.density.renew()
         self.regret_budget.renew()
         timeline = self.timeline
-        if not self._renewals % _RENEWALS_PER_TURN or len(timeline.runs) > self._capacity // 2:
+        if (
+            not self._renewals % _RENEWALS_PER_TURN
+            or len(timeline.cohorts) > self._capacity // 2
+        ):
             timeline.tidy()
-            self.queues = [deque(run for run in queue if run.live) for queue in self.queues]
+            self.queues = [
+                deque(cohort for cohort in queue if cohort.live) for queue in self.queues
+            ]

@@ -1,4 +1,4 @@
-"""The base of policies that name one victim after the other.
+"""The base of policies that select victims one by one.
 
 A paper's policy names *the* victim; a live tier needs the next one that may leave. So a policy
 names its next candidate (:meth:`~NextVictimEviction._take`), takes back a candidate that must
@@ -7,10 +7,10 @@ stay (:meth:`~NextVictimEviction._spare`), and records one that left
 victim is found, so no candidate is asked for twice in one pick. They are then put where the
 policy puts a chunk that was just used.
 
-With one order that keeps scans O(1) amortised. A policy with two orders, one of new chunks and
-one of proven ones, may want its victims from the second while all of it is pinned, and would
-ask all of it at every pick. So after a pick that spared some, victims come from the new chunks
-for as many picks: ``_backoff`` counts them down.
+With one order this keeps scans O(1) amortised. A policy with two orders, new chunks and reused
+chunks, may select victims from reused chunks that are all pinned, and would scan all of them at
+every pick. So after a pick that spared n candidates, the next n victims come from the new
+chunks: ``_backoff`` counts these picks down.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CopyOrder = OrderedDict[ChunkCopy, None]
 
 
 class NextVictimEviction(Eviction):
-    """An eviction policy that names one victim after the other."""
+    """An eviction policy that selects victims one by one."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -38,7 +38,7 @@ class NextVictimEviction(Eviction):
 
     @abstractmethod
     def _orders(self) -> tuple[CopyOrder, ...]:
-        """Return the orders that hold the members."""
+        """Return the orders that hold the members, such as two LRU lists."""
 
     @abstractmethod
     def _take(self) -> ChunkCopy | None:

@@ -1,12 +1,12 @@
 """ARC: a recency list and a frequency list whose shares follow the misses.
 
 T1 holds chunks used once since they came, T2 chunks used again; both are LRU lists. B1 and B2
-hold the keys that left each. A miss on a key in B1 means that T1 was too short, so its target
-length ``p`` grows; a miss on one in B2 lowers it. A returning chunk enters T2.
+hold the keys that left each. A miss on a key in B1 means that T1 was too short, so the target
+length ``p`` of T1 grows; a miss on a key in B2 reduces ``p``. A returning chunk enters T2.
 
-The paper trims the ghosts before it makes room; here the insertion trims them. Nothing in
-between reads what is trimmed, so the order is the same, and the bounds hold in a tier that also
-loses copies by other causes than evictions.
+The paper trims the ghosts before it makes room; here the insertion trims the ghosts. The
+trimmed keys are not read in between, so the victims are the same. The bounds also hold in a
+tier that loses copies by other causes than evictions.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Least hit density, hedged with LRU: evicts what earns its slot least, as far as that pays.
+"""Least hit density hedged with LRU: evicts the chunk with the lowest hit density.
 
-LRU lets every chunk grow equally old. But chunks differ in how likely they come back, and by
-how much depends on the traffic. This policy sorts chunks into classes, learns how many hits a
-slot earns with each class at each age (:mod:`._hit_density`), and evicts from the class that
-earns least.
+LRU keeps every chunk for the same time. But some chunks are likelier to be used again than
+others, and the difference depends on the traffic. This policy sorts chunks into classes, learns
+how many hits a slot earns with each class at each age (:mod:`._hit_density`), and evicts from
+the class that earns least.
 
 Recency is hard to beat where sessions continue, and classes mislead when traffic changes. So
-the policy departs from LRU only within a budget of what it won and can lose
-(:class:`~._lhd_history.RegretBudget`). For that it must know what LRU would hold, which the
-order of all last uses tells (:class:`~._lhd_history.Timeline`).
+the policy departs from LRU only within a regret budget
+(:class:`~._lhd_history.RegretBudget`). The order of all last uses shows which chunks LRU would
+hold (:class:`~._lhd_history.Timeline`).
 
 Chunk by chunk that would cost too much, but chunks come and go by prompts. Copies stand in
-*runs*, move in batches (:class:`MoveBatch`) and leave in grants (:class:`Victims`), and the
-history is updated once per batch and grant. A single chunk costs a few attribute writes.
+*cohorts*, move in batches (:class:`MoveBatch`) and leave in selects (:class:`Victims`), and the
+history is updated once per batch and select. A single chunk costs a few attribute writes.
 
 A copy that must stay is put where a copy goes that was just used. If all of a class were
 pinned, each pick would scan all of it. So for as many picks as copies were refused, victims are
@@ -31,7 +31,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 from kvtier.policies.eviction._hit_density import AFTER, NOWHERE, TAIL, kind_of_new
-from kvtier.policies.eviction._lhd_history import History, Run
+from kvtier.policies.eviction._lhd_history import Cohort, History
 
 __all__ = ["HedgedLhd"]
 
@@ -40,9 +40,9 @@ _CLEARLY: Final = 0.7
 
 
 class HedgedLhd(Eviction):
-    """Evicts what is expected to earn the fewest hits, or LRU's victim where that is a risk.
+    """Evicts the chunk that should earn the fewest hits, or LRU's victim without a budget.
 
-    ``copy.policy`` is the run that holds the copy, ``copy.queued`` its place there.
+    ``copy.policy`` is the cohort that holds the copy, ``copy.queued`` its index in that cohort.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -85,7 +85,7 @@ class HedgedLhd(Eviction):
         if self._history.has_ghost(keys) or (is_known and not is_chain):
             followed = {*parents}
             for copy in copies:
-                if copy.key in followed:  # though one of another group came between
+                if copy.key in followed:  # others may be in between
                     self._moves.expected_key = copy.key
                 self.on_insert(copy, ctx)
         elif is_chain:
@@ -100,7 +100,7 @@ class HedgedLhd(Eviction):
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        source: Run = copy.policy
+        source: Cohort = copy.policy
         moves = self._moves
         if source is not moves.source or len(moves.order) >= self._span:
             self._begin(copy, source, AFTER[source.kind])
@@ -136,11 +136,11 @@ class HedgedLhd(Eviction):
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
         victims = self._victims
-        if not victims.granted and not self._grant():
+        if not victims.selected and not self._select():
             return None
-        copy = victims.granted.pop()
+        copy = victims.selected.pop()
         if evictable(copy):
-            self._history.ghosts[copy.key] = victims.run
+            self._history.ghosts[copy.key] = victims.cohort
             return copy
         return self._search(copy, evictable)
 
@@ -151,14 +151,14 @@ class HedgedLhd(Eviction):
         picked: list[ChunkCopy] = []
         victims = self._victims
         while (left := count - len(picked)) > 0:
-            if not victims.granted and not self._grant():
+            if not victims.selected and not self._select():
                 break
-            run, ghosts = victims.run, self._history.ghosts
+            cohort, ghosts = victims.cohort, self._history.ghosts
             going = victims.next(left)
             for copy in going:
                 if not evictable(copy):
                     break
-                ghosts[copy.key] = run
+                ghosts[copy.key] = cohort
             else:
                 picked += going
                 continue
@@ -205,15 +205,15 @@ class HedgedLhd(Eviction):
             at += len(part)
 
     def _append(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies`` to the newest run, which has room for them."""
-        run = self._history.newest
-        for place, copy in enumerate(copies, len(run.copies)):
-            copy.policy = run
+        """Append ``copies`` to the newest cohort, which has room for them."""
+        cohort = self._history.newest
+        for place, copy in enumerate(copies, len(cohort.copies)):
+            copy.policy = cohort
             copy.queued = place
-        run.copies += copies
+        cohort.copies += copies
 
     def _begin_new(self, copy: ChunkCopy) -> None:
-        """Begin a batch with the new ``copy``, or continue one of prompts' last chunks."""
+        """Begin a batch with the new ``copy``, or add it to a batch of prompts' last chunks."""
         moves = self._moves
         kind = moves.classify(copy)
         if kind == TAIL and moves.continues_tails(copy):
@@ -221,10 +221,10 @@ class HedgedLhd(Eviction):
         self._begin(copy, self._history.outside, kind)
         moves.is_prompt = kind != TAIL
 
-    def _begin(self, copy: ChunkCopy, source: Run, kind: int) -> None:
+    def _begin(self, copy: ChunkCopy, source: Cohort, kind: int) -> None:
         """Begin a batch of copies that move from ``source`` to class ``kind``."""
         self._moves.flush()
-        if source is self._victims.run:
+        if source is self._victims.cohort:
             self._victims.recall()
         self._moves.begin(copy, source, None, kind)
 
@@ -234,13 +234,13 @@ class HedgedLhd(Eviction):
         self._moves.flush()
 
     def _stop(self) -> None:
-        """End the batch of moves and the grant of victims."""
+        """End the batch of moves and return the selected victims to their cohort."""
         self._moves.flush()
         self._moves.stop()
         self._victims.recall()
 
-    def _grant(self) -> bool:
-        """Grant the next victims; return whether there are any."""
+    def _select(self) -> bool:
+        """Select the next victims; return whether there are any."""
         if self._backoff:
             self._backoff -= 1
             self._stop()
@@ -248,13 +248,13 @@ class HedgedLhd(Eviction):
             self._flush()
         victims, moves = self._victims, self._moves
         victims.choose(by_age=self._backoff > 0)
-        if victims.run is moves.source or victims.run is moves.returning:
+        if victims.cohort is moves.source or victims.cohort is moves.returning:
             moves.stop()
-        return bool(victims.granted)
+        return bool(victims.selected)
 
     def _search(self, refused: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
-        """Evict and return the oldest copy that may leave; the granted ``refused`` may not."""
-        self._victims.granted.append(refused)
+        """Evict and return the oldest evictable copy; the selected ``refused`` must stay."""
+        self._victims.selected.append(refused)
         self._stop()
         passed: list[ChunkCopy] = []
         for copy in self._history.timeline.by_age():
@@ -271,17 +271,17 @@ class HedgedLhd(Eviction):
         for spared in passed:
             history.record_spared(spared)
         self._backoff += 1 + len(passed)
-        self._victims.grant(copy.policy, 1)
-        victim = self._victims.granted.pop()
-        history.ghosts[victim.key] = self._victims.run
+        self._victims.select(copy.policy, 1)
+        victim = self._victims.selected.pop()
+        history.ghosts[victim.key] = self._victims.cohort
         return victim
 
 
 def _leaf_to_root(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     """Return ``copies`` of several prompts or KV cache groups, each leaf to root.
 
-    They are all leaf to root, or all root to leaf. The depth jumps between two prompts, so most
-    steps decide.
+    The prompts are all leaf to root, or all root to leaf. Depth also changes between prompts,
+    so the direction of most steps decides.
     """
     depths = [copy.depth for copy in copies]
     rises, falls = (sum(map(than, depths, depths[1:])) for than in (lt, gt))
@@ -289,21 +289,22 @@ def _leaf_to_root(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
 
 
 class MoveBatch:
-    """Copies that move from one place to the newest run, recorded as one.
+    """Copies that move from one place to the newest cohort, recorded as one.
 
-    A prompt's chunks come leaf to root, and many move from one run, or from outside, to the
-    newest run. Each costs a few attribute writes; :meth:`flush` records them all.
+    A prompt's chunks come leaf to root, and many move from one cohort, or from outside, to the
+    newest cohort. Each costs a few attribute writes; :meth:`flush` records them all.
 
-    The first new chunk of a prompt tells its length. It is the last chunk of the prompt and has
-    a class of its own; a batch of such chunks continues across prompts.
+    The first new chunk is the last chunk of its prompt, so its depth is the prompt's length.
+    Last chunks have a class of their own, and a batch of them continues across prompts.
 
     Args:
         history: Where the moves are recorded.
 
     Attributes:
-        source: The run the copies come from, or the one for new chunks; else None.
-        returning: The run that remembers them, if they had left.
-        order: The copies of the newest run.
+        source: The copies' last cohort, or the cohort that stands for new chunks; None between
+            batches.
+        returning: The cohort that remembers the keys, if the chunks were evicted earlier.
+        order: The copies of the newest cohort.
         expected_key: The parent of the last new chunk.
         is_prompt: Whether a prompt's batch continues with ``expected_key``.
     """
@@ -323,8 +324,8 @@ class MoveBatch:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self.source: Run | None = None
-        self.returning: Run | None = None
+        self.source: Cohort | None = None
+        self.returning: Cohort | None = None
         self.order = history.newest.copies
         self.expected_key: ChunkKey | None = None
         self.is_prompt = False
@@ -334,7 +335,7 @@ class MoveBatch:
         self._length = 0
 
     def stop(self) -> None:
-        """End the batch, which is flushed."""
+        """End the batch. The caller has flushed it."""
         self.source = self.returning = None
         self.is_prompt = False
 
@@ -356,35 +357,35 @@ class MoveBatch:
             history.record_returns(returning, count)
 
     def begin(
-        self, copy: ChunkCopy, source: Run | None, returning: Run | None, kind: int
+        self, copy: ChunkCopy, source: Cohort | None, returning: Cohort | None, kind: int
     ) -> None:
-        """Begin a batch like ``copy``; the batch before is flushed.
+        """Begin a batch with ``copy``. The caller has flushed the previous batch.
 
         Args:
             copy: Its first copy.
-            source: The run the copies come from, or the one for new chunks.
-            returning: The run that remembers them, if they had left.
-            kind: The class they move to.
+            source: The copies' last cohort, or the cohort that stands for new chunks.
+            returning: The cohort that remembers the keys, if the chunks were evicted earlier.
+            kind: The copies' new class.
         """
         self.source, self.returning = source, returning
         history = self._history
-        run = history.newest
-        if run.kind != kind or len(run.copies) >= history.span:
-            run = history.open(kind)
+        cohort = history.newest
+        if cohort.kind != kind or len(cohort.copies) >= history.span:
+            cohort = history.open(kind)
         self.is_prompt = False
-        self.order = run.copies
-        self._flushed = len(run.copies)
+        self.order = cohort.copies
+        self._flushed = len(cohort.copies)
         self._depth = copy.depth
 
     def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
         """Insert the ``last`` chunk of a new prompt and begin a batch with ``before``.
 
-        The batch before is flushed, and the newest run holds no last chunks.
+        The caller has flushed the previous batch. The newest cohort holds no last chunks.
         """
         history = self._history
-        run = last.policy = history.open(TAIL)
+        cohort = last.policy = history.open(TAIL)
         last.queued = 0
-        run.copies.append(last)
+        cohort.copies.append(last)
         self._length = length = last.depth + 1
         history.record_uses(1, length)
         history.record_hits(history.outside, 1)
@@ -395,7 +396,7 @@ class MoveBatch:
         self.is_prompt = True
 
     def classify(self, copy: ChunkCopy) -> int:
-        """Return the class of the new ``copy``, and expect its parent next."""
+        """Return the class of the new ``copy`` and record its parent as the next chunk."""
         continues = copy.key == self.expected_key
         self.expected_key = copy.parent
         if continues:
@@ -404,7 +405,7 @@ class MoveBatch:
         return TAIL
 
     def continues_tails(self, copy: ChunkCopy) -> bool:
-        """Add a prompt's last chunk to a batch of such; return False if there is none."""
+        """Add ``copy`` to a current batch of last chunks; return False if there is none."""
         history = self._history
         if (
             history.newest.kind != TAIL
@@ -416,102 +417,102 @@ class MoveBatch:
         return True
 
     def add_tails(self, copies: Sequence[ChunkCopy]) -> None:
-        """Add ``copies``, all last chunks of prompts, to a batch of such."""
+        """Add ``copies``, all last chunks of prompts, to the current batch of last chunks."""
         self._deeper += sum(copy.depth for copy in copies) - len(copies) * self._depth
 
 
 class Victims:
-    """Chooses the next victims and grants them to picks.
+    """Selects the next victims.
 
     Room comes from the class whose oldest chunk has the lowest hit density. Within a class the
     order is LRU, so only the oldest of each are compared. Without budget, or where the classes
     differ by little (:data:`_CLEARLY`), the victims are exactly LRU's.
 
-    A choice is expensive, so it takes as many copies off a run as the budget allows and
-    *grants* each to the next pick. A use of the run, or whatever else could change the choice,
-    returns the rest.
+    A selection is expensive, so it takes as many copies of a cohort as the budget allows. The
+    next picks evict them. A use of the cohort, and any other event that could change the
+    selection, returns the rest to the cohort.
 
     Args:
         capacity: Slots of the tier.
         history: The members.
 
     Attributes:
-        granted: Copies of one run that are the next victims, the next one last.
-        run: That run.
+        selected: The next victims, all of one cohort; the last entry is evicted first.
+        cohort: The cohort of the selected copies.
     """
 
-    __slots__ = ("_capacity", "_history", "_unrecorded", "granted", "run")
+    __slots__ = ("_capacity", "_history", "_unrecorded", "cohort", "selected")
 
     def __init__(self, capacity: int, history: History) -> None:
         self._capacity = capacity
         self._history = history
-        self.run = Run(NOWHERE, 0)
-        self.granted: list[ChunkCopy] = []
+        self.cohort = Cohort(NOWHERE, 0)
+        self.selected: list[ChunkCopy] = []
         self._unrecorded = 0
 
     def flush(self) -> None:
-        """Record the granted copies that were picked."""
-        picked = self._unrecorded - len(self.granted)
+        """Record the selected copies that were picked."""
+        picked = self._unrecorded - len(self.selected)
         if picked:
             self._unrecorded -= picked
-            self._history.record_evicted(self.run, picked)
+            self._history.record_evicted(self.cohort, picked)
 
     def next(self, count: int) -> list[ChunkCopy]:
-        """Take up to ``count`` granted copies, the next victim first."""
-        granted = self.granted
-        taken = granted[-count:]
-        del granted[-count:]
+        """Take up to ``count`` selected copies, the next victim first."""
+        selected = self.selected
+        taken = selected[-count:]
+        del selected[-count:]
         taken.reverse()
         return taken
 
     def return_rest(self, taken: list[ChunkCopy], refused: ChunkCopy) -> list[ChunkCopy]:
-        """Grant the copies after ``refused`` in ``taken`` again; return those before it."""
+        """Return the copies before ``refused``; select the copies after it again."""
         place = taken.index(refused)
-        self.granted += taken[:place:-1]
+        self.selected += taken[:place:-1]
         return taken[:place]
 
     def recall(self) -> None:
-        """Return the granted copies to their run, and record those that were picked."""
+        """Return the selected copies to their cohort, and record those that were picked."""
         self.flush()
-        granted, run = self.granted, self.run
-        if granted:
-            run.first = granted[-1].queued
-            for copy in granted:
-                run.copies[copy.queued] = copy
-            granted.clear()
+        selected, cohort = self.selected, self.cohort
+        if selected:
+            cohort.first = selected[-1].queued
+            for copy in selected:
+                cohort.copies[copy.queued] = copy
+            selected.clear()
         self._unrecorded = 0
 
     def choose(self, *, by_age: bool) -> None:
-        """Grant the next victims when none are left; everything is flushed.
+        """Select the next victims. The caller has flushed all batches.
 
         Args:
-            by_age: Whether to grant only the oldest copy.
+            by_age: Whether to select only the oldest copy of the tier.
         """
         history = self._history
         if not history.members:
             return
         history.drop_older_ghosts()
         timeline = history.timeline
-        run = timeline.oldest()
-        count = 1 if by_age else run.live
+        cohort = timeline.oldest()
+        count = 1 if by_age else cohort.live
         if not by_age:
             budget = history.regret_budget.limit - timeline.early_evictions
-            if budget > 0.0 or run.beyond:
-                worst = self._worst(run)
-                if worst is not run and (worst.beyond or budget > 0.0):
-                    run, count = worst, worst.live
-                    if not run.beyond:
+            if budget > 0.0 or cohort.beyond:
+                worst = self._worst(cohort)
+                if worst is not cohort and (worst.beyond or budget > 0.0):
+                    cohort, count = worst, worst.live
+                    if not cohort.beyond:
                         count = min(count, ceil(budget))
-        self.grant(run, min(count, self._capacity - len(history.ghosts)))
+        self.select(cohort, min(count, self._capacity - len(history.ghosts)))
 
-    def grant(self, run: Run, count: int) -> None:
-        """Grant up to ``count`` of the oldest copies of ``run``."""
-        self.run = run
-        self.granted = run.take(count)
-        self._unrecorded = len(self.granted)
+    def select(self, cohort: Cohort, count: int) -> None:
+        """Select up to ``count`` of the oldest copies of ``cohort`` as the next victims."""
+        self.cohort = cohort
+        self.selected = cohort.take(count)
+        self._unrecorded = len(self.selected)
 
-    def _worst(self, oldest: Run) -> Run:
-        """Return the run whose slots clearly earn least, or ``oldest``."""
+    def _worst(self, oldest: Cohort) -> Cohort:
+        """Return the cohort with a clearly lower hit density than ``oldest``, or ``oldest``."""
         history = self._history
         clock, newest = history.clock, history.newest
         table, lowest = history.density.table, history.density.lowest
@@ -519,13 +520,13 @@ class Victims:
         least = _CLEARLY * table[worst.kind][(clock - worst.since).bit_length()]
         for kind, queue in enumerate(history.queues):
             while queue and lowest[kind] < least:
-                run = queue[0]
-                if run.live:
-                    worth = table[kind][(clock - run.since).bit_length()]
+                cohort = queue[0]
+                if cohort.live:
+                    worth = table[kind][(clock - cohort.since).bit_length()]
                     if worth < least:
-                        worst, least = run, worth
+                        worst, least = cohort, worth
                     break
-                if run is newest:
+                if cohort is newest:
                     break
                 queue.popleft()
         return worst

@@ -1,11 +1,11 @@
-"""LIRS: rank by the time between the last two uses, not by the time since the last one.
+"""LIRS: ranks chunks by the time between their last two uses, in place of the last use.
 
 That time, counted in other chunks, is the *inter-reference recency*. Copies with a low one
 (LIR) own almost all of the tier. The others (HIR) share one hundredth, a FIFO queue Q, and
-leave soon. One stack S of keys in order of last use tells them apart. A HIR chunk used while
-still in S was used twice within the span of the LIR copies, so it replaces the LIR copy at the
-bottom. S is pruned until a LIR copy is at the bottom, because keys below all LIR copies can
-overtake none.
+leave soon. One stack S of keys in order of last use tells them apart. A HIR chunk that is used
+while in S was used twice within the span of the LIR copies, so it replaces the LIR copy at the
+bottom. S is pruned until a LIR copy is at the bottom: keys below all LIR copies cannot become
+LIR.
 
 S also keeps keys of HIR chunks that left. The paper does not bound them; here S has at most
 twice as many entries as the tier has slots, and the keys that left first are dropped first.
@@ -106,7 +106,7 @@ class Lirs(NextVictimEviction):
         self._stack.move_to_end(copy.key)
 
     def _raise(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` LIR, and the bottom one HIR if there are too many."""
+        """Make ``copy`` LIR; if there are too many LIR copies, make the bottom one HIR."""
         copy.policy = _LOW
         self._low += 1
         self._use(copy)
@@ -114,11 +114,11 @@ class Lirs(NextVictimEviction):
             self._lower_bottom()
 
     def _lower_bottom(self) -> None:
-        """Make the LIR copy at the bottom HIR, the newest of the queue."""
+        """Make the LIR copy at the bottom HIR and append it to the queue."""
         self._prune()
         _, copy = self._stack.popitem(last=False)
         if copy is None:
-            raise ValueError("a key that left is at the bottom of the pruned stack")
+            raise ValueError("the pruned stack has a key without a copy at its bottom")
         copy.policy = _HIGH
         self._low -= 1
         self._queue[copy] = None

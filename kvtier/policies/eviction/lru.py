@@ -2,13 +2,13 @@
 
 A doubly linked list costs a dozen attribute writes per use in Python, and an ``OrderedDict``
 hashes every key again. Here a use appends the copy to a queue and leaves its older entries in
-place; ``copy.queued`` counts these stale entries. An entry at the old end is the copy's true
-place only if none is left; otherwise it is skipped. Every entry is appended once and removed
+place; ``copy.queued`` counts these stale entries. An entry at the old end is valid only if its
+copy has no stale entries; otherwise it is skipped. Every entry is appended once and removed
 once, so the cost is O(1) amortised. When stale entries outnumber live ones the queue is
 rebuilt, which bounds it by twice the copies.
 
-A request's chunks come, and mostly leave, together. So the queue is two lists, one to append to
-and one, reversed, to take from the end of (Hood and Melville, "Real-time queue operations in
+A request's chunks come, and mostly leave, together. So the queue is two lists: one for appends,
+and a reversed one for removals from its end (Hood and Melville, "Real-time queue operations in
 pure LISP", 1981, but not in real time). Both move a range of entries in one call.
 
 A prompt reaches a tier in batches: what was loaded, then what each step computed. A chunk is
@@ -49,14 +49,14 @@ _PROMPTS: Final = 1024
 
 
 class Lru(Eviction):
-    """Evicts the copy whose last use is longest ago; of one prompt the deepest chunk first."""
+    """Evicts the least recently used copy, and within a prompt the deepest chunk first."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._newer: list[ChunkCopy] = []
-        self._older: list[ChunkCopy] = []  # its last entry is the oldest
-        self._prompts: dict[bytes, list[ChunkCopy]] = {}  # by the hash of their last chunk
-        self._waiting = 0  # their entries
+        self._older: list[ChunkCopy] = []  # reversed: the last entry is the oldest
+        self._prompts: dict[bytes, list[ChunkCopy]] = {}  # by hash of their last chunk
+        self._waiting = 0  # number of entries in the prompts
         self._members = 0
 
     @override
@@ -143,7 +143,7 @@ class Lru(Eviction):
         return victims
 
     def order(self) -> list[ChunkCopy]:
-        """Return the members, next victim first, in time O(entries)."""
+        """Return the members in order of eviction, in time O(entries)."""
         stale: Counter[ChunkCopy] = Counter()
         members: list[ChunkCopy] = []
         for copy in self._entries():
@@ -158,8 +158,8 @@ class Lru(Eviction):
         return chain(reversed(self._older), self._newer, prompts)
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies``, leaf to root, to the prompt that they continue."""
-        # Chunks of all KV cache groups that end at one token have one hash.
+        """Append ``copies``, leaf to root, to the prompt that the copies continue."""
+        # Chunks of different KV cache groups that end at the same token have the same hash.
         prompts, last = self._prompts, copies[0].key[:-GROUP_NBYTES]
         before = copies[-1].parent
         prompt = None if before is None else prompts.pop(before[:-GROUP_NBYTES], None)
@@ -176,12 +176,12 @@ class Lru(Eviction):
     def _join(
         self, prompt: list[ChunkCopy] | None, last: bytes, copies: Sequence[ChunkCopy]
     ) -> list[ChunkCopy] | None:
-        """Join ``prompt`` with the waiting one that has the same last chunk as ``copies``.
+        """Join ``prompt`` with the waiting prompt that has the same last chunk as ``copies``.
 
-        Another request used that prefix, so all of it was used once more.
+        Another request used the waiting prompt's chunks, so all of them were used again.
         """
         if copies[0].parent is None and self._prompts[last] != copies[::-1]:
-            self._end_prompts()  # they may be of different prompts
+            self._end_prompts()  # the copies may belong to different prompts
             return prompt
         same = self._prompts.pop(last)
         if prompt is None:
@@ -189,7 +189,7 @@ class Lru(Eviction):
         return same + prompt if same[0].depth <= prompt[0].depth else prompt + same
 
     def _take_prompt(self) -> list[ChunkCopy]:
-        """Remove the prompt that waits longest and return its entries."""
+        """Remove the prompt that has waited longest and return the prompt's entries."""
         prompt = self._prompts.pop(next(iter(self._prompts)))
         self._waiting -= len(prompt)
         return prompt
@@ -202,7 +202,7 @@ class Lru(Eviction):
         self._prompts.clear()
 
     def _turn(self) -> bool:
-        """Refill the list to take from; return whether it has entries."""
+        """Refill the list of oldest entries; return whether the list has entries."""
         if self._newer or not self._prompts:
             self._older, self._newer = self._newer, self._older
             self._older.reverse()
@@ -226,7 +226,7 @@ class Lru(Eviction):
 
 
 class Fifo(Lru):
-    """Evicts the copy that came first, whether it was used or not."""
+    """Evicts the copy that was inserted first, whether used or not."""
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
@@ -254,9 +254,9 @@ def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
 
 
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
-    """Return for each entry whether it may be stale, or its copy may fail the test.
+    """Return for each entry whether it may be stale, or ``evictable`` may reject its copy.
 
-    The manager's own tests run inline, without a call per copy.
+    The manager's own predicates are evaluated inline, without a call per copy.
     """
     if evictable is is_idle:
         return [copy.queued or copy.pins or copy.dirty for copy in run]

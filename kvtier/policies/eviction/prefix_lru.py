@@ -1,8 +1,8 @@
-"""Least recently used, leaf first: no chunk leaves before those that continue it.
+"""Least recently used, leaf first: no chunk is evicted before its children.
 
 A chunk is useful only with its whole prefix, so a child without its parent is *stranded*: it
 takes room and serves no request. The victim is therefore the least recently used copy *without
-children*; its parent becomes a candidate when the last child left. This is the order of
+children*; its parent becomes a candidate when its last child is evicted. This is the order of
 SGLang's radix cache (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
 Programs", NeurIPS 2024), which keeps the leaves in a heap.
 
@@ -33,7 +33,7 @@ _ASIDE: Final = -1
 
 
 class PrefixLru(Eviction):
-    """Evicts, of the copies without children, the one whose last use is longest ago."""
+    """Evicts the least recently used of the copies without children."""
 
     leaf_only: ClassVar[bool] = True
 
@@ -51,7 +51,7 @@ class PrefixLru(Eviction):
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
+        # ``queued`` is 0: an inserted copy is new, or was picked.
         self._members += len(copies)
         self._queue.extend(copies)
 
@@ -112,7 +112,7 @@ class PrefixLru(Eviction):
             self._queue.appendleft(copy)
 
     def _bound(self) -> None:
-        """Drop every entry that is not its copy's last, when there are too many."""
+        """Drop stale entries when there are too many."""
         if len(self._queue) <= 2 * self._members + _SLACK:
             return
         kept: deque[ChunkCopy] = deque()

@@ -1,9 +1,9 @@
 """S3-FIFO: a small queue for new chunks, a main queue, and a queue of keys that left.
 
-Most chunks are used once, and leave soon through the small queue. A chunk used twice there
-moves to the main queue. A chunk that left the small queue leaves its key, and enters the main
-queue if it returns while the key is remembered. In the main queue each use buys another round,
-up to three.
+Most chunks are used once, and are soon evicted from the small queue. A chunk that is used twice
+there moves to the main queue. The key of a chunk evicted from the small queue is remembered; if
+the chunk returns in that time, it enters the main queue. In the main queue each use allows one
+more round, up to three.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MOST_USES = 3
 class S3Fifo(NextVictimEviction):
     """Small queue of 10 %, main queue and ghosts of 90 %.
 
-    Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with the details
-    of libCacheSim: while nothing was ever evicted newcomers that find the small queue full go
-    to the main one, and a pass over the small queue ends only with a victim or an empty queue.
+    Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with two
+    details of libCacheSim. Before the first eviction, new chunks enter the main queue if the
+    small queue is full. A pass over the small queue ends with a victim or an empty queue.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,15 +1,14 @@
 """Policies that give every copy a score and evict the lowest, oldest use first among equals.
 
-Scores stand in a binary heap. If a use can only raise a score, the use leaves the heap alone:
-the copy's entry is then too low, which is corrected when it reaches the top. If a use can lower
-a score, the entry would surface too late, so the copy gets a new entry and the old one is
-skipped. Either way ``copy.queued`` is the stamp of the last use, and an entry with another
-stamp is stale. Every method is O(log n) amortised.
+Scores are in a binary heap. If a use can only raise a score, the use does not change the heap:
+the copy's entry is then too low, and is corrected when it reaches the top. If a use can lower a
+score, the old entry would reach the top too late. So the copy gets a new entry, and the old
+entry is skipped. Either way ``copy.queued`` is the stamp of the last use, and an entry with
+another stamp is stale. Every method is O(log n) amortised.
 
-A copy that must stay keeps its score. It must not be asked for at every pick either: if the
-lowest thousand are pinned, each pick would ask them all. So refused entries are parked, and
-return after as many picks as there are parked entries; each pick then pays for one of them.
-When the heap has no victim the parked ones are asked.
+A copy that must stay keeps its score. If the lowest thousand copies are pinned, each pick would
+test all of them. So rejected entries are parked, and n parked entries return after n picks: the
+cost per pick is one entry. When the heap has no victim, the parked entries are tested.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ _Entry = tuple[float, int, ChunkCopy]
 class ScoredEviction(Eviction):
     """Evicts the copy with the lowest score.
 
-    ``copy.policy`` is the number of uses since its insertion, which counts as one, and the
-    score.
+    ``copy.policy`` is a pair: the uses since the insertion, which counts as one, and the score.
     """
 
     falling: ClassVar[bool] = False
@@ -51,7 +49,7 @@ class ScoredEviction(Eviction):
 
     @abstractmethod
     def _score(self, uses: int, ctx: PolicyContext) -> float:
-        """Return the score of a copy that is used now for the ``uses``-th time."""
+        """Return the score of a copy after its ``uses``-th use, which is now."""
 
     def _record_evicted(self, score: float) -> None:
         """Record that a copy with ``score`` was evicted."""
@@ -132,7 +130,7 @@ class ScoredEviction(Eviction):
             self._parked.clear()
 
     def _is_current(self, entry: _Entry) -> bool:
-        """Return whether ``entry`` is its copy's only or latest one."""
+        """Return whether ``entry`` is the latest entry of its copy."""
         _, stamp, copy = entry
         return copy.queued == stamp if self.falling else copy.queued != _NOWHERE
 
@@ -146,10 +144,10 @@ class ScoredEviction(Eviction):
 
 
 class Lfu(ScoredEviction):
-    """Evicts the copy with the fewest uses since it came; among equals the least recent.
+    """Evicts the copy with the fewest uses since its insertion; among equals the least recent.
 
     Counts do not age, so chunks that were popular once stay, and on agent traffic the cache
-    freezes. It is for comparison; :class:`Gdsf` ages.
+    freezes. Use ``lfu`` for comparison only; ``gdsf`` ages.
     """
 
     @override
@@ -160,9 +158,9 @@ class Lfu(ScoredEviction):
 class Gdsf(ScoredEviction):
     """Greedy dual size frequency: evicts the lowest ``L + uses``, among equals the oldest use.
 
-    ``L`` is the score of the last victim. New chunks start above all that was evicted before,
-    so old popularity is overtaken while scores stay as they are. Chunks have one size and one
-    cost.
+    ``L`` is the score of the last victim. New chunks start above the score of every earlier
+    victim, so they overtake copies that were popular long ago, and no score needs an update.
+    Chunks have one size and one cost.
 
     Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching
     Policy", HP Laboratories HPL-98-69R1, 1998; after Cao and Irani, USITS 1997.
@@ -186,8 +184,8 @@ class Gdsf(ScoredEviction):
 class Belady(ScoredEviction):
     """Evicts the copy whose next use is farthest away; every new chunk is inserted.
 
-    Of the policies that insert every new chunk none has more hits. Hits behind a missing
-    ancestor count too, so it does not bound the prefix hits of every policy.
+    No policy that inserts every new chunk has more hits. Hits behind a missing ancestor count
+    too, so Belady's prefix hits are no upper bound for other policies.
 
     Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
     Journal 5(2), 1966.

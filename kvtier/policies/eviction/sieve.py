@@ -1,11 +1,11 @@
 """SIEVE: a FIFO queue with a hand that passes over used copies.
 
 The paper keeps one list, newest at the head, and a hand that moves from the tail to the head
-and starts over. It stops at the first copy that was not used since its last pass, and clears
-the marks on its way. The hand cuts the list in two: the copies it has passed, and those between
-it and the head. Here these are two queues: passing a copy moves it from the front of the second
-to the back of the first, a new chunk joins the back of the second, and starting over swaps the
-two.
+and starts over. It stops at the first copy that was not used since the hand's last pass, and
+clears the used marks that it passes. The hand cuts the list in two: the copies it has passed,
+and those between it and the head. Here these are two queues: passing a copy moves it from the
+front of the second to the back of the first, a new chunk joins the back of the second, and
+starting over swaps the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Sieve"]
 
 
 class Sieve(NextVictimEviction):
-    """Evicts the first copy from the hand on that was not used since the hand last passed.
+    """Evicts the first copy after the hand without a use since the hand last passed.
 
     If new chunks are not used before the hand reaches them, the hand follows the head for ever
     and all older chunks stay: on agent traffic the cache freezes.
@@ -55,7 +55,7 @@ class Sieve(NextVictimEviction):
                 self._start_over()
             copy = self._ahead.popitem(last=False)[0]
             if not copy.queued:
-                # Now, not at the next pick: a new chunk stands behind the passed ones.
+                # Not at the next pick: a new chunk belongs behind the passed copies.
                 if not self._ahead:
                     self._start_over()
                 return copy

@@ -1,4 +1,4 @@
-"""Segmented LRU: chunks that were used again stand apart from new ones."""
+"""Segmented LRU: reused chunks and new chunks are in separate lists."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _SEGMENTS = 4
 class Slru(NextVictimEviction):
     """A probationary and a protected LRU list, the latter at most 80 % of the tier.
 
-    A new chunk is on probation. A use protects it; the least recently used protected copy then
-    goes back on probation if there are too many. Victims come from probation.
+    A new chunk enters the probationary list, and its next use moves it to the protected list.
+    If that list is too long, its least recently used copy returns to the probationary list.
+    Victims come from the probationary list.
 
     Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
     Computer 27(3), 1994.
@@ -63,9 +64,9 @@ class Slru(NextVictimEviction):
 class Slru4(NextVictimEviction):
     """Four LRU lists of a quarter of the tier each.
 
-    A new chunk goes to the lowest list with room, or the lowest. A use moves a copy one list
-    up, and that list's excess moves down. The victim is the least recently used copy of the
-    lowest list that is not empty.
+    A new chunk enters the lowest list with room, else the lowest list. A use moves a copy one
+    list up, and that list's excess moves down. The victim is the least recently used copy of
+    the lowest list that is not empty.
 
     Huang et al., "An Analysis of Facebook Photo Caching", SOSP 2013 (S4LRU), with the details
     of libCacheSim: the rule for new chunks, which matters while the tier is not full, and

@@ -1,9 +1,9 @@
-"""2Q: a new chunk must be asked for again after it left a short queue to be kept for long.
+"""2Q: keeps a chunk for long only after a second request, once it has left a short queue.
 
-Uses shortly after the first come from one burst and say little. So new chunks stand in a FIFO
-queue, A1in, in which uses change nothing. A chunk that leaves it leaves its key in a second
-queue, A1out. A request for a key there is the second, independent use: the chunk then enters
-Am, an LRU list.
+Uses shortly after the first belong to the same burst. So new chunks enter a FIFO queue, A1in,
+in which uses have no effect. The key of a chunk evicted from A1in enters a second queue, A1out.
+A request for a key in A1out is a second, independent use: the chunk then enters Am, an LRU
+list.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""W-TinyLFU: to stay, a new chunk must be more popular than the one it would replace.
+"""W-TinyLFU: keeps a new chunk only if it is more popular than the main part's victim.
 
-New chunks enter a small LRU window. A chunk that falls out of it is a candidate for the main
-part, a segmented LRU. If that is full, candidate and main victim are compared by recent
-requests for them, hits and misses, and the more popular one stays. Ties go to the resident, so
-a scan cannot empty the main part.
+New chunks enter a small LRU window. A chunk that leaves the window is a candidate for the
+main part, a segmented LRU. If the main part is full, the candidate is compared with the main
+part's victim by recent requests, hits and misses alike, and the more popular chunk stays. The
+resident wins a tie, so a scan cannot empty the main part.
 
 The comparison happens when room is needed, before the new chunk is inserted, and the loser is
 the victim. If the resident lost, the insertion pushes the candidate out of the window into the
@@ -98,7 +98,7 @@ class WTinyLfu(NextVictimEviction):
 
 
 class WTinyLfuExact(WTinyLfu):
-    """The same with one counter for each key: a yardstick for the sketch."""
+    """W-TinyLFU with an exact counter for each key, to compare the sketch with."""
 
     @override
     def _make_frequency(self) -> Frequency:

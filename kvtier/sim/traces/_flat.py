@@ -1,6 +1,6 @@
-"""Traces without requests: one key a line, or libCacheSim's binary ``oracleGeneral``.
+"""Traces without requests: one key per line, or libCacheSim's binary ``oracleGeneral``.
 
-Every reference is a request of its own of one chunk, so the prefix hit ratio equals the block
+Every reference becomes a request with one chunk, so the prefix hit ratio equals the block
 hit ratio.
 """
 
@@ -26,7 +26,7 @@ _LONGEST_KEY: Final = 4096
 
 
 def read_keys(source: Source, tokens: int) -> Trace:
-    """Read one key a line.
+    """Read a file with one key per line.
 
     Args:
         source: The file.
@@ -63,7 +63,7 @@ def read_oracle(source: Source, tokens: int) -> Trace:
         tokens: Tokens of each request, which is one chunk.
 
     Raises:
-        TraceError: The file is not made of such records, or its times go backwards.
+        TraceError: The file's size is no multiple of 24 bytes, or its times go backwards.
     """
     excess = len(source.content) % RECORD_NBYTES
     if excess:

@@ -1,8 +1,8 @@
-"""Synthetic traffic: conversations, agents, and prompts that share their beginning.
+"""Synthetic traffic: conversations, agents, and prompts with shared prefixes.
 
-A session is a growing text: every request's prompt is the one before it, the answer to that and
-something new. Chunks are named as an engine names them: whole chunks only, equal exactly when
-everything before them is equal. All randomness comes from one seeded generator, so a seed and
+A session is a growing text: every prompt is the previous prompt, its answer and new input.
+Only whole chunks have ids, as in an engine. Two chunks have the same id exactly if their whole
+prefixes are equal. All randomness comes from one seeded generator, so a seed and
 a workload always give the same trace.
 """
 
@@ -26,9 +26,9 @@ class Workload:
     """Parameters of sessions: medians of log-normal lengths, means of exponential times.
 
     Attributes:
-        prompts: Different shared beginnings; the n-th most popular has weight 1/n.
-        prompt_tokens: Length of a shared beginning.
-        turns: Mean turns of a session, geometrically distributed.
+        prompts: Number of shared prefixes; the n-th most popular has weight 1/n.
+        prompt_tokens: Length of a shared prefix.
+        turns: Mean number of turns of a session, geometrically distributed.
         input_tokens: Tokens that a turn adds to the prompt.
         output_tokens: Tokens of the answer.
         pause_s: Mean time from one turn to the next.
@@ -88,8 +88,8 @@ def generate(name: str, *, sessions: int, per_s: float, chunk_tokens: int, seed:
 
     Args:
         name: One of :data:`GENERATORS`.
-        sessions: Sessions that begin.
-        per_s: Sessions that begin per second, at random.
+        sessions: Number of sessions.
+        per_s: Mean number of sessions that begin per second.
         chunk_tokens: Tokens of one chunk.
         seed: Equal seeds give equal traces.
     """
@@ -142,7 +142,7 @@ def _session(
 
 
 def _chain(turn: _Turn, shared: int, chunk_tokens: int) -> list[Hashable]:
-    """Name the whole chunks of a prompt: the shared ones, then the session's own."""
+    """Return the ids of a prompt's whole chunks: shared chunks, then the session's own."""
     whole = turn.input_tokens // chunk_tokens
     own = range(shared, whole)
     return [
@@ -152,5 +152,5 @@ def _chain(turn: _Turn, shared: int, chunk_tokens: int) -> list[Hashable]:
 
 
 def _draw(rng: random.Random, median: int, spread: float) -> int:
-    """Return a length: log-normal, at least 1, at most 50 times the median."""
+    """Return a log-normal length, at least 1 and at most 50 times the median."""
     return max(1, min(round(rng.lognormvariate(math.log(median), spread)), 50 * median))

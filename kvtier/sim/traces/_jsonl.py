@@ -1,12 +1,12 @@
 """JSON Lines traces: Mooncake's, LMBench's variant of it, and Qwen-Bailian's.
 
-They agree on ``hash_ids``, ``input_length`` and ``output_length`` and differ in the timestamp's
-unit. The tokens per id differ between traces of one format as well. A record may state them as
-``block_tokens``, as kvtier's own recordings do. Otherwise they are estimated from the records:
-a request of ``length`` tokens and ``n`` ids of ``tokens`` tokens each has ``n = ceil(length /
-tokens)`` if the last, partial chunk has an id, and ``n = floor(length / tokens)`` if it has
-none. Either equation gives a range per request, and the number that lies in most ranges fits
-most requests.
+The formats share ``hash_ids``, ``input_length`` and ``output_length`` and differ in the unit of
+timestamps. The tokens per id differ even between traces of one format. A record may state them
+as ``block_tokens``, as kvtier's own recordings do. Otherwise they are estimated from the
+records: a request of ``length`` tokens and ``n`` ids of ``tokens`` tokens each has ``n =
+ceil(length / tokens)`` if the last, partial chunk has an id, and ``n = floor(length / tokens)``
+if it has none. Either equation gives a range per request, and the number that lies in most
+ranges fits most requests.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _EXAMPLE: Final = (
 
 
 def detect_json(source: Source) -> str:
-    """Return which JSON format ``source``, whose first line is an object, has.
+    """Return the JSON format of ``source``.
 
     Raises:
-        TraceError: The first line is no JSON object.
+        TraceError: The first line is not a JSON object.
     """
     first = next(line for line in source.content.splitlines() if line.strip())
     record = _parse(source, 1, first)
@@ -121,14 +121,14 @@ def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, 
 
 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
-    """Return the first chat of the conversation that a Qwen-Bailian record continues.
+    """Return the first chat of the conversation of a Qwen-Bailian record.
 
     Args:
         reader: The record.
-        roots: The first chat of each chat read so far; brought up to date.
+        roots: The first chat of each chat read so far; updated by this function.
     """
     chat, parent = reader.name("chat_id"), reader.name("parent_chat_id")
-    # A parent outside the file still joins the chats that continue it.
+    # Chats with the same parent are one conversation, even if the parent is not in the file.
     root = chat if parent in {"", _NO_CHAT} else roots.get(parent, parent)
     if chat:
         roots[chat] = root
@@ -143,7 +143,7 @@ def _parse(source: Source, line: int, raw: bytes) -> dict[str, Any]:
         remedy = f"complete or remove the line; one looks like {_EXAMPLE}"
         raise source.error(line, problem, remedy) from error
     except UnicodeDecodeError as error:
-        remedy = f"{TO_UTF8}; or it is damaged, or no JSON Lines: see --format"
+        remedy = f"{TO_UTF8}; or it is damaged, or not JSON Lines: see --format"
         raise source.error(line, "not UTF-8 text", remedy) from error
     except (ValueError, RecursionError) as error:
         problem = "a number too long or a list too deep to be read"
@@ -155,7 +155,7 @@ def _parse(source: Source, line: int, raw: bytes) -> dict[str, Any]:
 
 
 class _Record:
-    """One line's object, read field by field."""
+    """The JSON object of one line; its methods read and check the fields."""
 
     def __init__(self, source: Source, line: int, values: dict[str, Any]) -> None:
         self._source = source
@@ -163,7 +163,7 @@ class _Record:
         self._values = values
 
     def error(self, problem: str, remedy: str) -> Exception:
-        """Return an error at this line, to be raised."""
+        """Return an error for this line, for the caller to raise."""
         return self._source.error(self._line, problem, remedy)
 
     def ids(self) -> list[Hashable]:
@@ -193,14 +193,14 @@ class _Record:
         return value
 
     def block_tokens(self) -> int:
-        """Return the tokens per id that the record names; 0 if it names none."""
+        """Return the record's ``block_tokens``; 0 if the field is absent."""
         tokens = self.count("block_tokens", default=0)
         if not tokens and "block_tokens" in self._values:
             raise self.error("block_tokens = 0", "write a number of tokens, or leave it out")
         return tokens
 
     def name(self, key: str) -> str:
-        """Return a name, a text or a number; empty if absent."""
+        """Return a name, which is a text or a number; empty if absent."""
         value = self._values.get(key)
         if value is None:
             return ""
@@ -216,7 +216,7 @@ class _Record:
         if kind.text_timestamp:
             if not (isinstance(value, str) and value.isascii() and value.isdecimal()):
                 remedy = "write nanoseconds as a string, or choose --format mooncake"
-                raise self.error(f"timestamp = {shown} is no string of digits", remedy)
+                raise self.error(f"timestamp = {shown} is not a string of digits", remedy)
             return int(value) / kind.ticks_per_s
         if isinstance(value, bool) or not isinstance(value, int | float):
             remedy = "write a number, or choose --format lmbench for strings"
@@ -225,7 +225,7 @@ class _Record:
             raise self.error(f"timestamp = {shown} is not a time", "write 0 or more")
         return value / kind.ticks_per_s
 
-    def _field(self, key: str) -> Any:  # noqa: ANN401 - what JSON holds
+    def _field(self, key: str) -> Any:  # noqa: ANN401 - any JSON value
         if key not in self._values:
             raise self.error(f"{key} is missing", f"a request looks like {_EXAMPLE}")
         return self._values[key]
@@ -237,7 +237,7 @@ def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[i
     Args:
         lengths: Prompt length of each request, in tokens.
         ids: Number of ids of each request.
-        default: The format's number; kept where no other fits more requests.
+        default: The format's tokens per id, returned if no other number fits more requests.
     """
     known = (lengths > 0) & (ids > 0)
     lengths, ids = lengths[known], ids[known]
@@ -257,15 +257,15 @@ def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[i
 
 
 def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[int, int]:
-    """Return how many requests have too few or too many ids, and the place of the first."""
+    """Return the number of requests with a wrong number of ids, and the first's index."""
     misfits = np.flatnonzero(np.abs(lengths - ids * tokens_per_id) >= tokens_per_id)
     return len(misfits), int(misfits[0]) if len(misfits) else 0
 
 
 def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
-    """Return how many of the ranges share numbers, and the first and last of these.
+    """Return how many of the ranges overlap, and the first and last number of the overlap.
 
-    The ranges include both ends; one whose end is below its start is empty.
+    A range includes both ends; a range with an end below its start is empty.
     """
     some = lows <= highs
     edges, places = np.unique(

@@ -34,11 +34,11 @@ def read_trace(
 
     Args:
         path: The file.
-        format_name: Its format; ``auto`` looks at the content, never at the name.
+        format_name: Its format; ``auto`` detects it from the content, not from the name.
         tokens_per_id: Tokens per id; None to read or estimate it.
 
     Raises:
-        TraceError: It cannot be read; the message names the line and a remedy.
+        TraceError: The file cannot be read; the message has the line and a remedy.
     """
     source = open_source(Path(path))
     found = format_name == "auto"
@@ -72,20 +72,20 @@ def _detect(source: Source) -> str:
 
 
 def _require_keys(source: Source, sample: bytes) -> None:
-    """Make sure that the beginning of ``source`` looks like one key a line.
+    """Check that the beginning of ``source`` has one plain key per line.
 
-    Any text is lines, and a configuration or a log would read as a useless trace. Keys with
-    blanks or colons need ``--format keys``.
+    Without this check a configuration or a log would be read as a trace. Keys with blanks or
+    colons need ``--format keys``.
 
     Raises:
-        TraceError: A line is not one plain word.
+        TraceError: A line is not a plain key.
     """
     lines = sample.split(b"\n")
     if len(sample) < len(source.content) and len(lines) > 1:
-        del lines[-1]  # cut off by the end of the sample
+        del lines[-1]  # the sample ends inside this line
     for number, line in enumerate(lines, start=1):
         word = line.strip()
         if word and not _PLAIN_KEY.fullmatch(word):
-            problem = "neither JSON of a request nor one plain word"
+            problem = "not a trace"
             remedy = "name a trace file; if every line of it is a key, add --format keys"
             raise source.error(number, problem, remedy)

@@ -1,4 +1,4 @@
-"""What the readers of trace files share: formats, a file's bytes, and a builder of traces."""
+"""Shared by all readers of trace files: formats, file contents, and a builder of traces."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ FORMAT_NAMES: Final[tuple[str, ...]] = get_args(TraceFormat)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A trace format: how it writes times, and how many tokens an id stands for.
+    """A trace format: its unit of time, and its tokens per chunk id.
 
     Attributes:
-        name: Its name on the command line.
-        times: Its timestamps, in words.
+        name: The format's name on the command line.
+        times: Description of the timestamps.
         ticks_per_s: Timestamp units per second.
-        tokens_per_id: Tokens per id by its definition; a trace may have another number.
+        tokens_per_id: Tokens per id that the format defines; a trace may deviate.
         text_timestamp: Whether the timestamp is a string of digits.
     """
 
@@ -86,7 +86,7 @@ class Source:
         self.content = _decompress(self.file, raw)
 
     def error(self, line: int, problem: str, remedy: str) -> TraceError:
-        """Return an error at ``line``, to be raised."""
+        """Return an error for ``line``, for the caller to raise."""
         return TraceError(self.file, line, problem, remedy)
 
 
@@ -94,7 +94,7 @@ def open_source(path: Path) -> Source:
     """Read the file at ``path``.
 
     Raises:
-        TraceError: It is not there, cannot be read, is empty, or is damaged compressed data.
+        TraceError: The file is missing, unreadable, empty, or damaged compressed data.
     """
     try:
         raw = path.read_bytes()
@@ -132,7 +132,7 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
         raise TraceError(file, 0, problem, remedy) from error
     decompressor = zstandard.ZstdDecompressor()
     try:
-        # A stream reader ends silently in the middle of a frame; the object form knows.
+        # A stream reader ends silently in the middle of a frame; a decompressor reports it.
         pieces = []
         left = raw
         while left:

@@ -1,4 +1,4 @@
-"""A trace in memory: which chunks each request asked for, and when."""
+"""A trace in memory: the requests, their chunks and their times."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ class TraceError(KvtierError):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival, their chunk ids renumbered densely.
+    """Requests in order of arrival, with chunks numbered in order of first appearance.
 
-    A chunk's number is its rank among the first appearances, so numbers index plain lists and
-    arrays of length :attr:`distinct`. What an id was in the file is not kept.
+    So the numbers index lists and arrays of length :attr:`distinct`. The ids of the file are
+    not kept.
 
     Attributes:
         name: The file's name without its directory and suffixes.
-        format: The format it was read as.
-        sha256: Of the file's bytes as they are on disk.
+        format: The name of the file's format.
+        sha256: SHA-256 of the file on disk.
         ids: Chunk number of every reference, shape (references,).
-        offsets: Where each request's references begin in ``ids``, shape (requests + 1,).
+        offsets: Index in ``ids`` of each request's first reference, shape (requests + 1,).
         timestamps_s: Arrival of each request, shape (requests,), seconds from the first.
         input_tokens: Prompt length of each request, shape (requests,).
         output_tokens: Generated length of each request, shape (requests,); 0 where unknown.
         chunk_tokens: Tokens of one whole chunk.
-        distinct: Different chunks.
+        distinct: Number of distinct chunks.
         sessions: The session of each request, empty if unknown; no items if none is known.
         assumed: Choices in reading the file: its format, the unit of its times, the tokens of a
             chunk.
-        warnings: Contradictions in the file, and changes.
+        warnings: Contradictions in the file, and corrections on reading.
     """
 
     name: str
@@ -100,20 +100,20 @@ class Trace:
     def chains(self) -> list[list[int]]:
         """Return every request's chunk numbers, root to leaf.
 
-        Plain lists, because a Python loop over an array boxes every element anew.
+        Plain lists, because a Python loop over an array creates an object per element.
         """
         numbers = self.ids.tolist()
         return [numbers[start:end] for start, end in pairwise(self.offsets.tolist())]
 
     def next_uses(self, *, backwards: bool = False) -> IdArray:
-        """Return for each access the position of the next one to the same chunk.
+        """Return for each access the position of the next access to the same chunk.
 
         Args:
             backwards: Whether each request's chunks are accessed leaf to root.
 
         Returns:
-            Shape (references,), in order of access; a chunk that is not accessed again has
-            the position ``refs``, so that the farthest next use is the largest number.
+            Shape (references,), in order of access; a chunk without another access
+            has position ``refs``, which is above every other position.
         """
         ids = self.ids
         if backwards:
@@ -131,7 +131,8 @@ def describe(trace: Trace) -> dict[str, Any]:
     """Return figures of ``trace`` as plain values.
 
     ``reuse_*_s`` are the times between two references to the same chunk. The
-    ``infinite_*_ratio`` are hits of a cache that never evicts: no policy hits more.
+    ``infinite_*_ratio`` are hit ratios of a cache that never evicts, the upper bound of every
+    policy.
     """
     following = trace.next_uses()
     again = following < trace.refs

@@ -1,4 +1,4 @@
-"""Writes a trace in a format that :func:`read_trace` takes."""
+"""Writes a trace in a format that :func:`read_trace` reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["WRITERS", "write_trace"]
 
 
 def write_trace(trace: Trace, path: Path, *, format_name: str) -> None:
-    """Write ``trace`` to ``path``, its chunks renumbered in order of appearance.
+    """Write ``trace`` to ``path``, with chunks numbered in order of first appearance.
 
     Args:
         trace: The trace.
         path: The file; replaced if it exists.
-        format_name: One of :data:`WRITERS`. The flat formats lose which references are one
-            request.
+        format_name: One of :data:`WRITERS`. The flat formats do not keep which references
+            belong to one request.
 
     Raises:
         OSError: The file cannot be written.
