@@ -1,7 +1,7 @@
-"""Loggers whose lines appear in the engine's log, with kvtier's name.
+"""Loggers that write to the engine's log under kvtier's name.
 
-vLLM configures one logger. Loggers outside it have no level and no time in its log, or do not
-appear. Its lines show the name of the file without the package.
+vLLM configures only the logger ``vllm``. Lines of other loggers lack level and time in vLLM's
+log, or do not appear. vLLM prints file names without their package, so a filter adds it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def get_logger(module: str) -> logging.Logger:
 
 
 def _name_kvtier(record: logging.LogRecord) -> bool:
-    """Make the line begin with ``[kvtier/storage.py:248]``; idempotent."""
+    """Add the package to the file name, as in ``[kvtier/storage.py:248]``; idempotent."""
     record.filename = f"kvtier/{Path(record.pathname).name}"
     return True
