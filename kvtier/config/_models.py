@@ -193,8 +193,8 @@ _LADDER_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after"
 class PlacementConfig(_Section):
     """Rules for copying chunks between tiers."""
 
-    policy: str = "ladder"
-    """`ladder` with the next five keys, or another policy, by name or as `module:Class`."""
+    policy: str = "tiered"
+    """`tiered` with the next five keys, or another policy, by name or as `module:Class`."""
     write: Literal["through", "evict"] = "through"
     """Demote chunks as soon as they are stored (`through`), or when RAM is full (`evict`)."""
     write_after: int = Field(default=1, ge=1)
@@ -237,10 +237,10 @@ class PlacementConfig(_Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_policy(self) -> Self:
-        if self.policy != "ladder":
+        if self.policy != "tiered":
             for name in _LADDER_KEYS:
                 if name in self.model_fields_set:
-                    _refuse(name, "a key of policy: ladder only", "leave it out")
+                    _refuse(name, "a key of policy: tiered only", "leave it out")
         return self
 
     @model_validator(mode="after")

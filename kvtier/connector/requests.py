@@ -167,7 +167,7 @@ class OfferQueue:
         self._due.pop(tracked.req_id, None)
 
     def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
-        """Return and remove the requests that may complete a chunk in a step.
+        """Return and remove the requests that may complete a chunk, in the step's order.
 
         Args:
             scheduled_tokens: Tokens that the step computes, by request.
@@ -180,6 +180,9 @@ class OfferQueue:
             if entry is not None and entry[1] == serial:
                 due.append(entry[2])
                 del self._due[req_id]
+        if len(due) > 1:  # which chunks find room must not depend on when requests were added
+            places = {req_id: place for place, req_id in enumerate(scheduled_tokens)}
+            due.sort(key=lambda tracked: places.get(tracked.req_id, len(places)))
         return due
 
 

@@ -16,8 +16,8 @@ from kvtier.policies import (
     Admission,
     ConditionalPlacement,
     Eviction,
-    LadderPlacement,
     Placement,
+    TieredPlacement,
     build_admission,
     build_eviction,
     build_placement,
@@ -136,8 +136,8 @@ def _build_placement(
 ) -> Placement:
     rules = config.placement
     placement: Placement
-    if rules.policy == "ladder":
-        placement = LadderPlacement(
+    if rules.policy == "tiered":
+        placement = TieredPlacement(
             len(tiers),
             write=rules.write,
             write_after=rules.write_after,

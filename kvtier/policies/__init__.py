@@ -13,7 +13,7 @@ from kvtier.policies.base import (
     PolicyContext,
     Promotion,
 )
-from kvtier.policies.placement import ConditionalPlacement, LadderPlacement
+from kvtier.policies.placement import ConditionalPlacement, TieredPlacement
 from kvtier.policies.registry import build_admission, build_eviction, build_placement
 
 __all__ = [
@@ -24,10 +24,10 @@ __all__ = [
     "CopyState",
     "Evictable",
     "Eviction",
-    "LadderPlacement",
     "Placement",
     "PolicyContext",
     "Promotion",
+    "TieredPlacement",
     "build_admission",
     "build_eviction",
     "build_placement",

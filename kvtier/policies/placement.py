@@ -11,14 +11,14 @@ from kvtier.policies.admission import Admission
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.types import Purpose
 
-__all__ = ["ConditionalPlacement", "LadderPlacement"]
+__all__ = ["ConditionalPlacement", "TieredPlacement"]
 
 _COPY: Final = Promotion()
 _MOVE: Final = Promotion(keep_source=False)
 _PASS: Final = Promotion(stay=False)
 
 
-class LadderPlacement(Placement):
+class TieredPlacement(Placement):
     """Demotes chunks when stored or when evicted; promotes every n-th hit, by copy or by move.
 
     Keeping the slower copy on promotion costs nothing on the medium. Moving it means writing it
@@ -125,7 +125,7 @@ class LadderPlacement(Placement):
 
     def _has_own(self, name: str) -> bool:
         """Return whether ``name`` is this class's method and no derived one's."""
-        return getattr(type(self), name) is getattr(LadderPlacement, name)
+        return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 
 class ConditionalPlacement(Placement):

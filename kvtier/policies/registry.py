@@ -201,7 +201,7 @@ PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
     "kvtier.placement",
     Placement,
     ("tiers",),
-    {"ladder": "kvtier.policies.placement:LadderPlacement"},
+    {"tiered": "kvtier.policies.placement:TieredPlacement"},
 )
 ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
     "admission policy",
@@ -237,7 +237,7 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     """Build the placement policy called ``name`` for a cache of ``tiers`` tiers.
 
     Args:
-        name: As for :func:`build_eviction`; ``ladder`` is made with its defaults.
+        name: As for :func:`build_eviction`; ``tiered`` is made with its defaults.
         tiers: Number of tiers, RAM included.
 
     Raises:

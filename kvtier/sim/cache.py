@@ -1,11 +1,8 @@
-"""The whole ladder: a trace through the manager that a live engine runs, in model time.
+"""The whole cache: replays a trace through the manager of a live engine, in model time.
 
-The manager is built from the same YAML by the same builder, and is told no lies: bytes are
-always whole, jobs end when the time model says. What it decides is therefore what it would
-decide live at that load.
-
-Requests are replayed at their times, with promotions and demotions in flight and requests that
-wait for them.
+The manager is built from the same YAML by the same builder. Bytes are always whole, and jobs
+end when the time model says, so its decisions are those of a live cache at that load. Requests
+arrive at their times, with promotions and demotions in flight and requests that wait for them.
 """
 
 from __future__ import annotations
@@ -44,12 +41,12 @@ __all__ = [
 _DAY_S = 86_400.0
 _BUSY = 0.7
 _WINDOW = 0.1
-"""Share of a trace's time that says how busy the engine is at its busiest."""
+"""Length of the window with the peak load, as a share of the trace's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What one tier did; the fields are a contract.
+    """The figures of one tier; the fields are a contract.
 
     Attributes:
         name: The tier's name.
@@ -59,8 +56,8 @@ class TierTraffic:
         hits: Chunks loaded into the GPU whose bytes came from it.
         hit_ratio: ``hits`` of all references.
         chunks_written: Chunks that were stored or demoted into it; promotions excluded.
-        chunks_promoted: Chunks that came up from it to stay in RAM.
-        evictions: Chunks that left it to make room.
+        chunks_promoted: Chunks promoted from it to stay in RAM.
+        evictions: Chunks evicted from it.
     """
 
     name: str
@@ -76,11 +73,11 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class TierResult(TierTraffic):
-    """What one tier did in model time, which also tells how its medium wears.
+    """The figures of one tier in model time, with the wear of its medium.
 
     Attributes:
         bytes_written_per_day: At the trace's pace; None for RAM or a trace without duration.
-        dwpd: The same in capacities per day: drive writes per day of a drive of that size.
+        dwpd: Drive writes per day, of a drive as large as the tier.
     """
 
     bytes_written_per_day: float | None
@@ -89,27 +86,22 @@ class TierResult(TierTraffic):
 
 @dataclass(frozen=True, slots=True)
 class CacheResult:
-    """What a ladder did with a trace; the fields are a contract.
+    """The figures of a whole cache on a trace; the fields are a contract.
 
     Attributes:
-        trace: The trace's name.
-        trace_sha256: Of its file.
-        requests: Requests served.
-        refs: Chunk references.
-        chunk_bytes: Bytes of a chunk; in a tier it takes whole pages.
-        chunk_tokens: Tokens of a chunk.
-        load_path: How chunks in slower tiers are loaded: ``direct`` or ``staged``.
-        tiers: One result per tier, fastest first.
-        total_hit_ratio: Chunks loaded from any tier, of all references.
-        prefix_hit_ratio: Prompt tokens loaded from any tier, of all prompt tokens.
-        writes_per_ref: Chunks written to the slower tiers, per reference.
-        promotions_per_ref: Chunks promoted, per reference.
-        ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
-        ttft_no_cache_s: The same of an engine that computes every prompt.
-        peak_load_no_cache: What that engine is asked for, of what it computes, in the busiest
-            tenth of the trace's time; above 1 its times are those of a queue that grows.
-        time_model: What the times were computed with.
-        seconds: Time the simulation took.
+        trace: The trace's name. trace_sha256: SHA-256 of its file. requests: Requests served.
+        refs: Chunk references. chunk_bytes: Bytes of a chunk, before rounding to whole pages.
+        chunk_tokens: Tokens of a chunk. load_path: How chunks in slower tiers are loaded:
+        ``direct`` or ``staged``. tiers: One result per tier, fastest first. total_hit_ratio:
+        Chunks loaded from any tier, of all references. prefix_hit_ratio: Prompt tokens loaded
+        from any tier, of all prompt tokens. writes_per_ref: Chunks written to the slower tiers,
+        per reference. promotions_per_ref: Chunks promoted, per reference. ttft_s: Time from
+        arrival to the first token: ``p50``, ``p90``, ``p99``. ttft_no_cache_s: The same of an
+        engine that computes every prompt. peak_load_no_cache: Load of that engine in the
+        busiest tenth of the trace's time. Above 1
+            its queue grows, and its times are those of waiting.
+        time_model: The speeds used.
+        seconds: Time of the simulation.
         refs_per_second: ``refs / seconds``.
     """
 
@@ -134,11 +126,10 @@ class CacheResult:
 
 
 def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
-    """Return a time model for want of a better one.
+    """Return a default time model.
 
-    The tiers are as fast as the hardware of their kind usually is. Nothing says how fast the
-    engine is, so it is one sized for the trace: without a cache it would be computing prompts
-    70 % of the time.
+    The tiers have the usual speed of their kind. The engine is sized for the trace: without a
+    cache it would compute prompts 70 % of the time.
     """
     duration_s = max(trace.duration_s, 1e-3)
     return TimeModel(
@@ -155,16 +146,16 @@ def simulate_cache(
     model: TimeModel | None = None,
     progress: Progress | None = None,
 ) -> CacheResult:
-    """Replay ``trace`` through the ladder that ``config`` describes.
+    """Replay ``trace`` through the tiers of ``config``.
 
     Args:
         trace: The trace.
-        config: The configuration; its directories are not touched. ``load_path: auto`` is
-            what it is behind kvtier's connector.
+        config: The configuration; its directories are not touched. ``load_path: auto`` means
+            the same as behind kvtier's connector.
         chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
-        model: What things take; :func:`default_time_model` when omitted. A
-            :class:`StepModel` is of an engine that computes in steps.
-        progress: Told the share done now and then.
+        model: The speeds; :func:`default_time_model` when omitted. A :class:`StepModel` selects
+            an engine that computes in steps.
+        progress: Called now and then with the share done.
 
     Raises:
         ConfigError: A tier holds less than one chunk, or a policy is not installed.
@@ -226,7 +217,7 @@ def _engine(
     chunk_tokens: int,
     slot_bytes: int,
 ) -> ModelEngine | StepEngine:
-    """Return the engine that ``model`` is of."""
+    """Return the engine for ``model``."""
     transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes)
     engine = (
         partial(StepEngine, model=model)
@@ -249,7 +240,7 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
     outputs = np.maximum(trace.output_tokens, 1).tolist()
     sessions = trace.session_names()
     for number, chain in enumerate(trace.chains()):
-        # A chunk named twice in one prompt is stored once.
+        # A chunk that occurs twice in a prompt is stored once.
         chunks = list(map(key_of, dict.fromkeys(chain)))
         yield ModelRequest(
             number,
@@ -262,10 +253,9 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
 
 
 def _peak_load(trace: Trace, model: TimeModel) -> float:
-    """Return the load of the busiest window: tokens that arrive in it, of those computed.
+    """Return the load of the busiest window: arriving tokens per computed token.
 
-    The busiest window ends with an arrival, so only those are looked at. A trace without
-    duration comes all at once, which is no load that lasts.
+    The busiest window ends with an arrival. A trace without duration has no lasting load.
     """
     window_s = trace.duration_s * _WINDOW
     if not window_s:
@@ -278,7 +268,7 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
 
 
 def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
-    """Return every request's time to its first token when all prompts are computed."""
+    """Return each request's time to its first token if every prompt is computed."""
     services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
     waits = np.zeros(trace.requests)
     free_s = 0.0
@@ -293,7 +283,7 @@ def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
 def tier_traffic(
     config: KvtierConfig, tiers: Sequence[TierState], *, refs: int
 ) -> list[TierTraffic]:
-    """Return what each tier of a manager did with ``refs`` chunk references."""
+    """Return the figures of a manager's tiers after ``refs`` chunk references."""
     promoted = sum(tier.counters.promoted for tier in tiers)
     return [
         TierTraffic(

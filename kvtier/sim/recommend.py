@@ -1,11 +1,11 @@
-"""Which configuration serves a trace best within given memory and disk.
+"""Recommends a configuration for a trace within given memory and disk.
 
-Two stages, because a ladder run costs much more than a single-tier one. First the eviction
-policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces the
-default, which follows changes of the traffic, only if it hits clearly more. Then whole ladders
-with the winners: when to write down, and when to keep what came up. The ladder whose requests
-wait least wins; among those that wait about as long, the one that keeps most when a process is
-killed, unless another wears the disk clearly less.
+Two stages, because a run of a whole cache costs much more than one of a single tier. First the
+eviction policies, each alone in a tier of RAM's size and in one of the disk's: a policy
+replaces the default only if it hits clearly more. Then whole caches with the winners: when to
+demote, and when to keep promoted chunks. The one whose requests wait least wins. Among those
+that wait about as long, the one that keeps most when a process is killed wins, unless another
+wears the disk clearly less.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 T = TypeVar("T")
 
 CANDIDATES: Final = ("hedged-lhd", "lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
-"""Policies worth trying live. LFU and SIEVE are not: without ageing they freeze on agents."""
+"""Policies worth trying live. LFU and SIEVE are missing: they freeze on agent traffic."""
 
 _DEFAULT: Final = CANDIDATES[0]
 
 _BLOCK_TOKENS: Final = 16
-"""Of an engine's block where nobody says."""
+"""Default tokens of an engine's block."""
 _CLEARLY: Final = 0.003
-"""Points of prefix hit ratio below which another policy is not worth its surprise."""
+"""Least gain in prefix hit ratio for which another policy replaces the default."""
 _ABOUT: Final = 1.02
-"""Waits that differ by less are the same: the time model is no better than that."""
+"""Waits within this ratio count as equal: the time model is no more exact."""
 _THRIFTY: Final = 0.8
-"""Share of the writes below which wear outweighs what a killed process keeps."""
-_LADDERS: Final = tuple(product(("through", "evict"), (1, 2)))
-"""Placements to try, the safest first: when to write down, from which hit on to keep."""
+"""Share of the writes below which less wear decides."""
+_PLACEMENTS: Final = tuple(product(("through", "evict"), (1, 2)))
+"""Placements to try, the safest first: ``write`` and ``promote_after``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecommendRequest:
-    """What the cache may take.
+    """The resources that the cache may use.
 
     Attributes:
         ram_bytes: Memory for chunks.
@@ -57,7 +57,7 @@ class RecommendRequest:
         path: Directory of the store.
         chunk_bytes: Bytes of one of the trace's chunks.
         prefill_tokens_per_s: Prompt tokens the engine computes per second; None for a guess.
-        speeds: By tier, where they are known: ``ram``, ``nvme``.
+        speeds: Known speeds by tier: ``ram``, ``nvme``.
     """
 
     ram_bytes: int
@@ -77,24 +77,24 @@ class _Tried:
 
 
 def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | None) -> str:
-    """Return a YAML file, with comments that say why.
+    """Return a YAML file with comments that explain it.
 
     Raises:
         ConfigError: RAM or disk is smaller than a chunk, or a speed's tier does not exist.
     """
     slots = _slots(request)
-    tell = _Steps(len(slots) * len(CANDIDATES) + len(_LADDERS), progress)
+    steps = _Steps(len(slots) * len(CANDIDATES) + len(_PLACEMENTS), progress)
     singles = {
         tier: [
-            tell.done(simulate_single(trace, policy=policy, capacity=capacity))
+            steps.done(simulate_single(trace, policy=policy, capacity=capacity))
             for policy in CANDIDATES
         ]
         for tier, capacity in slots.items()
     }
     evictions = {tier: _winner(results) for tier, results in singles.items()}
     tried = [
-        tell.done(_try(trace, request, evictions, write, promote_after))
-        for write, promote_after in _LADDERS
+        steps.done(_try(trace, request, evictions, write, promote_after))
+        for write, promote_after in _PLACEMENTS
     ]
     best = _best(tried)
     comments = _reasons(trace, request, singles, tried, best)
@@ -102,7 +102,7 @@ def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | N
 
 
 class _Steps:
-    """Tells a listener of each step that is done."""
+    """Reports progress step by step."""
 
     def __init__(self, steps: int, progress: Progress | None) -> None:
         self._left = self._steps = steps
@@ -174,7 +174,7 @@ def _try(
 
 
 def _engine(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return the section that makes chunks as long as the trace's, with usual blocks."""
+    """Return the section that makes chunks as long as the trace's, for default blocks."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 
@@ -227,7 +227,7 @@ def _reasons(
         clearly = f"{_CLEARLY * 100:.1f} points more"
         yield f"  {_DEFAULT} stays unless another hits {clearly}: {_winner(results)}."
     yield ""
-    yield "Placement, on the whole ladder:"
+    yield "Placement, with all tiers:"
     for one in tried:
         yield f"  {_figures(one)}{'   <- chosen' if one is best else ''}"
     without = best.result.ttft_no_cache_s

@@ -3,8 +3,8 @@
 ::
 
     class TestLadder(PlacementContract):
-        def make_placement(self, *, tiers: int) -> LadderPlacement:
-            return LadderPlacement(tiers)
+        def make_placement(self, *, tiers: int) -> TieredPlacement:
+            return TieredPlacement(tiers)
 """
 
 # ruff: noqa: D102 - the name of a test says what it shows

@@ -38,7 +38,7 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
         writing through to all of them.
     """
     placement = config.placement
-    through = placement.policy == "ladder" and placement.write == "through"
+    through = placement.policy == "tiered" and placement.write == "through"
     if through or len(config.tiers) <= 2:
         return 0
     return _LANES * max(1, config.transfer.piece_bytes // slot_nbytes)

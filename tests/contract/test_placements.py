@@ -13,9 +13,9 @@ from kvtier.keys import ChunkKey
 from kvtier.policies import (
     Admission,
     ConditionalPlacement,
-    LadderPlacement,
     Placement,
     PolicyContext,
+    TieredPlacement,
     build_admission,
 )
 from kvtier.policies.admission import SecondTouch, WriteBudget
@@ -26,25 +26,25 @@ from kvtier.testing.placement_contract import PlacementContract
 from tests.support.workbench import Workbench, prefix
 
 DAY_S = 86_400.0
-LADDERS: dict[str, Callable[[int], Placement]] = {
-    "through": LadderPlacement,
-    "at the second use": lambda tiers: LadderPlacement(tiers, write_after=2),
-    "on evict": lambda tiers: LadderPlacement(tiers, write="evict"),
-    "exclusive": lambda tiers: LadderPlacement(tiers, write="evict", promote="move"),
-    "to stay at the second hit": lambda tiers: LadderPlacement(
+PLACEMENTS: dict[str, Callable[[int], Placement]] = {
+    "through": TieredPlacement,
+    "at the second use": lambda tiers: TieredPlacement(tiers, write_after=2),
+    "on evict": lambda tiers: TieredPlacement(tiers, write="evict"),
+    "exclusive": lambda tiers: TieredPlacement(tiers, write="evict", promote="move"),
+    "to stay at the second hit": lambda tiers: TieredPlacement(
         tiers, write="evict", promote_after=2
     ),
-    "no short prompts": lambda tiers: LadderPlacement(tiers, min_chunks=3),
+    "no short prompts": lambda tiers: TieredPlacement(tiers, min_chunks=3),
 }
 
 
 class TestLadders(PlacementContract):
-    @pytest.fixture(params=sorted(LADDERS), autouse=True)
+    @pytest.fixture(params=sorted(PLACEMENTS), autouse=True)
     def name(self, request: pytest.FixtureRequest) -> None:
         self._name: str = request.param
 
     def make_placement(self, *, tiers: int) -> Placement:
-        return LADDERS[self._name](tiers)
+        return PLACEMENTS[self._name](tiers)
 
 
 class TestWithConditions(PlacementContract):
@@ -52,7 +52,7 @@ class TestWithConditions(PlacementContract):
 
     def make_placement(self, *, tiers: int) -> Placement:
         budget = WriteBudget(bytes_per_day=1000, chunk_nbytes=1)
-        return ConditionalPlacement(LadderPlacement(tiers), [SecondTouch(64), budget])
+        return ConditionalPlacement(TieredPlacement(tiers), [SecondTouch(64), budget])
 
 
 class TestBuiltIn(AdmissionContract):
@@ -118,16 +118,16 @@ class TestSmallWriteBudget(BudgetContract):
 
 
 @pytest.mark.parametrize("capacities", [(6, 12), (6, 8, 24), (8, 4, 2)])
-@pytest.mark.parametrize("name", sorted(LADDERS))
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
 def test_a_manager_serves_with_each_placement(name: str, capacities: tuple[int, ...]) -> None:
-    serve_traffic(Workbench(*capacities, placement=LADDERS[name](len(capacities))))
+    serve_traffic(Workbench(*capacities, placement=PLACEMENTS[name](len(capacities))))
 
 
 @pytest.mark.parametrize("name", ["through", "on evict"])
 @pytest.mark.parametrize("admission", sorted(ADMISSIONS.built_in))
 def test_a_manager_serves_with_each_admission(admission: str, name: str) -> None:
     conditions = [build_admission(admission, capacity=30)]
-    placement = ConditionalPlacement(LADDERS[name](3), conditions)
+    placement = ConditionalPlacement(PLACEMENTS[name](3), conditions)
     serve_traffic(Workbench(6, 8, 24, placement=placement))
 
 

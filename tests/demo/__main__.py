@@ -147,6 +147,7 @@ def run_demo(directory: Path, console: Console, *, prompts: int, prompt_tokens: 
         model=directory / "model",
         waves=(first, again),
         gpu_blocks=int(prompt_blocks * PROMPTS_IN_GPU),
+        context_tokens=(prompt_blocks + 1) * BLOCK_TOKENS,
     )
     config = store_yaml(
         directory / "kvtier.yaml",

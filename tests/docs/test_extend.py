@@ -82,7 +82,7 @@ def test_the_page_s_policies_work_in_a_file_and_in_the_simulator(
     lines += ["- {kind: nvme, path: /nowhere, capacity: 8MiB}", "placement:"]
     trace = generate("chat", sessions=6, per_s=0.1, chunk_tokens=64, seed=1)
     written = []
-    for line in ("policy: ladder", key.replace(": ", ": kvtier_page:")):
+    for line in ("policy: tiered", key.replace(": ", ": kvtier_page:")):
         config = parse_config("\n".join([*lines, f"  {line}"]), source="a.yaml")
         simulated = simulate_cache(trace, config, chunk_bytes=4096)
         written.append(simulated.tiers[1].chunks_written)

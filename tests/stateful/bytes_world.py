@@ -36,9 +36,9 @@ from kvtier.os.memory import open_anonymous
 from kvtier.policies import (
     ChunkCopy,
     CopyState,
-    LadderPlacement,
     PolicyContext,
     Promotion,
+    TieredPlacement,
     build_eviction,
 )
 from kvtier.transfer import BetweenTiers, BounceBuffer, EngineLimits, FromTier, ToTier, routes
@@ -85,14 +85,14 @@ MODELS: Final = {
 """KV cache groups of the engines."""
 
 
-class Moving(LadderPlacement):
+class Moving(TieredPlacement):
     """Moves a chunk up in place of copying it."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         return Promotion(keep_source=False)
 
 
-class Passing(LadderPlacement):
+class Passing(TieredPlacement):
     """Lets what comes up go again once it is loaded."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
@@ -331,7 +331,7 @@ class BytesWorld:
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
             for index, (name, capacity) in enumerate(zip(names, capacities, strict=True))
         ]
-        kind = draw.choice([LadderPlacement, LadderPlacement, Moving, Passing])
+        kind = draw.choice([TieredPlacement, TieredPlacement, Moving, Passing])
         through = kind is not Moving and draw.random() < 0.5
         return TieredOffloadingManager(
             tiers,

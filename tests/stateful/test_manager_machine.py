@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
-from kvtier.policies import ChunkCopy, CopyState, LadderPlacement, PolicyContext, Promotion
+from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion, TieredPlacement
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager, eviction_order
@@ -44,7 +44,7 @@ Content = tuple[ChunkKey, int]
 """Key and cache epoch: after a reset the same key means other bytes."""
 
 
-class MovingLadder(LadderPlacement):
+class MovingLadder(TieredPlacement):
     """Moves a chunk up instead of copying it."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
@@ -120,7 +120,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.hit_rules = HitRules([FULL, other])
         self.slot_status = FakeSlotStatus(driven=True)
         tiers = 1 + len(slower)
-        kind = MovingLadder if mode == "move" else LadderPlacement
+        kind = MovingLadder if mode == "move" else TieredPlacement
         self.bench = Workbench(
             ram,
             *slower,

@@ -146,7 +146,7 @@ class SteppedCache:
         seed: Of what happens to storage jobs.
         slowest_steps: Most steps a storage job takes.
         failing: Share of the storage jobs that fail.
-        write: When chunks go down, of the :class:`~kvtier.policies.LadderPlacement`.
+        write: When chunks go down, of the :class:`~kvtier.policies.TieredPlacement`.
         limits: The manager's bounds; by default all of RAM may be pinned.
         tokens_per_chunk: For the figures.
         counting_group: Index of the KV cache group whose chunks stand for tokens.

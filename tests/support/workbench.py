@@ -15,7 +15,7 @@ from kvtier.manager import (
     TierState,
 )
 from kvtier.manager.hits import GroupReach, Prompt
-from kvtier.policies import CopyState, LadderPlacement, Placement, build_eviction
+from kvtier.policies import CopyState, Placement, TieredPlacement, build_eviction
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager
@@ -39,8 +39,8 @@ class Workbench:
 
     Args:
         *capacities: Slots per tier, fastest first.
-        write: Argument of the :class:`LadderPlacement`.
-        promote_after: Argument of the :class:`LadderPlacement`.
+        write: Argument of the :class:`TieredPlacement`.
+        promote_after: Argument of the :class:`TieredPlacement`.
         placement: A placement to use instead.
         eviction: The eviction policy of every tier, by name.
         slot_status: Slot status; by default that of instant workers.
@@ -82,7 +82,7 @@ class Workbench:
         self.manager = TieredOffloadingManager(
             self.tiers,
             placement=placement
-            or LadderPlacement(tiers=len(capacities), write=write, promote_after=promote_after),
+            or TieredPlacement(tiers=len(capacities), write=write, promote_after=promote_after),
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
             slot_status=self.slot_status,
             record_events=record_events,

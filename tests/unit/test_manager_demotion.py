@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
-from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
+from kvtier.policies import ChunkCopy, PolicyContext, TieredPlacement
 from kvtier.types import Outcome, Purpose
 from tests.support.workbench import Workbench, prefix
 
@@ -17,7 +17,7 @@ def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
     return ManagerLimits(pin_budget=8, reserve=reserve, queue=queue)
 
 
-class Choosy(LadderPlacement):
+class Choosy(TieredPlacement):
     """Lets nothing but prompt 0 into slower tiers."""
 
     def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
@@ -315,7 +315,7 @@ def test_a_short_prefix_is_not_copied_when_its_room_is_needed() -> None:
     bench = Workbench(
         3,
         8,
-        placement=LadderPlacement(tiers=2, write="evict", min_chunks=2),
+        placement=TieredPlacement(tiers=2, write="evict", min_chunks=2),
         limits=limits(reserve=0.67),
     )
     bench.store(prefix(1), "short")
@@ -341,7 +341,7 @@ def test_no_victim_leaves_for_room_that_a_passing_chunk_will_give_back() -> None
     bench = Workbench(
         3,
         8,
-        placement=LadderPlacement(tiers=2, write="evict", promote_after=2),
+        placement=TieredPlacement(tiers=2, write="evict", promote_after=2),
         limits=limits(reserve=0.34),
     )
     bench.manager.recover(1, [(prefix(1)[0], 0)])
@@ -358,7 +358,7 @@ def test_no_victim_leaves_for_room_that_a_passing_chunk_will_give_back() -> None
 
 
 def test_a_store_that_was_refused_does_not_wait_for_a_passing_chunk() -> None:
-    bench = Workbench(2, 8, placement=LadderPlacement(tiers=2, write="evict", promote_after=2))
+    bench = Workbench(2, 8, placement=TieredPlacement(tiers=2, write="evict", promote_after=2))
     bench.manager.recover(1, [(prefix(1)[0], 0)])
     bench.store(prefix(1, of=1))
     bench.look(prefix(1))
@@ -435,7 +435,7 @@ def test_a_corrupt_source_found_by_a_demotion_is_dropped() -> None:
 
 @pytest.mark.timeout(60)  # without the check the walk has no end
 def test_the_walk_to_the_root_ends_though_parents_stand_in_a_circle() -> None:
-    bench = Workbench(6, 32, placement=LadderPlacement(tiers=2, write="through", min_chunks=5))
+    bench = Workbench(6, 32, placement=TieredPlacement(tiers=2, write="through", min_chunks=5))
     bench.manager.begin_request("again")
     keys = prefix(4)
     bench.store(keys, "again")

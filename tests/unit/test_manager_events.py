@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, ResidencyEvent
 from kvtier.manager.events import EventLog
-from kvtier.policies import LadderPlacement
+from kvtier.policies import TieredPlacement
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
 
@@ -105,7 +105,7 @@ def test_a_chunk_that_turns_out_to_be_damaged_leaves(outcome: Outcome) -> None:
 
 
 def test_a_chunk_that_moves_up_leaves_below() -> None:
-    bench = Workbench(4, 8, placement=LadderPlacement(tiers=2, write="evict", promote="move"))
+    bench = Workbench(4, 8, placement=TieredPlacement(tiers=2, write="evict", promote="move"))
     listener = Listener(2)
     recovered(bench, 1)
     bench.look(prefix(1))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
-from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext, Promotion
+from kvtier.policies import ChunkCopy, PolicyContext, Promotion, TieredPlacement
 from kvtier.testing.probes import count_steps
 from tests.support.workbench import Workbench, prefix
 
@@ -156,7 +156,7 @@ def lines_of_a_step_in_which_one_waits(chunks: int) -> int:
 # -- an exclusive pair is one large tier -----------------------------------------------------
 
 
-class Exclusive(LadderPlacement):
+class Exclusive(TieredPlacement):
     """A chunk is in one tier at a time."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.manager import ManagerLimits
-from kvtier.policies import LadderPlacement
+from kvtier.policies import TieredPlacement
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
 
@@ -23,7 +23,7 @@ def keeping(
         max_queue_steps=1,
         max_store_refusals=max_store_refusals,
     )
-    placement = LadderPlacement(
+    placement = TieredPlacement(
         tiers=len(capacities), write="through", promote_after=promote_after
     )
     return Workbench(*capacities, placement=placement, limits=limits)

@@ -16,10 +16,10 @@ from kvtier.manager.build import build_manager, build_tiers
 from kvtier.policies import (
     ChunkCopy,
     ConditionalPlacement,
-    LadderPlacement,
     Placement,
     PolicyContext,
     Promotion,
+    TieredPlacement,
 )
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
 from tests.support.fakes import FakeSlotStatus
@@ -128,7 +128,7 @@ def test_a_refusal_spares_the_conditions_behind_it() -> None:
     bench = Workbench(
         2,
         4,
-        placement=ConditionalPlacement(LadderPlacement(2), [first, refusing, last]),
+        placement=ConditionalPlacement(TieredPlacement(2), [first, refusing, last]),
     )
     bench.store(prefix(2))
     bench.settle()
@@ -163,7 +163,7 @@ def test_a_budget_holds_in_each_tier_whoever_places() -> None:
 
 
 def test_conditions_change_nothing_else() -> None:
-    ladder = LadderPlacement(3, write="through", write_after=2, min_chunks=4)
+    ladder = TieredPlacement(3, write="through", write_after=2, min_chunks=4)
     placement = ConditionalPlacement(ladder, [Counting(verdict=False)])
     copies = [copy_of(number, hits=number) for number in range(3)]
     assert (placement.tiers, placement.places_used, placement.min_chunks) == (3, True, 4)
@@ -188,7 +188,7 @@ def use(bench: Workbench, number: int, req_id: str) -> None:
 
 
 def test_selective_write_through_copies_down_at_the_nth_use() -> None:
-    bench = Workbench(2, 4, placement=LadderPlacement(tiers=2, write="through", write_after=3))
+    bench = Workbench(2, 4, placement=TieredPlacement(tiers=2, write="through", write_after=3))
     bench.store(prefix(1))
     bench.settle()
     use(bench, 0, "second")
@@ -201,7 +201,7 @@ def test_selective_write_through_copies_down_at_the_nth_use() -> None:
 
 
 def test_a_chunk_comes_up_to_stay_at_every_nth_hit_below() -> None:
-    bench = Workbench(2, 4, placement=LadderPlacement(tiers=2, write="evict", promote_after=2))
+    bench = Workbench(2, 4, placement=TieredPlacement(tiers=2, write="evict", promote_after=2))
     bench.manager.recover(1, [(key_of(0), 0)])
     stays = []
     for number in range(4):
@@ -213,7 +213,7 @@ def test_a_chunk_comes_up_to_stay_at_every_nth_hit_below() -> None:
 
 
 def test_moving_up_leaves_nothing_below() -> None:
-    bench = Workbench(2, 4, placement=LadderPlacement(tiers=2, write="evict", promote="move"))
+    bench = Workbench(2, 4, placement=TieredPlacement(tiers=2, write="evict", promote="move"))
     bench.manager.recover(1, [(key_of(0), 0)])
     use(bench, 0, "reader")
     assert (bench.resident(0), bench.resident(1)) == ({key_of(0)}, set())
@@ -223,7 +223,7 @@ def test_moving_up_leaves_nothing_below() -> None:
 def test_a_prefix_goes_down_when_it_is_long_enough_and_then_whole(
     write: Literal["through", "evict"],
 ) -> None:
-    bench = Workbench(8, 8, placement=LadderPlacement(tiers=2, write=write, min_chunks=3))
+    bench = Workbench(8, 8, placement=TieredPlacement(tiers=2, write=write, min_chunks=3))
     bench.look(prefix(1), "writer")
     bench.store(prefix(2), "writer")
     bench.settle()
@@ -237,7 +237,7 @@ def test_a_prefix_goes_down_when_it_is_long_enough_and_then_whole(
 
 
 def test_a_prefix_that_is_too_short_is_gone_when_its_room_is_needed() -> None:
-    bench = Workbench(2, 8, placement=LadderPlacement(tiers=2, write="evict", min_chunks=3))
+    bench = Workbench(2, 8, placement=TieredPlacement(tiers=2, write="evict", min_chunks=3))
     bench.store(prefix(2))
     bench.settle()
     bench.store(prefix(2, of=1))
@@ -321,7 +321,7 @@ def test_words_that_do_not_go_together_are_refused(lines: list[str], message: st
 
 @pytest.mark.parametrize("write", ["through", "evict"])
 def test_the_default_places_as_it_did(write: Literal["through", "evict"]) -> None:
-    placement, copy = LadderPlacement(tiers=3, write=write), copy_of(0)
+    placement, copy = TieredPlacement(tiers=3, write=write), copy_of(0)
     down = write == "through"
     assert placement.place(copy, CTX) == ((1, 2) if down else ())
     assert placement.demote(copy, 0, CTX) == (None if down else 1)

@@ -13,8 +13,8 @@ from kvtier.manager.build import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     ConditionalPlacement,
     Eviction,
-    LadderPlacement,
     Placement,
+    TieredPlacement,
     build_admission,
     build_eviction,
     build_placement,
@@ -39,7 +39,7 @@ PICKS_NONE = (
     "repair its pick$"
 )
 PLUGIN = """
-from kvtier.policies import Admission, LadderPlacement, Placement
+from kvtier.policies import Admission, TieredPlacement, Placement
 from kvtier.policies.eviction import Lru
 
 
@@ -47,7 +47,7 @@ class Mine(Lru):
     pass
 
 
-class Down(LadderPlacement):
+class Down(TieredPlacement):
     def __init__(self, tiers):
         super().__init__(tiers, write="evict")
 
@@ -57,7 +57,7 @@ class Half(Placement):
         return ()
 
 
-class Greedy(LadderPlacement):
+class Greedy(TieredPlacement):
     def __init__(self, tiers, appetite):
         super().__init__(tiers)
 
@@ -85,7 +85,7 @@ class Uninitialised(Lru):
         self.capacity = capacity
 
 
-class Adrift(LadderPlacement):
+class Adrift(TieredPlacement):
     def __init__(self, tiers):
         pass
 
@@ -258,7 +258,7 @@ def test_a_policy_of_another_package_may_place(name: str) -> None:
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["deep", "kvtier_mine:Deep"])
-@pytest.mark.parametrize("policy", ["ladder", "down"])
+@pytest.mark.parametrize("policy", ["tiered", "down"])
 def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy: str) -> None:
     placement = placed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
     assert isinstance(placement, ConditionalPlacement)
@@ -268,7 +268,7 @@ def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy:
 
 
 def test_without_conditions_nothing_stands_before_the_ladder() -> None:
-    assert type(placed_by("admit: all")) is LadderPlacement
+    assert type(placed_by("admit: all")) is TieredPlacement
 
 
 @pytest.mark.usefixtures("mine")
@@ -276,10 +276,10 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
     ("lines", "message"),
     [
         (
-            ["policy: laddr"],
+            ["policy: tierd"],
             (
-                "a.yaml:8: placement.policy = laddr: no such placement policy is installed; "
-                "installed: down, gone, half, ladder, wrong; did you mean ladder?"
+                "a.yaml:8: placement.policy = tierd: no such placement policy is installed; "
+                "installed: down, gone, half, tiered, wrong; did you mean tiered?"
             ),
         ),
         (["policy: gone"], "a.yaml:8: placement.policy = gone: does not load: No module"),
@@ -320,11 +320,11 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
         ),
         (
             ["policy: down", "write: through"],
-            "a.yaml:9: placement.write = through: a key of policy: ladder only; leave it out",
+            "a.yaml:9: placement.write = through: a key of policy: tiered only; leave it out",
         ),
         (
             ["policy: down", "promote_after: 1"],
-            "a.yaml:9: placement.promote_after = 1: a key of policy: ladder only; leave it out",
+            "a.yaml:9: placement.promote_after = 1: a key of policy: tiered only; leave it out",
         ),
     ],
 )
@@ -371,9 +371,9 @@ def test_a_shadow_that_picks_no_victim_is_named() -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_policies_are_built_by_name_without_a_file_too() -> None:
-    assert build_placement("ladder", tiers=3).tiers == 3
+    assert build_placement("tiered", tiers=3).tiers == 3
     assert build_admission("tinylfu", capacity=8).capacity == 8
-    with pytest.raises(ConfigError, match=r"unknown placement policy 'up'; installed: .*lad"):
+    with pytest.raises(ConfigError, match=r"unknown placement policy 'up'; installed: .*tiered"):
         build_placement("up", tiers=2)
     with pytest.raises(ConfigError, match=r"unknown admission policy 'none'; installed: .*ti"):
         build_admission("none", capacity=2)

@@ -58,7 +58,7 @@ def make_trace(
     )
 
 
-def ladder(
+def tiers_config(
     tmp_path: Path, *, ram: int, nvme: int, own_process: bool = True, extra: str = ""
 ) -> KvtierConfig:
     return parse_config(
@@ -240,7 +240,7 @@ class TestReplay:
 
         monkeypatch.setattr(HostProcess, "start", note)
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3
-        config = ladder(tmp_path, ram=8, nvme=64, own_process=own_process)
+        config = tiers_config(tmp_path, ram=8, nvme=64, own_process=own_process)
         result = run(make_trace(chains, apart_s=0.05), config)
         assert hosts == (["nvme"] if own_process else [])
         assert result.requests == 24
@@ -266,7 +266,7 @@ class TestReplay:
         chains = [[number % 5, 10 + number % 5, 20 + number] for number in range(30)]
         result = run(
             make_trace(chains, apart_s=0.001),
-            ladder(tmp_path, ram=6, nvme=64, extra=extra),
+            tiers_config(tmp_path, ram=6, nvme=64, extra=extra),
             gpu_bytes=8 * CHUNK_NBYTES,
             output_tokens=40,
         )
@@ -292,7 +292,7 @@ class TestReplay:
         # Each has a chunk of its own, so that the policy hears of it however late a store is.
         trace = make_trace([[0, number] for number in range(1, 7)], sessions=sessions)
         ear = f"{PlainEar.__module__}:{PlainEar.__name__}"
-        config = ladder(tmp_path, ram=16, nvme=16)
+        config = tiers_config(tmp_path, ram=16, nvme=16)
         ram = config.ram.model_copy(update={"eviction": ear})
         run(trace, config.model_copy(update={"tiers": (ram,)}))
         heard = [
@@ -314,7 +314,8 @@ class TestReplay:
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 2
         extra = "transfer:\n  load_path: staged\n"
         result = run(
-            make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64, extra=extra)
+            make_trace(chains, apart_s=0.05),
+            tiers_config(tmp_path, ram=8, nvme=64, extra=extra),
         )
         ram, nvme = result.tiers
         assert (ram.skipped_chunks, nvme.hits) == (0, 0)
@@ -334,14 +335,17 @@ class TestReplay:
 
         monkeypatch.setattr(BlockCopier, "load", load_and_spoil)
         with pytest.raises(WrongBytesError, match="a load returned other bytes"):
-            run(make_trace([[0, 1], [0, 1]], apart_s=0.2), ladder(tmp_path, ram=8, nvme=16))
+            run(
+                make_trace([[0, 1], [0, 1]], apart_s=0.2),
+                tiers_config(tmp_path, ram=8, nvme=16),
+            )
         assert not list(tmp_path.iterdir())
 
     def test_prompts_longer_than_the_memory_are_left_out_and_counted(
         self, tmp_path: Path
     ) -> None:
         trace = make_trace([[0, 1], list(range(2, 40)), [0, 1]], apart_s=0.1)
-        result = run(trace, ladder(tmp_path, ram=8, nvme=16))
+        result = run(trace, tiers_config(tmp_path, ram=8, nvme=16))
         assert (result.requests, result.skipped_requests) == (2, 1)
         assert result.refs == 4
 
@@ -350,13 +354,13 @@ class TestReplay:
     ) -> None:
         trace = make_trace([list(range(60)), list(range(40))])
         with pytest.raises(ConfigError, match=r"the shortest takes .*: raise --gpu-memory"):
-            run(trace, ladder(tmp_path, ram=8, nvme=16))
+            run(trace, tiers_config(tmp_path, ram=8, nvme=16))
         assert not list(tmp_path.iterdir())
 
     def test_a_replay_records_nothing_and_runs_no_shadows(self, tmp_path: Path) -> None:
         record = tmp_path / "recording"
         extra = f"trace: {{record: {record}}}\nshadow: [lru]\n"
-        result = run(make_trace([[0, 1]]), ladder(tmp_path, ram=8, nvme=16, extra=extra))
+        result = run(make_trace([[0, 1]]), tiers_config(tmp_path, ram=8, nvme=16, extra=extra))
         assert result.requests == 1
         assert not list(tmp_path.iterdir()), "a recording is a live engine's"
 
@@ -391,7 +395,9 @@ class TestReplay:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def test_chunks_that_cannot_be_cut_into_blocks_are_an_error(self, tmp_path: Path) -> None:
-        config = ladder(tmp_path, ram=8, nvme=16, extra="engine:\n  blocks_per_chunk: 3\n")
+        config = tiers_config(
+            tmp_path, ram=8, nvme=16, extra="engine:\n  blocks_per_chunk: 3\n"
+        )
         with pytest.raises(ConfigError, match="blocks_per_chunk = 3"):
             run(make_trace([[0]]), config)
 
@@ -403,7 +409,7 @@ class TestReplay:
 
         monkeypatch.setattr(BlockCopier, "load", fail)
         with pytest.raises(KvtierError, match="a load between RAM slots and blocks"):
-            run(make_trace([[1]]), ladder(tmp_path, ram=4, nvme=16))
+            run(make_trace([[1]]), tiers_config(tmp_path, ram=4, nvme=16))
 
     def test_the_speed_of_ram_is_measured_and_not_told(self, tmp_path: Path) -> None:
         trace = tmp_path / "made.jsonl"

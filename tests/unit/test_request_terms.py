@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.manager import NO_TERMS, RequestTerms
-from kvtier.policies import LadderPlacement, PolicyContext
+from kvtier.policies import PolicyContext, TieredPlacement
 from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction import Lru
 from tests.support.workbench import TIER_NAMES, Workbench, prefix
@@ -60,7 +60,7 @@ def test_a_chunk_is_found_if_an_allowed_tier_has_it(
 
 
 def test_what_moved_up_for_a_request_is_still_a_hit_for_it() -> None:
-    bench = Workbench(4, 8, placement=LadderPlacement(tiers=2, write="evict", promote="move"))
+    bench = Workbench(4, 8, placement=TieredPlacement(tiers=2, write="evict", promote="move"))
     bench.manager.recover(1, [(prefix(1)[0], 5)])
     bench.manager.begin_request("r", only(1))
     assert bench.look(prefix(1), "r") is None

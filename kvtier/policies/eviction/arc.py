@@ -1,12 +1,12 @@
 """ARC: a recency list and a frequency list whose shares follow the misses.
 
-T1 holds what was used once since it came, T2 what was used again; both are LRU lists. B1 and B2
-remember the keys that left each. A miss on a key in B1 says that T1 was too short, so its
-target length ``p`` grows; one in B2 says the opposite. A returning key comes in to T2.
+T1 holds chunks used once since they came, T2 chunks used again; both are LRU lists. B1 and B2
+hold the keys that left each. A miss on a key in B1 means that T1 was too short, so its target
+length ``p`` grows; a miss on one in B2 lowers it. A returning chunk enters T2.
 
-The paper trims the ghosts before it makes room, here that is done when the newcomer comes in.
-Nothing in between looks at what is trimmed, so the order is the same; and a tier that loses
-copies to other causes than evictions stays within the bounds.
+The paper trims the ghosts before it makes room; here the insertion trims them. Nothing in
+between reads what is trimmed, so the order is the same, and the bounds hold in a tier that also
+loses copies by other causes than evictions.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """LIRS: rank by the time between the last two uses, not by the time since the last one.
 
-That time, counted in other chunks, is the *inter-reference recency*. Copies for which it is
-low (LIR) own almost all of the tier. The others (HIR) share one hundredth, a FIFO queue Q, and
-leave soon. Whose recency is low is read off one stack S of keys in order of last use: a HIR
-chunk used while still in S has been used again within the span of the LIR copies, so it takes
-the place of the LIR copy at the bottom. S is pruned until a LIR copy is at the bottom, for
-what lies below all LIR copies can no longer overtake any.
+That time, counted in other chunks, is the *inter-reference recency*. Copies with a low one
+(LIR) own almost all of the tier. The others (HIR) share one hundredth, a FIFO queue Q, and
+leave soon. One stack S of keys in order of last use tells them apart. A HIR chunk used while
+still in S was used twice within the span of the LIR copies, so it replaces the LIR copy at the
+bottom. S is pruned until a LIR copy is at the bottom, because keys below all LIR copies can
+overtake none.
 
 S also keeps keys of HIR chunks that left. The paper does not bound them; here S has at most
-twice as many entries as the tier has slots, and those that left first go first.
+twice as many entries as the tier has slots, and the keys that left first are dropped first.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Lirs(NextVictimEviction):
             self._bound()
 
     def _use(self, copy: ChunkCopy) -> None:
-        """Put ``copy`` on top of the stack."""
+        """Move ``copy`` to the top of the stack."""
         self._stack[copy.key] = copy
         self._stack.move_to_end(copy.key)
 
@@ -125,7 +125,7 @@ class Lirs(NextVictimEviction):
         self._prune()
 
     def _prune(self) -> None:
-        """Take everything below the lowest LIR copy off the stack."""
+        """Remove everything below the lowest LIR copy from the stack."""
         stack = self._stack
         while stack:
             key = next(iter(stack))

@@ -1,25 +1,23 @@
-"""Least recently used, as a queue that is tidied lazily.
+"""Least recently used, as a lazily cleaned queue.
 
-The textbook structure, a doubly linked list, costs a dozen attribute writes per touch in
-Python, and an ``OrderedDict`` hashes every key again and keeps a second table of them. Here a
-touch appends the copy to a queue and leaves its older entries where they are; ``copy.queued``
-counts these stale ones. An entry met at the old end is the copy's true place only if none is
-left, otherwise it is skipped. Every entry is appended once and taken once, so the cost is O(1)
-amortised. When stale entries outnumber live ones the queue is rebuilt, which bounds it by
-twice the copies.
+A doubly linked list costs a dozen attribute writes per use in Python, and an ``OrderedDict``
+hashes every key again. Here a use appends the copy to a queue and leaves its older entries in
+place; ``copy.queued`` counts these stale entries. An entry at the old end is the copy's true
+place only if none is left; otherwise it is skipped. Every entry is appended once and removed
+once, so the cost is O(1) amortised. When stale entries outnumber live ones the queue is
+rebuilt, which bounds it by twice the copies.
 
-A request's chunks come, and mostly go, together, so the queue is made for runs of them: two
-lists, one to append to and one, reversed, to take from the end of (Hood and Melville,
-"Real-time queue operations in pure LISP", 1981, but not in real time). Both take a run in one
-call where a deque takes it entry by entry, and most entries need no decision of their own.
+A request's chunks come, and mostly leave, together. So the queue is two lists, one to append to
+and one, reversed, to take from the end of (Hood and Melville, "Real-time queue operations in
+pure LISP", 1981, but not in real time). Both move a range of entries in one call.
 
-A prompt reaches a tier in batches: what was loaded, then what each step computed. A chunk is of
-no use without all before it, so the last batch must leave first. What comes or is used as a
-batch, leaf to root, therefore waits in a list of its *prompt* before it enters the queue. A
-batch extends the prompt whose last chunk it continues. A prompt enters the queue leaf to root
-when the queue is empty, when too many wait, or when a chunk comes or is used by itself. Prompts
-wait in the order of their last use and are younger than the queue. So only chunks of one prompt
-change places, and where no batch continues another the order is that of single calls.
+A prompt reaches a tier in batches: what was loaded, then what each step computed. A chunk is
+useless without all before it, so the last batch must leave first. A batch therefore waits in a
+list of its *prompt* before it enters the queue, and extends the prompt whose last chunk it
+continues. A prompt enters the queue leaf to root when the queue is empty, when too many prompts
+wait, or when a single chunk comes or is used. Prompts wait in the order of their last use and
+are younger than the queue. So only chunks of one prompt change places, and unrelated batches
+keep the order of single calls.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ __all__ = ["Fifo", "Lru"]
 _SLACK: Final = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
 _PROMPTS: Final = 1024
-"""Most prompts that wait: as many as an engine runs at a time."""
+"""Most waiting prompts: as many as an engine runs at a time."""
 
 
 class Lru(Eviction):
@@ -58,7 +56,7 @@ class Lru(Eviction):
         self._newer: list[ChunkCopy] = []
         self._older: list[ChunkCopy] = []  # its last entry is the oldest
         self._prompts: dict[bytes, list[ChunkCopy]] = {}  # by the hash of their last chunk
-        self._waiting = 0  # entries in them
+        self._waiting = 0  # their entries
         self._members = 0
 
     @override
@@ -71,7 +69,7 @@ class Lru(Eviction):
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
+        # ``queued`` is 0: an inserted copy is new, or was picked.
         if copies:
             self._members += len(copies)
             self._extend_prompt(copies)
@@ -95,7 +93,7 @@ class Lru(Eviction):
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
-        copy.queued += 1  # no entry is its place any more
+        copy.queued += 1  # all its entries are stale now
         self._members -= 1
         self._bound()
 
@@ -145,7 +143,7 @@ class Lru(Eviction):
         return victims
 
     def order(self) -> list[ChunkCopy]:
-        """Return the members, next victim first; looks at every entry."""
+        """Return the members, next victim first, in time O(entries)."""
         stale: Counter[ChunkCopy] = Counter()
         members: list[ChunkCopy] = []
         for copy in self._entries():
@@ -160,7 +158,7 @@ class Lru(Eviction):
         return chain(reversed(self._older), self._newer, prompts)
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies``, given leaf to root, to the prompt that they continue."""
+        """Append ``copies``, leaf to root, to the prompt that they continue."""
         # Chunks of all KV cache groups that end at one token have one hash.
         prompts, last = self._prompts, copies[0].key[:-GROUP_NBYTES]
         before = copies[-1].parent
@@ -178,12 +176,12 @@ class Lru(Eviction):
     def _join(
         self, prompt: list[ChunkCopy] | None, last: bytes, copies: Sequence[ChunkCopy]
     ) -> list[ChunkCopy] | None:
-        """Return ``prompt`` and the one that waits with the same last chunk as ``copies``.
+        """Join ``prompt`` with the waiting one that has the same last chunk as ``copies``.
 
-        Another request used a prefix that ends there, so all of it is used once more.
+        Another request used that prefix, so all of it was used once more.
         """
         if copies[0].parent is None and self._prompts[last] != copies[::-1]:
-            self._end_prompts()  # nobody knows whether they are of one prompt
+            self._end_prompts()  # they may be of different prompts
             return prompt
         same = self._prompts.pop(last)
         if prompt is None:
@@ -191,20 +189,20 @@ class Lru(Eviction):
         return same + prompt if same[0].depth <= prompt[0].depth else prompt + same
 
     def _take_prompt(self) -> list[ChunkCopy]:
-        """Return the entries of the prompt that waits longest, which then waits no more."""
+        """Remove the prompt that waits longest and return its entries."""
         prompt = self._prompts.pop(next(iter(self._prompts)))
         self._waiting -= len(prompt)
         return prompt
 
     def _end_prompts(self) -> None:
-        """Put all prompts into the queue."""
+        """Move all prompts into the queue."""
         for prompt in self._prompts.values():
             self._waiting -= len(prompt)
             self._newer += reversed(prompt)
         self._prompts.clear()
 
     def _turn(self) -> bool:
-        """Begin to take what came last; return whether there is anything."""
+        """Refill the list to take from; return whether it has entries."""
         if self._newer or not self._prompts:
             self._older, self._newer = self._newer, self._older
             self._older.reverse()
@@ -213,7 +211,7 @@ class Lru(Eviction):
         return bool(self._older)
 
     def _bound(self) -> None:
-        """Drop every entry that is not its copy's place, when there are too many of them."""
+        """Drop stale entries when there are too many."""
         entries = len(self._newer) + len(self._older) + self._waiting
         if entries <= 2 * self._members + _SLACK:
             return
@@ -245,7 +243,7 @@ class Fifo(Lru):
 
 
 def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
-    """Return those of ``entries``, oldest first, that are not stale."""
+    """Return the entries that are not stale; ``entries`` are oldest first."""
     kept: list[ChunkCopy] = []
     for copy in entries:
         if copy.queued:
@@ -256,9 +254,9 @@ def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
 
 
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
-    """Return for each entry whether it may be stale, or its copy not pass a test.
+    """Return for each entry whether it may be stale, or its copy may fail the test.
 
-    The manager's own tests are made here, where they cost no call for each copy.
+    The manager's own tests run inline, without a call per copy.
     """
     if evictable is is_idle:
         return [copy.queued or copy.pins or copy.dirty for copy in run]

@@ -1,16 +1,15 @@
-"""Least recently used, leaf first: no chunk goes before those that continue it.
+"""Least recently used, leaf first: no chunk leaves before those that continue it.
 
-A chunk is of use only with its whole prefix, so a child whose parent went is *stranded*: it
-takes room and serves nobody. The victim is therefore the least recently used copy *without
-children*; its parent becomes a candidate when the last child has gone. This is the order of
+A chunk is useful only with its whole prefix, so a child without its parent is *stranded*: it
+takes room and serves no request. The victim is therefore the least recently used copy *without
+children*; its parent becomes a candidate when the last child left. This is the order of
 SGLang's radix cache (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
 Programs", NeurIPS 2024), which keeps the leaves in a heap.
 
-No heap is needed. The copies stand in one lazily tidied queue, as in :mod:`.lru`. One that
-comes to the old end while it has children is set aside, out of the queue: it is older than
-everything left there. When a child of it goes, it is put back at the old end, where it belongs
-by its age, and is looked at next; if it has other children it is set aside again. A departure
-brings back one copy at most, so the cost is O(1) amortised.
+Here the copies stand in one lazily cleaned queue, as in :mod:`.lru`. A copy that reaches the
+old end while it has children is set aside, out of the queue: it is older than all entries left.
+When a child of it leaves, it returns to the old end and is checked again. An eviction brings
+back one copy at most, so the cost is O(1) amortised.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""S3-FIFO: three queues that nobody is moved within.
+"""S3-FIFO: a small queue for new chunks, a main queue, and a queue of keys that left.
 
-Most chunks are used once. A small queue in front of the main one lets them go soon; who was
-used twice there moves on, who was not leaves a key, and comes straight to the main queue if
-asked for again while the key is remembered. In the main queue a use buys another round, up to
-three.
+Most chunks are used once, and leave soon through the small queue. A chunk used twice there
+moves to the main queue. A chunk that left the small queue leaves its key, and enters the main
+queue if it returns while the key is remembered. In the main queue each use buys another round,
+up to three.
 """
 
 from __future__ import annotations

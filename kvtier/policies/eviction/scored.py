@@ -1,16 +1,15 @@
 """Policies that give every copy a score and evict the lowest, oldest use first among equals.
 
-Scores stand in a binary heap. Where a use can only raise a score, a use leaves the heap alone:
-the copy's entry then says too little, which is noticed when it comes up, and put right. Where a
-use lowers it, the entry would come up too late, so the copy gets a new one and the old one is
+Scores stand in a binary heap. If a use can only raise a score, the use leaves the heap alone:
+the copy's entry is then too low, which is corrected when it reaches the top. If a use can lower
+a score, the entry would surface too late, so the copy gets a new entry and the old one is
 skipped. Either way ``copy.queued`` is the stamp of the last use, and an entry with another
-stamp is out of date. Every method is O(log n) amortised.
+stamp is stale. Every method is O(log n) amortised.
 
-A copy that may not go keeps its score, for a score says nothing about pins. It must not be
-asked for at every pick either: if the lowest thousand are pinned, each pick would ask them
-all. What was asked in vain is therefore parked, and comes back after as many picks as there
-are parked copies; then each pick pays for one of them. Nothing is lost by it: when the heap
-has no victim, the parked are asked.
+A copy that must stay keeps its score. It must not be asked for at every pick either: if the
+lowest thousand are pinned, each pick would ask them all. So refused entries are parked, and
+return after as many picks as there are parked entries; each pick then pays for one of them.
+When the heap has no victim the parked ones are asked.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ _Entry = tuple[float, int, ChunkCopy]
 class ScoredEviction(Eviction):
     """Evicts the copy with the lowest score.
 
-    ``copy.policy`` is the number of uses since it came, the first included, and the score.
+    ``copy.policy`` is the number of uses since its insertion, which counts as one, and the
+    score.
     """
 
     falling: ClassVar[bool] = False
@@ -53,8 +53,8 @@ class ScoredEviction(Eviction):
     def _score(self, uses: int, ctx: PolicyContext) -> float:
         """Return the score of a copy that is used now for the ``uses``-th time."""
 
-    def _settle(self, score: float) -> None:
-        """Note that a copy with ``score`` was evicted."""
+    def _record_evicted(self, score: float) -> None:
+        """Record that a copy with ``score`` was evicted."""
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -84,7 +84,7 @@ class ScoredEviction(Eviction):
         while heap:
             _, stamp, copy = entry = heap[0]
             if copy.queued != stamp:
-                self._put_right(copy)
+                self._correct_top(copy)
                 continue
             heapq.heappop(heap)
             if evictable(copy):
@@ -94,7 +94,7 @@ class ScoredEviction(Eviction):
         for _ in range(waiting):
             entry = parked.popleft()
             copy = entry[2]
-            if not self._counts(entry):
+            if not self._is_current(entry):
                 continue
             if evictable(copy):
                 return self._evict(copy)
@@ -111,8 +111,8 @@ class ScoredEviction(Eviction):
         if self.falling:
             self._bound()
 
-    def _put_right(self, copy: ChunkCopy) -> None:
-        """Replace the entry at the top, which is out of date."""
+    def _correct_top(self, copy: ChunkCopy) -> None:
+        """Replace the stale entry at the top."""
         if self.falling or copy.queued == _NOWHERE:
             heapq.heappop(self._heap)
         else:
@@ -121,7 +121,7 @@ class ScoredEviction(Eviction):
     def _evict(self, copy: ChunkCopy) -> ChunkCopy:
         copy.queued = _NOWHERE
         self._members -= 1
-        self._settle(copy.policy[1])
+        self._record_evicted(copy.policy[1])
         return copy
 
     def _return_parked(self) -> None:
@@ -131,25 +131,25 @@ class ScoredEviction(Eviction):
                 heapq.heappush(self._heap, entry)
             self._parked.clear()
 
-    def _counts(self, entry: _Entry) -> bool:
-        """Return whether ``entry`` is its copy's only one, or the latest of several."""
+    def _is_current(self, entry: _Entry) -> bool:
+        """Return whether ``entry`` is its copy's only or latest one."""
         _, stamp, copy = entry
         return copy.queued == stamp if self.falling else copy.queued != _NOWHERE
 
     def _bound(self) -> None:
-        """Drop the entries that do not count, when they are too many."""
+        """Drop stale entries when there are too many."""
         if len(self._heap) + len(self._parked) <= 2 * self._members + _SLACK:
             return
-        self._heap = [entry for entry in self._heap if self._counts(entry)]
+        self._heap = [entry for entry in self._heap if self._is_current(entry)]
         heapq.heapify(self._heap)
-        self._parked = deque(entry for entry in self._parked if self._counts(entry))
+        self._parked = deque(entry for entry in self._parked if self._is_current(entry))
 
 
 class Lfu(ScoredEviction):
     """Evicts the copy with the fewest uses since it came; among equals the least recent.
 
-    Nothing ages, so what was popular once stays: on agent traffic the cache freezes. It is a
-    yardstick rather than a choice; :class:`~kvtier.policies.eviction.Gdsf` ages.
+    Counts do not age, so chunks that were popular once stay, and on agent traffic the cache
+    freezes. It is for comparison; :class:`Gdsf` ages.
     """
 
     @override
@@ -158,7 +158,11 @@ class Lfu(ScoredEviction):
 
 
 class Gdsf(ScoredEviction):
-    """Evicts the lowest ``L + uses``; among equals the least recently used.
+    """Greedy dual size frequency: evicts the lowest ``L + uses``, among equals the oldest use.
+
+    ``L`` is the score of the last victim. New chunks start above all that was evicted before,
+    so old popularity is overtaken while scores stay as they are. Chunks have one size and one
+    cost.
 
     Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching
     Policy", HP Laboratories HPL-98-69R1, 1998; after Cao and Irani, USITS 1997.
@@ -175,15 +179,15 @@ class Gdsf(ScoredEviction):
         return self._inflation + uses
 
     @override
-    def _settle(self, score: float) -> None:
+    def _record_evicted(self, score: float) -> None:
         self._inflation = score
 
 
 class Belady(ScoredEviction):
-    """Evicts the copy whose next use is farthest away; the newcomer always comes in.
+    """Evicts the copy whose next use is farthest away; every new chunk is inserted.
 
-    No policy that must let every newcomer in has more hits. It counts chunks one by one: hits
-    behind a missing ancestor count too, so it does not bound the prefix hits of every policy.
+    Of the policies that insert every new chunk none has more hits. Hits behind a missing
+    ancestor count too, so it does not bound the prefix hits of every policy.
 
     Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
     Journal 5(2), 1966.

@@ -1,11 +1,11 @@
-"""SIEVE: a FIFO queue with a hand that lets the used ones stay where they are.
+"""SIEVE: a FIFO queue with a hand that passes over used copies.
 
-The paper keeps one list, newest at the head, and a hand that goes from the tail to the head
-and starts over. It stops at the first copy that was not used since it last came by and clears
-the marks on its way; nobody is moved. The hand cuts the list in two: those it has passed, and
-those between it and the head. Kept as two queues, passing a copy takes it from the front of
-the second to the back of the first, a newcomer goes to the back of the second, and starting
-over exchanges the two. That is the same list, without its nodes.
+The paper keeps one list, newest at the head, and a hand that moves from the tail to the head
+and starts over. It stops at the first copy that was not used since its last pass, and clears
+the marks on its way. The hand cuts the list in two: the copies it has passed, and those between
+it and the head. Here these are two queues: passing a copy moves it from the front of the second
+to the back of the first, a new chunk joins the back of the second, and starting over swaps the
+two.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["Sieve"]
 class Sieve(NextVictimEviction):
     """Evicts the first copy from the hand on that was not used since the hand last passed.
 
-    Where newcomers are not used again before the hand reaches them the hand follows the head
-    for ever and everything older stays: on agent traffic the cache freezes.
+    If new chunks are not used before the hand reaches them, the hand follows the head for ever
+    and all older chunks stay: on agent traffic the cache freezes.
 
     Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web
     Caches", NSDI 2024.
@@ -55,7 +55,7 @@ class Sieve(NextVictimEviction):
                 self._start_over()
             copy = self._ahead.popitem(last=False)[0]
             if not copy.queued:
-                # Now, not at the next pick: a newcomer stands behind those that were passed.
+                # Now, not at the next pick: a new chunk stands behind the passed ones.
                 if not self._ahead:
                     self._start_over()
                 return copy

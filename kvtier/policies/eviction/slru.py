@@ -18,7 +18,7 @@ _SEGMENTS = 4
 class Slru(NextVictimEviction):
     """A probationary and a protected LRU list, the latter at most 80 % of the tier.
 
-    A newcomer is on probation. A use protects it; the least recently used protected copy then
+    A new chunk is on probation. A use protects it; the least recently used protected copy then
     goes back on probation if there are too many. Victims come from probation.
 
     Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
@@ -63,14 +63,14 @@ class Slru(NextVictimEviction):
 class Slru4(NextVictimEviction):
     """Four LRU lists of a quarter of the tier each.
 
-    A newcomer goes to the lowest list with room, or the lowest. A use moves a copy to the list
-    above; what that list has no room for cools down to the list below. The victim is the least
-    recently used copy of the lowest list that is not empty.
+    A new chunk goes to the lowest list with room, or the lowest. A use moves a copy one list
+    up, and that list's excess moves down. The victim is the least recently used copy of the
+    lowest list that is not empty.
 
     Huang et al., "An Analysis of Facebook Photo Caching", SOSP 2013 (S4LRU), with the details
-    of libCacheSim: the rule for newcomers, which matters while the tier is not full, and one
-    that sheds: if the capacity is no multiple of four the lowest list may be too long, and
-    what cools down into it then pushes another copy out.
+    of libCacheSim: the rule for new chunks, which matters while the tier is not full, and
+    shedding: if the capacity is no multiple of four, the lowest list may overflow, and another
+    copy then leaves.
     """
 
     sheds: ClassVar[bool] = True
@@ -117,15 +117,15 @@ class Slru4(NextVictimEviction):
         self._put(copy, _SEGMENTS - 1)
 
     def _put(self, copy: ChunkCopy, level: int) -> None:
-        """Make ``copy`` the newest of ``level``, and let what is too much cool down."""
+        """Make ``copy`` the newest of ``level``, and move any excess down."""
         copy.policy = level
         order = self._lists[level]
         order[copy] = None
         while level and len(order) > self._limit:
             level -= 1
-            cooled = order.popitem(last=False)[0]
-            cooled.policy = level
+            lowered = order.popitem(last=False)[0]
+            lowered.policy = level
             order = self._lists[level]
-            order[cooled] = None
+            order[lowered] = None
             if not level:
                 self.surplus = max(len(order) - self._limit, 0)

@@ -1,9 +1,9 @@
-"""2Q: a newcomer must be asked for again after it left a short queue to be kept for long.
+"""2Q: a new chunk must be asked for again after it left a short queue to be kept for long.
 
-Uses shortly after the first come from one burst and say little, so newcomers stand in a FIFO
-queue, A1in, in which uses change nothing. Who leaves it leaves his key in a second queue,
-A1out. Being asked for while there is the second, independent use: then the chunk comes in to
-Am, which is an LRU list.
+Uses shortly after the first come from one burst and say little. So new chunks stand in a FIFO
+queue, A1in, in which uses change nothing. A chunk that leaves it leaves its key in a second
+queue, A1out. A request for a key there is the second, independent use: the chunk then enters
+Am, an LRU list.
 """
 
 from __future__ import annotations

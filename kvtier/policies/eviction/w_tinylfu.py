@@ -1,13 +1,13 @@
-"""W-TinyLFU: to stay, a newcomer must be asked for more often than whom it would replace.
+"""W-TinyLFU: to stay, a new chunk must be more popular than the one it would replace.
 
-Newcomers come in to a small LRU window. Who falls out of it is a candidate for the main part,
-a segmented LRU; if that is full, candidate and main victim are compared by how often they
-were asked for lately, present or not, and the more popular one stays. Ties go to the resident,
-so a scan cannot empty the main part.
+New chunks enter a small LRU window. A chunk that falls out of it is a candidate for the main
+part, a segmented LRU. If that is full, candidate and main victim are compared by recent
+requests for them, hits and misses, and the more popular one stays. Ties go to the resident, so
+a scan cannot empty the main part.
 
-The duel is fought when room is needed, before the newcomer is in; whoever loses is the victim.
-If the resident lost, the newcomer then pushes the candidate out of the window, to the place
-that became free.
+The comparison happens when room is needed, before the new chunk is inserted, and the loser is
+the victim. If the resident lost, the insertion pushes the candidate out of the window into the
+free place.
 """
 
 from __future__ import annotations

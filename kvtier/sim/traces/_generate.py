@@ -3,7 +3,7 @@
 A session is a growing text: every request's prompt is the one before it, the answer to that and
 something new. Chunks are named as an engine names them: whole chunks only, equal exactly when
 everything before them is equal. All randomness comes from one seeded generator, so a seed and
-a workload name one trace for ever.
+a workload always give the same trace.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["GENERATORS", "Workload", "generate"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What sessions are like; lengths are medians of log-normal, times of exponential draws.
+    """Parameters of sessions: medians of log-normal lengths, means of exponential times.
 
     Attributes:
         prompts: Different shared beginnings; the n-th most popular has weight 1/n.
         prompt_tokens: Length of a shared beginning.
         turns: Mean turns of a session, geometrically distributed.
-        input_tokens: What a turn adds to the prompt.
-        output_tokens: What the engine answers.
+        input_tokens: Tokens that a turn adds to the prompt.
+        output_tokens: Tokens of the answer.
         pause_s: Mean time from one turn to the next.
         spread: Sigma of the lengths' logarithms.
         limit_tokens: A session ends before its prompt grows longer.

@@ -52,10 +52,10 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
     Args:
         source: The file.
         kind: One of the JSON formats.
-        tokens_per_id: Tokens per id; None for what the records say.
+        tokens_per_id: Tokens per id; None to read or estimate it.
 
     Raises:
-        TraceError: A line is not what the format says; it names the line.
+        TraceError: A line does not match the format; the message names the line.
     """
     numbered = enumerate(source.content.split(b"\n"), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()]
@@ -89,7 +89,7 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
 
 
 def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]) -> Trace:
-    """Return the trace of numbered ``lines``; ``chunk_tokens`` is 0 if they do not say."""
+    """Return the trace of numbered ``lines``; ``chunk_tokens`` is 0 if unknown."""
     builder = TraceBuilder(chunk_tokens=0)
     roots: dict[str, str] = {}
     before: int | None = None
@@ -111,7 +111,7 @@ def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]
 
 
 def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, str]:
-    """Return the tokens per id of ``trace``, and in words where the number comes from."""
+    """Return the tokens per id of ``trace``, and their origin in words."""
     if given is not None:
         return given, "given"
     if trace.chunk_tokens:
@@ -121,14 +121,14 @@ def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, 
 
 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
-    """Return the first chat of the conversation that a Qwen-Bailian record goes on with.
+    """Return the first chat of the conversation that a Qwen-Bailian record continues.
 
     Args:
         reader: The record.
         roots: The first chat of each chat read so far; brought up to date.
     """
     chat, parent = reader.name("chat_id"), reader.name("parent_chat_id")
-    # A parent that the file does not have still joins the chats that go on from it.
+    # A parent outside the file still joins the chats that continue it.
     root = chat if parent in {"", _NO_CHAT} else roots.get(parent, parent)
     if chat:
         roots[chat] = root
@@ -167,7 +167,7 @@ class _Record:
         return self._source.error(self._line, problem, remedy)
 
     def ids(self) -> list[Hashable]:
-        """Return ``hash_ids``: numbers or strings, which name content and are never equal."""
+        """Return ``hash_ids``: numbers or strings."""
         ids = self._field("hash_ids")
         if not isinstance(ids, list):
             problem = f"hash_ids = {json.dumps(ids)[:40]} is not a list"
@@ -200,7 +200,7 @@ class _Record:
         return tokens
 
     def name(self, key: str) -> str:
-        """Return what the record calls itself: a text or a number; empty if nothing."""
+        """Return a name, a text or a number; empty if absent."""
         value = self._values.get(key)
         if value is None:
             return ""
@@ -232,7 +232,7 @@ class _Record:
 
 
 def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[int, str]:
-    """Return the tokens per id, and in words where the number comes from.
+    """Return the tokens per id, and their origin in words.
 
     Args:
         lengths: Prompt length of each request, in tokens.

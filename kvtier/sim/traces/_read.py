@@ -1,4 +1,4 @@
-"""Which format a file has, and reading it."""
+"""Detects the format of a trace file and reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["read_trace"]
 
 _SAMPLE_NBYTES: Final = 1 << 16
 _PLAIN_KEY: Final = re.compile(rb"[\w./+=@%~\x80-\xff-]+")
-"""What is taken for a key unasked: numbers, hashes, paths and names, in any language."""
+"""Keys that need no ``--format``: numbers, hashes, paths and names, in any language."""
 
 
 _FLAT: Final[Mapping[str, Callable[[Source, int], Trace]]] = {
@@ -35,7 +35,7 @@ def read_trace(
     Args:
         path: The file.
         format_name: Its format; ``auto`` looks at the content, never at the name.
-        tokens_per_id: Tokens per id; None for what the file says.
+        tokens_per_id: Tokens per id; None to read or estimate it.
 
     Raises:
         TraceError: It cannot be read; the message names the line and a remedy.
@@ -74,8 +74,8 @@ def _detect(source: Source) -> str:
 def _require_keys(source: Source, sample: bytes) -> None:
     """Make sure that the beginning of ``source`` looks like one key a line.
 
-    Any text is lines, and a configuration or a log read as keys would be a trace that means
-    nothing. Who has keys with blanks or colons in them says so.
+    Any text is lines, and a configuration or a log would read as a useless trace. Keys with
+    blanks or colons need ``--format keys``.
 
     Raises:
         TraceError: A line is not one plain word.

@@ -32,11 +32,11 @@ FORMAT_NAMES: Final[tuple[str, ...]] = get_args(TraceFormat)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a format leaves to its readers to know.
+    """A trace format: how it writes times, and how many tokens an id stands for.
 
     Attributes:
         name: Its name on the command line.
-        times: What its timestamps are, in words.
+        times: Its timestamps, in words.
         ticks_per_s: Timestamp units per second.
         tokens_per_id: Tokens per id by its definition; a trace may have another number.
         text_timestamp: Whether the timestamp is a string of digits.
@@ -70,9 +70,9 @@ class Source:
     """One trace file, decompressed.
 
     Attributes:
-        file: What errors call it: the path as given.
+        file: The path as given, for errors.
         name: The file's name without directory and suffixes.
-        sha256: Of the bytes on disk.
+        sha256: SHA-256 of the bytes on disk.
         content: The decompressed bytes.
     """
 
@@ -195,7 +195,7 @@ class TraceBuilder:
         return self.finish(name=source.name, format_name=format_name, sha256=source.sha256)
 
     def finish(self, *, name: str, format_name: str, sha256: str) -> Trace:
-        """Return the trace under a name of its own; for traces that are no file."""
+        """Return the trace under ``name``; for traces without a file."""
         timestamps = np.array(self._timestamps, dtype=np.float64)
         return Trace(
             name=name,

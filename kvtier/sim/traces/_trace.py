@@ -23,8 +23,8 @@ class TraceError(KvtierError):
     Attributes:
         file: Name of the file.
         line: Line (or binary record) of the problem, counted from 1; 0 for the whole file.
-        problem: What is wrong.
-        remedy: What to do about it.
+        problem: The problem.
+        remedy: The remedy.
     """
 
     def __init__(self, file: str, line: int, problem: str, remedy: str) -> None:
@@ -49,16 +49,15 @@ class Trace:
         sha256: Of the file's bytes as they are on disk.
         ids: Chunk number of every reference, shape (references,).
         offsets: Where each request's references begin in ``ids``, shape (requests + 1,).
-        timestamps_s: When each request arrived, shape (requests,), seconds from the first.
+        timestamps_s: Arrival of each request, shape (requests,), seconds from the first.
         input_tokens: Prompt length of each request, shape (requests,).
         output_tokens: Generated length of each request, shape (requests,); 0 where unknown.
         chunk_tokens: Tokens of one whole chunk.
         distinct: Different chunks.
-        sessions: What each request belongs to, empty where nobody says; no names at all for a
-            trace that says it of none.
-        assumed: How the file was read where it leaves a choice: its format, the unit of its
-            times, the tokens of a chunk.
-        warnings: What in the file contradicts that, or was changed.
+        sessions: The session of each request, empty if unknown; no items if none is known.
+        assumed: Choices in reading the file: its format, the unit of its times, the tokens of a
+            chunk.
+        warnings: Contradictions in the file, and changes.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Trace:
         return float(self.timestamps_s.max() - self.timestamps_s.min())
 
     def session_names(self) -> Sequence[str]:
-        """Return what each request belongs to; empty names where nobody says."""
+        """Return the session of each request; empty if unknown."""
         return self.sessions or ("",) * self.requests
 
     def reading(self) -> dict[str, list[str]]:
@@ -129,10 +128,10 @@ class Trace:
 
 
 def describe(trace: Trace) -> dict[str, Any]:
-    """Return the facts of ``trace`` as plain values.
+    """Return figures of ``trace`` as plain values.
 
     ``reuse_*_s`` are the times between two references to the same chunk. The
-    ``infinite_*_ratio`` are what a cache that never evicts would hit: no policy hits more.
+    ``infinite_*_ratio`` are hits of a cache that never evicts: no policy hits more.
     """
     following = trace.next_uses()
     again = following < trace.refs

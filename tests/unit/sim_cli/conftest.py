@@ -1,4 +1,4 @@
-"""A trace of the generator's, and a ladder to run it on."""
+"""A trace of the generator's, and tiers to run it on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = tmp_path / "ladder.yaml"
+    path = tmp_path / "tiers.yaml"
     path.write_text(
         "tiers:\n"
         "  - {kind: ram, capacity: 64MiB}\n"

@@ -28,7 +28,7 @@ SINGLE_KEYS = [
     "warnings",
 ]
 TIER_KEYS = {"hits", "hit_ratio", "chunks_written", "chunks_promoted", "evictions"}
-LADDER_KEYS = {"tiers", "total_hit_ratio", "writes_per_ref", "promotions_per_ref"}
+RUN_KEYS = {"tiers", "total_hit_ratio", "writes_per_ref", "promotions_per_ref"}
 LEVELS = {"p50", "p90", "p99"}
 
 
@@ -46,10 +46,10 @@ def test_one_policy_prints_one_object(trace: Path) -> None:
     assert 0 < printed["prefix_hit_ratio"] < facts["infinite_prefix_hit_ratio"]
 
 
-def test_a_ladder_prints_its_tiers_and_what_requests_wait(trace: Path, config: Path) -> None:
+def test_all_tiers_are_printed_and_what_requests_wait(trace: Path, config: Path) -> None:
     arguments = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--json")
     printed: dict[str, Any] = json.loads(kvtier(*arguments))
-    assert printed.keys() >= LADDER_KEYS
+    assert printed.keys() >= RUN_KEYS
     assert [tier["name"] for tier in printed["tiers"]] == ["ram", "nvme"]
     for tier in printed["tiers"]:
         assert tier.keys() >= TIER_KEYS | {"bytes_written_per_day", "dwpd"}
@@ -112,7 +112,7 @@ def test_a_tier_slower_than_computing_is_noted(trace: Path, config: Path) -> Non
     assert "note: nvme" not in kvtier(*run, "--prefill-rate", 1000)
 
 
-def test_chunks_of_a_ladder_are_the_trace_s(trace: Path, config: Path) -> None:
+def test_chunks_of_all_tiers_are_the_trace_s(trace: Path, config: Path) -> None:
     config.write_text(config.read_text() + "engine: {blocks_per_chunk: 4}\n")
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     assert "assumed: chunks of 1.00 MiB (512 tokens, of the trace); " in kvtier(*run)

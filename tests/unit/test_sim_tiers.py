@@ -1,4 +1,4 @@
-"""The whole ladder in model time: what is hit, what it costs, and that everything ends."""
+"""All tiers in model time: what is hit, what it costs, and that everything ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
 from kvtier.manager.build import build_manager, build_tiers
 from kvtier.policies import (
     ConditionalPlacement,
-    LadderPlacement,
     Placement,
+    TieredPlacement,
     build_eviction,
 )
 from kvtier.policies.admission import SecondTouch
@@ -32,7 +32,7 @@ from kvtier.sim.single import chunk_keys
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
 from tests.support.invariants import check_manager
-from tests.unit.instant_ladder import replay_references
+from tests.unit.instant_tiers import replay_references
 from tests.unit.sim_traces import ROOT, TRACES, needs_traces, trace_of
 from tests.unit.textbook import TwoLevels
 
@@ -128,7 +128,7 @@ def test_what_is_retained_is_hit_for_as_long_and_no_longer() -> None:
 
 def exclusive() -> Placement:
     """A chunk found below moves up and leaves nothing behind; a victim moves down."""
-    return LadderPlacement(tiers=2, write="evict", promote="move")
+    return TieredPlacement(tiers=2, write="evict", promote="move")
 
 
 class TwoTiers(NamedTuple):
@@ -194,12 +194,12 @@ def reference_rows() -> list[dict[str, str]]:
 
 SCHEMES: dict[str, Callable[[], Placement]] = {
     "exclusive": exclusive,
-    "write_through": lambda: LadderPlacement(tiers=2, write="through"),
-    "demote_keep": lambda: LadderPlacement(tiers=2, write="evict"),
+    "write_through": lambda: TieredPlacement(tiers=2, write="through"),
+    "demote_keep": lambda: TieredPlacement(tiers=2, write="evict"),
     "demote_keep_admit2": lambda: ConditionalPlacement(
-        LadderPlacement(tiers=2, write="evict"), [SecondTouch(1 << 20)]
+        TieredPlacement(tiers=2, write="evict"), [SecondTouch(1 << 20)]
     ),
-    "demote_keep_promote2": lambda: LadderPlacement(tiers=2, write="evict", promote_after=2),
+    "demote_keep_promote2": lambda: TieredPlacement(tiers=2, write="evict", promote_after=2),
 }
 SMALL = ROOT / "tests/data/small_chat.jsonl"
 MOST_REFERENCES = 3000
