@@ -373,7 +373,9 @@ def test_a_shadow_that_picks_no_victim_is_named() -> None:
 def test_policies_are_built_by_name_without_a_file_too() -> None:
     assert build_placement("tiered", tiers=3).tiers == 3
     assert build_admission("tinylfu", capacity=8).capacity == 8
-    with pytest.raises(ConfigError, match=r"unknown placement policy 'up'; installed: .*tiered"):
+    with pytest.raises(
+        ConfigError, match=r"unknown placement policy 'up'; installed: .*tiered"
+    ):
         build_placement("up", tiers=2)
     with pytest.raises(ConfigError, match=r"unknown admission policy 'none'; installed: .*ti"):
         build_admission("none", capacity=2)
