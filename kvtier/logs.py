@@ -12,6 +12,8 @@ from typing import Final
 
 __all__ = ["ENGINE", "get_logger"]
 
+_PACKAGE: Final = Path(__file__).parent
+
 ENGINE: Final = "vllm"
 """The logger that the engine configures."""
 
@@ -28,6 +30,8 @@ def get_logger(module: str) -> logging.Logger:
 
 
 def _name_kvtier(record: logging.LogRecord) -> bool:
-    """Make the line begin with ``[kvtier/storage.py:248]``; idempotent."""
-    record.filename = f"kvtier/{Path(record.pathname).name}"
+    """Make the line begin with ``[kvtier/transfer/engine.py:248]``; idempotent."""
+    path = Path(record.pathname)
+    below = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
+    record.filename = f"kvtier/{below}"
     return True

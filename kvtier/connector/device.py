@@ -239,7 +239,7 @@ class DeviceEngine:
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
             return
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
-        for job_id in job_ids:
+        for job_id in self._carriers.keys() & job_ids:
             self._store.revoke(job_id)
 
     def wait_for_stores(self) -> None:

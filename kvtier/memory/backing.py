@@ -33,7 +33,7 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
 
     Args:
         name: Shown in ``/proc/PID/maps``.
-        nbytes: Least bytes of the file, which has whole pages.
+        nbytes: Bytes of the file, rounded up to whole pages.
         huge_pages: Whether to use huge pages.
 
     Returns:
@@ -98,7 +98,7 @@ def _require_memory(nbytes: int) -> None:
     """Check that this host and its control group have enough memory.
 
     Raises:
-        CapacityError: They have not; the message names the limit and what it leaves.
+        CapacityError: There is too little; the message names the limit and its free bytes.
     """
     for limit in memory_limits(_PROC, _SYS):
         if nbytes > limit.free_bytes:

@@ -124,8 +124,8 @@ class PageMapper:
 def set_malloc_mmap_threshold() -> None:
     """Make malloc return large blocks to the kernel when they are freed.
 
-    Without this, GNU's malloc raises its threshold when large blocks are freed, and keeps later
-    ones.
+    Without this, GNU's malloc raises its threshold when large blocks are freed, and then keeps
+    later large blocks.
     """
     with contextlib.suppress(AttributeError):  # another C library than GNU's
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)

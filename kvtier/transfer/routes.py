@@ -85,7 +85,7 @@ class _Stamped:
 
     Attributes:
         parts: Each part and which of its chunks are whole, in the order of stamping.
-        poisoned: How many of them :meth:`FromTier.abandon` poisoned afterwards.
+        poisoned: How many parts :meth:`FromTier.abandon` poisoned afterwards.
     """
 
     parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
@@ -180,7 +180,7 @@ class FromTier(Route):
 
 
 def _part_of(job: Job, part: slice) -> Job:
-    """Return some of the chunks of ``job`` as a job."""
+    """Return a job with the chunks ``part`` of ``job``."""
     return job._replace(
         keys=job.keys[part],
         source_slots=job.source_slots[part],

@@ -1,4 +1,4 @@
-"""What a store's chunks depend on besides their keys: the model and the engine's layout.
+"""The identity of a store: the model and the engine's layout.
 
 :func:`declared_identity` is known without an engine; the start and ``kvtier check`` use it.
 :func:`fingerprint` adds what only an engine knows, such as its KV cache's layout.
@@ -76,7 +76,7 @@ def _canonical(model: str) -> str:
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return everything that stored bytes depend on besides their keys."""
+    """Return the full identity: everything that stored bytes depend on besides their keys."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -145,7 +145,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return a file, its size, its date unless it has settings, and the parts of it to read.
+    """Return a file, its size, its date unless it has settings, and the parts to read.
 
     Args:
         path: The file.

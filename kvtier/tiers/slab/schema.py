@@ -142,7 +142,7 @@ def is_full(error: sqlite3.Error) -> bool:
 
 
 def lacks_shared_memory(error: sqlite3.Error) -> bool:
-    """Return whether the disk has no room for the file that readers share with a writer."""
+    """Return whether the disk has no room for SQLite's shared-memory file."""
     return _code_of(error) == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
