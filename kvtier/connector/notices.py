@@ -30,7 +30,7 @@ _CAUSES: Final = {
 
 
 class Notices:
-    """Logs what is new, at once and then at most once a minute. Time is passed in.
+    """Logs changes at once, then at most once a minute. The caller passes the time.
 
     Args:
         tiers: The tiers' names, RAM first.

@@ -31,7 +31,7 @@ class TrackedRequest:
         keys: Keys of its whole chunks known so far, per group.
         offered_tokens: Per group, tokens whose chunks were offered for storing.
         next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
-        due_at: When the :class:`OfferQueue` returns it; infinite for never.
+        due_at: Clock value at which :class:`OfferQueue` returns it; infinite for never.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
         has_blocks: Whether it was scheduled and has kept its blocks since.
@@ -90,7 +90,7 @@ class TrackedRequest:
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asks of the KV cache."""
+        """The client's parameters for KV transfer."""
         return self.request.kv_transfer_params
 
     def extend_keys(self) -> None:
