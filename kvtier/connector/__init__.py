@@ -1,1 +1,1 @@
-"""kvtier as a KV connector, for any engine: nothing here imports one."""
+"""The KV connector of kvtier; independent of any engine."""

@@ -1,4 +1,4 @@
-"""One rank's copies between its KV blocks and RAM slots, as jobs.
+"""Jobs of one rank: copies between its KV blocks and RAM slots.
 
 The connector's worker side and the worker of the offloading spec use it. They differ in how
 jobs arrive and in how failures are reported.
@@ -29,14 +29,14 @@ __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
-"""A copy between device and RAM takes milliseconds; one that takes this long has failed."""
+"""A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """How one job ended; its blocks and slots are free for other use.
+    """Result of one job; its blocks and slots are free for other use.
 
     Attributes:
         job_id: The job.
@@ -64,8 +64,8 @@ class DeviceEngine:
     """Stores and loads of one rank, in the order of the calls.
 
     Stores are held until the engine polls, which it does after the forward pass, and then start
-    as one job. On a CPU the model needs all processors during the pass, and one job disturbs it
-    once.
+    as one job. On a CPU the model needs all processors during the pass; one job disturbs it
+    only once.
 
     One thread, the engine's, calls all methods. Only :meth:`wait` and :meth:`close` wait.
 
@@ -135,7 +135,7 @@ class DeviceEngine:
 
         Args:
             block_ids: Block numbers, group after group.
-            group_sizes: How many of them belong to each group.
+            group_sizes: Number of blocks of each group.
             first_blocks: Index within the request of each group's first block.
             slots: Slots of the chunks, group after group.
 
@@ -189,10 +189,10 @@ class DeviceEngine:
         generations: Sequence[int],
         error: Exception,
     ) -> None:
-        """End a job that could not be started like one that failed.
+        """Report a job that could not be started as a failed job.
 
         Args:
-            job_id: The job, still unknown to :meth:`poll`.
+            job_id: The job; :meth:`poll` has not returned it.
             purpose: Whether it was a store or a load.
             slots: Its slots.
             generations: Their stamps.
@@ -218,10 +218,10 @@ class DeviceEngine:
         return ended
 
     def retract(self, job_ids: Iterable[JobId]) -> set[JobId]:
-        """Make stores fail whose blocks changed before they ended.
+        """Make stores fail because their blocks changed before the stores ended.
 
         Returns:
-            The stores that will fail. :meth:`poll` has returned the others already.
+            The stores that will fail; :meth:`poll` has already returned the other stores.
         """
         known = self._carriers.keys() | {store.job_id for store in self._held}
         found = known.intersection(job_ids)
@@ -239,7 +239,7 @@ class DeviceEngine:
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
             return
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
-        for job_id in job_ids:
+        for job_id in self._carriers.keys() & job_ids:
             self._store.revoke(job_id)
 
     def wait_for_stores(self) -> None:
@@ -286,7 +286,7 @@ class DeviceEngine:
         self._control.acknowledge(self._rank, held)
 
     def _begin(self, awaited: Collection[JobId] = ()) -> None:
-        """Start the held stores, the awaited ones in a job before the others."""
+        """Start the held stores: awaited stores as one job, then the other stores."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -296,7 +296,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StoreRequest]) -> None:
-        """Start stores as one job, with the number of the first one."""
+        """Start stores as one job, with the id of the first store."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:
@@ -311,7 +311,7 @@ class DeviceEngine:
         self._carriers.update(dict.fromkeys((s.job_id for s in stores), carrier.job_id))
 
     def _results(self, result: TransferResult) -> Iterator[DeviceResult]:
-        """Yield the results of the jobs that a job of the transfer engine carried."""
+        """Yield the result of each store or load in a job of the transfer engine."""
         stores = self._stores.pop(result.job_id, None)
         if stores is None:
             yield self._result(result, result.job_id, Purpose.LOAD, result.outcomes)
@@ -348,7 +348,7 @@ class DeviceEngine:
 def _job(
     job_id: JobId, purpose: Purpose, slots: Sequence[int], payload: object, timeout_s: float
 ) -> Job:
-    """Return a copy between the device and RAM slots, as the transfer engine knows it."""
+    """Return a transfer engine's job that copies between the device and RAM slots."""
     stores = purpose is Purpose.STORE
     return Job(
         job_id=job_id,

@@ -1,8 +1,9 @@
-"""kvtier's figures over HTTP for Prometheus, where no engine exports them.
+"""Serves kvtier's figures to Prometheus over HTTP, for engines without an exporter.
 
-Two threads meet here. The one that drives the cache calls :meth:`MetricsExporter.refresh` at
-every step; it alone reads the cache. The server's thread answers scrapes. A scrape sees all of
-a reading or none of it, and neither thread waits for the other for longer than a copy takes.
+Two threads share the figures. The thread that drives the cache calls
+:meth:`MetricsExporter.refresh` at every step; only this thread reads the cache. The server's
+thread answers scrapes. A scrape sees all of a reading or none of it, and neither thread waits
+for the other for longer than a copy takes.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ class MetricsExporter:
         source: Its figures are served; only :meth:`refresh` reads it. Where a
             :class:`~kvtier.connector.scheduler.ConnectorScheduler` drives a cache, pass the
             scheduler side: it also has the copies of the workers.
-        port: TCP port; 0 for any that is free.
+        port: TCP port; 0 for any free port.
         host: Address to listen at; the default serves this machine only.
         labels: Labels of every series, such as ``{"job": "warm-up"}``.
 
     Attributes:
-        port: The port it listens at.
+        port: The port that the server listens at.
 
     Raises:
-        ConfigError: It cannot listen there.
+        ConfigError: The server cannot listen at ``host`` and ``port``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Every figure that kvtier reports, named once: its meaning, its kind, and where it is read.
+"""The table of all figures that kvtier reports: name, meaning, kind and source.
 
 The annotation of a field is its row in the table. Prometheus metrics, the exporter and
 ``docs/reference/metrics.md`` follow from it (:mod:`kvtier.connector.metrics`), so a new figure
@@ -46,8 +46,8 @@ class Figure:
 
     Attributes:
         kind: How the figure changes.
-        help: What it means, in one sentence; empty for a cause of failed chunks.
-        source: Where its value is, as a path of attributes.
+        help: Its meaning in one sentence; empty for a cause of failed chunks.
+        source: Path of attributes to the value.
         cause: The cause of failed chunks that it counts, if any.
     """
 
@@ -224,7 +224,7 @@ class TierFigures(NamedTuple):
 
 
 class StoreInfo(NamedTuple):
-    """Where one tier keeps its chunks.
+    """The place where one tier keeps its chunks.
 
     Attributes:
         tier: The tier's name.
@@ -260,7 +260,7 @@ class EngineStatistics:
     Attributes:
         tiers: Fastest first.
         shadows: Shadow policies, tier by tier.
-        stores: Where the tiers keep chunks; constant.
+        stores: The places where the tiers keep chunks; constant.
     """
 
     tiers: Sequence[TierFigures]
@@ -323,7 +323,7 @@ class _Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _TierSources:
-    """What the figures of one tier are read from."""
+    """The objects that hold the figures of one tier."""
 
     tier: TierSnapshot
     traffic: _Traffic

@@ -17,7 +17,7 @@ class CacheGroup:
 
     Attributes:
         tokens_per_block: Tokens of one block.
-        index: Number of the group, in the engine's block tables and in keys.
+        index: Number of the group in the engine's block tables and in keys.
         reach: The part of a prefix that its layers read.
         window_tokens: Tokens of a sliding window, or of a chunk of local attention.
         is_draft: Whether it has layers of a draft model, which may rewrite the KV of the newest
@@ -35,17 +35,17 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """An engine's setup, as the scheduler side needs it.
+    """The setup of an engine, for the scheduler side.
 
     Attributes:
         groups: The KV cache groups that are stored.
         tokens_per_hash: Tokens that each of a request's block hashes adds.
         blocks_per_chunk: Blocks that are stored and loaded together.
-        ranks: Workers that must acknowledge a job.
+        ranks: Number of workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
-        retention_tokens: Tails of windows are stored before every multiple of it, before the
-            end of the prompt, and before the end of a shared prefix. 0: before the last two
-            only. None: before every token where a hit can end.
+        retention_tokens: Tails of windows are stored before every multiple of this number, and
+            before the ends of the prompt and of a shared prefix. 0: only before these two ends.
+            None: before every token where a hit can end.
         shares_blocks: Whether requests share blocks in the engine. The second of two requests
             for the same chunks then waits for the load of the first.
         trusts_later_parts: Whether KV is correct after a streamed prompt was continued.
@@ -62,7 +62,7 @@ class SchedulerOptions:
 
     @property
     def counting_group(self) -> int:
-        """Index of the group whose chunks stand for tokens."""
+        """Index of the group used to count tokens."""
         return counting_group({each.index: each.reach is Reach.PREFIX for each in self.groups})
 
 
@@ -72,7 +72,7 @@ class GroupLayout:
 
     Attributes:
         group: The group.
-        reach: What it needs of a prefix.
+        reach: The part of a prefix that it needs.
         tokens_per_chunk: Tokens of one chunk.
         hashes_per_chunk: Block hashes of one chunk.
         blocks_per_chunk: Blocks of one chunk.

@@ -1,8 +1,8 @@
-"""Request hints: what a request asks of kvtier in its ``kv_transfer_params``.
+"""Request hints: the ``kvtier`` object in a request's ``kv_transfer_params``.
 
 A client knows things that a cache cannot see: that a tool will answer in a minute, or that a
-prompt is never used again. ``{"kvtier": {...}}`` tells kvtier. A field that cannot be read is
-ignored and logged once; the request is served without it.
+prompt is never used again. ``{"kvtier": {...}}`` passes this knowledge to kvtier. An unreadable
+field is ignored and logged once; the request is served without it.
 
 ``kv_load_tiers`` is vLLM's own hint of this kind and names tiers by their nature. It is read as
 vLLM reads it: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed if one entry
@@ -46,7 +46,7 @@ _SHOWN_CHARS: Final = 80
 
 
 class TierNature(NamedTuple):
-    """How hints name a tier.
+    """The properties by which hints name a tier.
 
     Attributes:
         name: Its name in the configuration.
@@ -66,7 +66,7 @@ class RequestHints:
     Attributes:
         retain_s: Seconds its chunks stay in RAM after a use, within the quota; None for the
             configured time.
-        terms: Its terms for the manager.
+        terms: The tiers that it may use, and its session.
     """
 
     retain_s: float | None = None
@@ -86,7 +86,7 @@ _Tiers = Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)]
 
 
 class _Fields(BaseModel):
-    """The fields of ``kvtier``; the page on request control describes them."""
+    """The ``kvtier`` object in a request's ``kv_transfer_params``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -105,7 +105,7 @@ _NOWHERE: Final[frozenset[int]] = frozenset()
 
 
 class HintReader:
-    """Reads hints, and logs once for each field what is wrong with it.
+    """Reads hints, and logs the first error in each field.
 
     Args:
         tiers: The tiers, fastest first.
@@ -183,7 +183,7 @@ class HintReader:
         return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
-        """Return the tiers called ``names``; None, for any, if a name is unknown."""
+        """Return the indices of ``names``; None, for all tiers, if a name is unknown."""
         if names is None:
             return None
         numbers = frozenset(self._numbers[name] for name in names if name in self._numbers)
@@ -193,7 +193,7 @@ class HintReader:
         return numbers
 
     def _natured(self, raw: object) -> frozenset[int] | None:
-        """Return the tiers that fit one of vLLM's entries; None for any."""
+        """Return the tiers that match one of vLLM's entries; None for all tiers."""
         if raw is None:
             return None
         if not isinstance(raw, list) or len(raw) > _MAX_ENTRIES:
@@ -235,7 +235,7 @@ class HintReader:
         if len(shown) > _SHOWN_CHARS:
             shown = f"{shown[:_SHOWN_CHARS]}..."
         logger.warning(
-            "a request's kv_transfer_params.%s = %s is ignored: %s; %s (said once)",
+            "a request's kv_transfer_params.%s = %s is ignored: %s; %s (logged once)",
             place,
             shown,
             problem,
@@ -255,11 +255,11 @@ class _Entry:
 class HintTable:
     """Keeps the hints of each request until its last load or store ends.
 
-    The last jobs of a request may end after it.
+    The last jobs of a request may end after the request.
 
     Args:
         tiers: The tiers, fastest first.
-        retain_s: Seconds that chunks stay in RAM after a use, unless a hint says.
+        retain_s: Seconds that chunks stay in RAM after a use, unless a hint sets it.
     """
 
     def __init__(self, tiers: Sequence[TierNature], *, retain_s: float) -> None:
@@ -272,7 +272,7 @@ class HintTable:
         return len(self._entries)
 
     def begin(self, request: RequestContext) -> RequestHints:
-        """Read the hints of a new request; an earlier one with its id is forgotten."""
+        """Read the hints of a new request; an earlier request with the same id is forgotten."""
         self._entries.pop(request.req_id, None)
         hints = self._reader.read(request.kv_transfer_params)
         if hints != NO_HINTS:

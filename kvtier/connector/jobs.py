@@ -15,15 +15,15 @@ __all__ = ["JobState", "JobTable"]
 
 @dataclass(slots=True)
 class JobState:
-    """One job.
+    """One job in flight.
 
     Attributes:
         tracked: The request.
         keys: Its chunks.
         source_blocks: The engine's blocks that a store reads; empty for a load.
-        is_store: Whether it is a store.
-        awaited: Ranks that have not acknowledged it.
-        has_failed: Whether a rank could not load all of it.
+        is_store: Whether the job is a store.
+        awaited: Number of ranks that have not acknowledged the job.
+        has_failed: Whether a rank failed to load some chunks.
     """
 
     tracked: TrackedRequest
@@ -35,14 +35,14 @@ class JobState:
 
 
 class JobTable:
-    """Keeps every job from the step that starts it until all ranks acknowledged it.
+    """Keeps every job from its first step until all ranks acknowledged it.
 
     The engine may reuse the blocks that a store reads: after a window leaves them behind, after
     a preemption, or after their request ends. The store must end before they are written, so
     :meth:`flush_readers_of` gets all blocks that a step reuses.
 
     Args:
-        ranks: Workers that acknowledge a job.
+        ranks: Number of workers that acknowledge a job.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -94,7 +94,7 @@ class JobTable:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Count acknowledgements of ``ranks`` ranks; return the job after the last one.
+        """Count acknowledgements of ``ranks`` ranks; return the job after the last rank's.
 
         A job from before a reset is unknown and ignored.
         """
@@ -110,7 +110,7 @@ class JobTable:
         return job
 
     def fail(self, job_id: JobId) -> None:
-        """Record that a rank could not load all of a job, which it acknowledges as well."""
+        """Record that a rank failed to load some chunks of a job."""
         job = self._jobs.get(job_id)
         if job is not None:
             job.has_failed = True

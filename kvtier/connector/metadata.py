@@ -36,7 +36,7 @@ class BlockSpec:
 
     Attributes:
         block_ids: Block numbers in the engine's memory.
-        group_sizes: How many of them belong to each KV cache group, 0 for none.
+        group_sizes: Number of blocks of each KV cache group.
         first_blocks: Index within the request of each group's first block. If it is not a
             multiple of the blocks per chunk, the group's first chunk is partial; its last chunk
             may be partial too.
@@ -68,8 +68,8 @@ class TransferJob:
 
     Attributes:
         request_id: The request.
-        blocks: Their place in the engine.
-        slots: Their place in RAM.
+        blocks: The chunks' blocks in the engine.
+        slots: The chunks' slots in RAM.
     """
 
     request_id: RequestId
@@ -85,7 +85,7 @@ class ConnectorMetadata:
         load_jobs: Slots to blocks, started in this step.
         store_jobs: Blocks to slots, started at the next step.
         jobs_to_flush: Stores to finish before the forward pass overwrites their blocks.
-        lost_stores: Those of them that must fail, because their blocks are overwritten already.
+        lost_stores: The ``jobs_to_flush`` that must fail: their blocks are already overwritten.
     """
 
     load_jobs: Mapping[JobId, TransferJob] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class ConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """A load that did not bring all of its bytes.
+    """A load with missing bytes.
 
     Attributes:
         request_id: The request that waits for it.
@@ -110,7 +110,7 @@ class FailedLoad:
     error: str = ""
 
     def united(self, other: FailedLoad) -> FailedLoad:
-        """Return the failure of two ranks in the same job."""
+        """Return one failure for two ranks' failures in the same job."""
         # The smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(
@@ -123,9 +123,9 @@ class WorkerOutput:
     """The jobs that ended since the last step, in one rank or in several.
 
     Attributes:
-        completed_jobs: Jobs that ended, with the number of ranks that report it.
-        failed_loads: Those of them that failed, in any rank.
-        transfers: The copies.
+        completed_jobs: Number of ranks that report the end of each job, by job id.
+        failed_loads: The completed loads that failed in any rank.
+        transfers: Bytes and seconds of the copies.
     """
 
     completed_jobs: Mapping[JobId, int] = field(default_factory=dict)

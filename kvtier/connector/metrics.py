@@ -1,4 +1,4 @@
-"""kvtier's figures as Prometheus metrics: names and labels, what changed, and when to read.
+"""kvtier's figures as Prometheus metrics: names, labels, changes and reading times.
 
 Names follow from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics``, kvtier's
 own exporter and the manual all use them.
@@ -49,7 +49,7 @@ class Metric:
     Attributes:
         name: Its name; Prometheus adds ``_total`` to that of a counter.
         kind: How it changes.
-        help: What it means, in one sentence.
+        help: Its meaning in one sentence.
         labels: Names of its labels.
         buckets: Upper bounds of a histogram's buckets, without the infinite one.
     """
@@ -62,7 +62,7 @@ class Metric:
 
 
 class Change(NamedTuple):
-    """What changed in one series since the last report; a plain value.
+    """The change of one series since the last report; a plain value.
 
     Attributes:
         name: The metric's name.
@@ -81,7 +81,7 @@ class _Row(NamedTuple):
     metric: Metric
     field: str
     labels: tuple[str, ...]
-    """Values of the labels that follow those of the owner."""
+    """Values of the labels that follow the owner's labels."""
 
 
 _FAILED: Final = Metric(
@@ -161,7 +161,7 @@ METRICS: Final[Mapping[str, Metric]] = {
 
 
 class StatisticsSource(Protocol):
-    """An object that has figures, with one reader, because what is taken from it is gone.
+    """An object with figures. It has one reader, because each ``take`` removes values.
 
     A :class:`~kvtier.connector.service.CacheService` has the figures of its tiers. The
     :class:`~kvtier.connector.scheduler.ConnectorScheduler` that drives it adds the copies of
@@ -186,7 +186,7 @@ class StatisticsSource(Protocol):
 
 
 class Reporter:
-    """Reads a source once a second at most. One thread calls it: the source's.
+    """Reads a source once a second at most; only the source's thread calls it.
 
     Args:
         source: The source.
@@ -206,7 +206,7 @@ class Reporter:
         return self._clock() >= self._due_s or not self._source.is_active
 
     def take(self) -> list[Change]:
-        """Return what changed since the last reading; nothing if that was too recent.
+        """Return the changes since the last reading; none if the last reading is too recent.
 
         The first reading has every counter and gauge, those at 0 too: a series that appears
         later hides its first growth from alerts.

@@ -30,7 +30,7 @@ _CAUSES: Final = {
 
 
 class Notices:
-    """Logs what is new, at once and then at most once a minute. Time is passed in.
+    """Logs changes at once, then at most once a minute. The caller passes the time.
 
     Args:
         tiers: The tiers' names, RAM first.
@@ -79,7 +79,7 @@ class Notices:
         new, self._skipped = total - self._skipped, total
         self._skipped_due_s = now + _INTERVAL_S
         logger.info(
-            "%d chunks were computed although they are stored since the last such message. "
+            "%d stored chunks were computed instead of loaded since the last such message. "
             "The latest, because %s: %s",
             new,
             _CAUSES[last.cause],

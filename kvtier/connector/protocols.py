@@ -1,4 +1,4 @@
-"""What the scheduler side reads of an engine.
+"""The engine's objects that the scheduler side reads.
 
 The names are vLLM's, so that vLLM's ``Request``, ``KVCacheBlocks`` and ``KVCacheManager`` fit
 as they are. Another engine brings objects with the same attributes. The scheduler side only
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class RequestContext(Protocol):
-    """A request as the cache sees it; vLLM's ``ReqContext`` is one."""
+    """A request as the cache sees it; vLLM's ``ReqContext`` fits."""
 
     @property
     def req_id(self) -> str:
@@ -32,7 +32,7 @@ class RequestContext(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asks of the KV cache."""
+        """The client's parameters for KV transfer."""
 
 
 class EngineRequest(Protocol):
@@ -60,7 +60,7 @@ class EngineRequest(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asks of the KV cache."""
+        """The client's parameters for KV transfer."""
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
@@ -123,14 +123,14 @@ _NO_STATES: Final[Mapping[str, Sequence[BoundaryState]]] = MappingProxyType({})
 
 
 class Step(NamedTuple):
-    """What the engine decided in one step.
+    """The engine's decisions in one step.
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, per scheduled request.
         started: Requests that are scheduled for the first time, or again with all their blocks.
         preempted: Requests that lost their blocks.
         allocated: Blocks that requests got since the step before, and targets of block copies.
-        overwritten: Those of ``allocated`` that workers write to before they flush stores.
+        overwritten: The ``allocated`` blocks that workers write to before they flush stores.
         states: Recurrent states to store, per request.
     """
 

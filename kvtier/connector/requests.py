@@ -31,7 +31,7 @@ class TrackedRequest:
         keys: Keys of its whole chunks known so far, per group.
         offered_tokens: Per group, tokens whose chunks were offered for storing.
         next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
-        due_at: When the :class:`OfferQueue` returns it; infinite for never.
+        due_at: Clock value at which :class:`OfferQueue` returns it; infinite for never.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
         has_blocks: Whether it was scheduled and has kept its blocks since.
@@ -90,7 +90,7 @@ class TrackedRequest:
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asks of the KV cache."""
+        """The client's parameters for KV transfer."""
         return self.request.kv_transfer_params
 
     def extend_keys(self) -> None:
@@ -110,7 +110,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Offer all chunks again, from the first one on."""
+        """Offer all chunks again, from the first chunk on."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -193,7 +193,7 @@ def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
         UnsupportedError: ``context`` is not from this scheduler side.
     """
     if not isinstance(context, TrackedRequest):
-        raise UnsupportedError(f"{type(context).__name__} does not say which chunks it has")
+        raise UnsupportedError(f"{type(context).__name__} has no list of its chunks")
     return {
         key: (number + 1) * layout.tokens_per_chunk
         for layout, keys in zip(context.layouts, context.keys, strict=True)

@@ -106,11 +106,11 @@ class ConnectorScheduler:
         name_chunk: Callable[[ChunkKey], ChunkKey] | None = None,
         may_store: Callable[[], bool] | None = None,
     ) -> None:
-        """Start following a request; an earlier one with its id is forgotten.
+        """Start following a request; an earlier request with the same id is forgotten.
 
         Args:
             request: The request.
-            name_chunk: Returns kvtier's key of a chunk; None where it is the engine's.
+            name_chunk: Returns kvtier's key of a chunk; None to use the engine's key.
             may_store: Returns, before each store, whether the request's keys still describe its
                 KV. None for always.
         """
@@ -127,15 +127,15 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond those the engine has.
+        """Return how many tokens can be loaded beyond the engine's cached tokens.
 
         Args:
             request: A request that waits, for the first time or again.
             num_computed_tokens: Its tokens in the engine's own cache.
 
         Returns:
-            The tokens, None to be asked again at the next step; and whether they are loaded
-            while other requests run, which is so whenever there are any.
+            ``(tokens, is_async)``: None means ask again next step; ``is_async`` is true if
+            ``tokens > 0``.
         """
         tracked = self._track(request)
         if tracked.jobs:
@@ -154,7 +154,7 @@ class ConnectorScheduler:
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """Plan the load of tokens that were matched in this step, into the request's blocks.
+        """Plan the load of this step's matched tokens into the request's blocks.
 
         Args:
             request: The request; it waits until the load is acknowledged.
@@ -186,10 +186,10 @@ class ConnectorScheduler:
     # -- steps ---------------------------------------------------------------------------------
 
     def build_connector_meta(self, step: Step) -> ConnectorMetadata:
-        """Return what the workers are to do in this step.
+        """Return the workers' jobs of this step.
 
         Args:
-            step: What the engine decided.
+            step: The engine's decisions.
         """
         if step.started or step.preempted:
             self._update_requests(step)
@@ -212,7 +212,7 @@ class ConnectorScheduler:
         """Process the workers' results; a job ends when all ranks acknowledged it.
 
         Args:
-            output: Of all ranks together, or of some.
+            output: Results of all ranks, or of some ranks.
         """
         self._transfers.add(output.transfers)
         for job_id in output.failed_loads:
@@ -231,7 +231,8 @@ class ConnectorScheduler:
     def request_finished(self, request: EngineRequest) -> None:
         """Offer the last chunks of a request that ended, and forget it.
 
-        Its blocks are about to be freed. Stores that read them end before they are written.
+        The engine is about to free its blocks. Stores that read the blocks end before
+        they are overwritten.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
@@ -276,15 +277,17 @@ class ConnectorScheduler:
         are ignored.
 
         Returns:
-            Whether it is durable. If not, nothing old is served here, but a restart may bring
-            back what a tier held: reset it again.
+            Whether the reset is durable. If not, this engine serves no old chunks, but a
+            restart may recover them: reset the cache again.
 
         Raises:
-            KvtierError: Loads of this step are planned and not built yet: requests would wait
-                for them for ever.
+            KvtierError: Planned loads of this step await :meth:`build_connector_meta`; after a
+                reset their requests would wait for ever.
         """
         if self._load_jobs:
-            raise KvtierError("reset between update_state_after_alloc and build_connector_meta")
+            raise KvtierError(
+                "cannot reset the cache while planned loads await build_connector_meta"
+            )
         self._jobs.abandon()
         self._loading.clear()
         for tracked in self._requests.values():
@@ -313,14 +316,14 @@ class ConnectorScheduler:
                 self._offers.add(tracked, max(tracked.next_offer_tokens - tokens, 1))
 
     def _track(self, request: EngineRequest) -> TrackedRequest:
-        """Return the state of a request; start following it if nobody announced it."""
+        """Return the state of a request; start following an unknown request."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             self.on_new_request(request)
         return self._requests[request.request_id]
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Return whether one of the chunks to load is being loaded already."""
+        """Return whether another load already brings one of the chunks to load."""
         local, end = tracked.local_tokens, tracked.local_tokens + tokens
         return any(
             not self._loading.isdisjoint(
@@ -353,7 +356,7 @@ class ConnectorScheduler:
         return sources
 
     def _update_requests(self, step: Step) -> None:
-        """Record which requests lost their blocks and which ones run from now on."""
+        """Record which requests lost their blocks and which requests run from now on."""
         for req_id in step.preempted:
             tracked = self._requests.get(req_id)
             if tracked is not None:
@@ -371,7 +374,7 @@ class ConnectorScheduler:
     def _store(
         self, tracked: TrackedRequest, scheduled: int, states: Sequence[BoundaryState] = ()
     ) -> None:
-        """Offer a request's new chunks and begin a job for those the cache wants."""
+        """Offer a request's new chunks and begin a job for the accepted chunks."""
         tracked.extend_keys()
         tokens = computed_tokens(tracked.request, scheduled)
         table = self.tables.get_blocks(tracked.req_id)
@@ -408,7 +411,7 @@ def _plan_load(
 ) -> tuple[list[ChunkKey], BlockSpec]:
     """Return the chunks of ``external_tokens`` tokens after the local ones, and their blocks.
 
-    In each group it begins at the first new block. The blocks before that are hits of the
+    In each group the load begins at the first new block. Earlier blocks are hits of the
     engine's own cache, or outside a sliding window.
 
     Raises:

@@ -1,8 +1,9 @@
 """A cache as a scheduler uses it: the pure manager and the storage engine in one object.
 
 It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
-request. So it only passes values: results of the storage engine to the manager at the edges of
-a step, and new jobs back. An unexpected error is logged once, counted, and treated as a miss.
+request. So the service only passes values: results of the storage engine to the manager at the
+edges of a step, and new jobs back. An unexpected error is logged once, counted, and treated as
+a miss.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class CacheService:
         ]
         self._hints = HintTable(natures, retain_s=retain_s)
         self._loads: dict[str, deque[Sequence[ChunkKey]]] = {}
-        """Chunks of loads in flight that are retained when they end."""
+        """Chunks of loads in flight, to retain after the load."""
         self._jobs = TierJobs(storage, self.report_error)
         self._waits = LoadWaits()
         self._notices = Notices(names, storage.region.geometry.slot_nbytes)
@@ -124,7 +125,7 @@ class CacheService:
 
     @_or_else(None)
     def begin_request(self, request: RequestContext) -> None:
-        """Start following a request; an earlier one with its id is forgotten."""
+        """Start following a request; an earlier request with the same id is forgotten."""
         self.is_idle = False
         self._waits.forget(request.req_id)
         hints = self._hints.begin(request)
@@ -146,7 +147,7 @@ class CacheService:
 
     @_or_else(_NO_HIT)
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
-        """Return how many tokens can be loaded now; None to ask again at the next step."""
+        """Return how many tokens can be loaded now; None to look up again in the next step."""
         self._begin_step()
         tokens = 0 if self._is_disabled else self._manager.lookup(req_id, prompt)
         if tokens is None:
@@ -165,15 +166,15 @@ class CacheService:
 
     @_or_else(None)
     def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
-        """Queue a request for all the ``keys`` it found; it is deferred until RAM has them."""
+        """Queue a request for the ``keys`` of its hit; it is deferred until RAM has them."""
         self.is_idle = False
         self._manager.fetch(keys, req_id)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin chunks that were hits in this step and return where they are, or will be.
 
-        At this point the engine accepts no refusal. After an error the plan is a load that
-        fails.
+        The engine accepts no refusal here, so after an error the returned plan makes the load
+        fail.
         """
         self.is_idle = False
         try:
@@ -294,7 +295,7 @@ class CacheService:
     def is_active(self) -> bool:
         """Whether another step is certain: a request runs, or work is pending.
 
-        Waiting events are no reason: they are taken in this step, after its figures.
+        Waiting events do not count: they are taken in this step, after its figures.
         """
         manager = self._manager
         return bool(manager.requests) or (not self._is_closed and manager.has_work())
@@ -330,7 +331,7 @@ class CacheService:
         self._internal_errors += 1
         if self._internal_errors == 1:
             logger.error(
-                "%s: unexpected error, answered as a miss; later ones are only counted",
+                "%s: unexpected error, answered as a miss; later errors are only counted",
                 where,
                 exc_info=error,
             )
@@ -341,8 +342,8 @@ class CacheService:
         """Make everything in every tier a miss, durably: weights may have changed.
 
         Returns:
-            Whether it is durable. If not, this engine serves nothing old, but a restart may
-            bring back what a tier held: reset it again.
+            Whether the reset is durable. If not, this engine serves no old chunks, but a
+            restart may recover them: reset the cache again.
         """
         self._reset_manager()
         return self._jobs.reset_tiers()
@@ -395,17 +396,17 @@ class CacheService:
 
     @_or_else(None)
     def _learn(self, tokens: int, seconds: float) -> None:
-        """Report to the cost model how long a step took that computed ``tokens`` tokens."""
+        """Report the duration of a step with ``tokens`` prompt tokens to the cost model."""
         self._manager.record_prefill(tokens, seconds)
 
     @_or_else(None)
     def _submit_now(self) -> None:
-        """Submit the jobs of a load whose workers are about to wait for them."""
+        """Submit the jobs of a load before its workers wait for them."""
         self._jobs.submit()
 
     @_or_else(None)
     def _fail_request(self, req_id: str) -> None:
-        """Make the rest of a request's lookups misses; its policy may fail in this, too."""
+        """Make later lookups of a request misses, even if a policy raises again."""
         self._manager.fail_request(req_id)
 
     def _log_notices(self, now: float) -> None:
@@ -414,7 +415,7 @@ class CacheService:
         self._notices.log_skipped(self._manager.cost_model, now)
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Keep chunks that were just used in RAM as long as their request, or YAML, says."""
+        """Keep just used chunks in RAM for the time that their request or the YAML sets."""
         retain_s = self._hints.retain_seconds(req_id)
         if retain_s:
             self._manager.retain(keys, time.monotonic() + retain_s)

@@ -46,7 +46,7 @@ class Storage:
     """One engine's tiers, opened.
 
     Attributes:
-        manager: Decides.
+        manager: Decides which chunks move.
         engine: Moves chunks between the tiers.
         tiers: The slower tiers, fastest first.
         pool: Threads of the tiers' blocking calls.
@@ -54,7 +54,7 @@ class Storage:
         recorder: Writes the trace of requests, if there is one.
         observer: Follows requests for the recorder and the shadow policies, if there are any.
         recovered: Chunks of earlier engines, by tier name.
-        stores: Where the tiers keep chunks.
+        stores: The places where the tiers keep chunks.
     """
 
     manager: TieredOffloadingManager
@@ -94,10 +94,10 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         region: The RAM tier; owned by the result.
         fingerprint: The identity of stored bytes.
         tokens_per_chunk: Tokens of a chunk of the counting group.
-        groups: What each KV cache group needs of a prefix.
+        groups: The part of a prefix that each KV cache group needs.
         record_events: Whether residency events have a listener.
         positions: Returns the chunks of a request, for the recorder and the shadow policies.
-        counting_group: Index of the KV cache group whose chunks stand for tokens.
+        counting_group: Index of the KV cache group used to count tokens.
 
     Raises:
         KvtierError: A tier cannot be opened; nothing is left open.
@@ -189,8 +189,8 @@ def _routes(
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
     """Close all tiers, in spite of errors, and wait up to ``timeout_s``.
 
-    Each closes in a thread, because a tier with a hanging disk ignores cancellation, and the
-    engine's error must still be reported.
+    Each tier closes in a thread, because a tier with a hanging disk ignores cancellation, and
+    the engine's error must still be reported.
     """
     deadline_s = time.monotonic() + timeout_s
     threads = [

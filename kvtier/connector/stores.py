@@ -3,14 +3,15 @@
 A chunk is offered once, in the step that computes its last token; the worker copies it after
 that step. A chunk is stored whole or not at all.
 
-Groups of full attention offer every chunk. Of a window, later hits use only the chunks before a
-token where a hit can end. They are offered when they are computed, because the window may leave
-their blocks behind before the request reaches that token. Hits can end at multiples of the
-engine's retention interval, at the end of the prompt, and at the end of a prefix that is shared
-with another request. Generated tokens, if they are stored, are kept for every possible end.
+Groups of full attention offer every chunk. Later hits use only a window's last chunks before a
+token where a hit can end. These chunks are offered when they are computed, because the window
+may leave their blocks behind before the request reaches that token. Hits can end at multiples
+of the engine's retention interval, at the end of the prompt, and at the end of a prefix that is
+shared with another request. Generated tokens, if they are stored, are kept for every possible
+end.
 
 The engine's block table is read when a chunk is offered: blocks that a window left behind are
-null in it.
+null blocks.
 """
 
 from __future__ import annotations

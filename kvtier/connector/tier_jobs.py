@@ -48,7 +48,7 @@ class TierJobs:
             self._apply(result)
 
     def submit(self) -> list[Job]:
-        """Submit what the manager planned since the last call; return the jobs submitted."""
+        """Submit the jobs planned since the last call; return the submitted jobs."""
         self.forget_corrupt()  # first: the jobs may use those slots again
         jobs = self._manager.take_jobs()
         try:
@@ -86,12 +86,13 @@ class TierJobs:
             resets = {tier.name: tier.reset for tier in self._tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
         except Exception:
-            logger.exception("resetting the tiers")
+            logger.exception("the tiers could not be reset")
             done = False
         if not done:
             logger.error(
                 "not every tier was reset for good: nothing old is served by this engine, but "
-                "reset it again, or remove the stores' directories before another one uses them"
+                "reset it again, or remove the stores' directories before another engine "
+                "uses them"
             )
         return done
 
@@ -120,7 +121,7 @@ class TierJobs:
             self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
 
     def _fail(self, jobs: Sequence[Job]) -> None:
-        """Fail jobs that were not submitted, here and for workers that wait for them."""
+        """Report unsubmitted jobs as failed, to the manager and to the workers that wait."""
         for job in jobs:
             try:
                 # First, as for any other job: afterwards the manager reuses the slots.

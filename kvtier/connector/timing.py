@@ -14,7 +14,7 @@ _MAX_WAITS: Final = 4096
 
 
 class StepClock:
-    """Measures how long the engine takes for a step, seen from its scheduler.
+    """Measures the duration of engine steps from the scheduler.
 
     A step begins when it is scheduled or, where the engine schedules ahead, when the step
     before it ends. It ends when its output arrives. Idle time belongs to no step. Steps without
@@ -38,8 +38,8 @@ class StepClock:
         """Record that the oldest scheduled step ended.
 
         Returns:
-            Its prompt tokens and its seconds; None if it had no prompt tokens, or no step was
-            scheduled.
+            The step's prompt tokens and seconds; None if the step had no prompt tokens, or no
+            step was scheduled.
         """
         ahead = self._ahead
         if not ahead:

@@ -1,4 +1,4 @@
-"""Transfers of one side of the connector since they were last taken.
+"""Records of transfers, kept until they are taken.
 
 A worker records each copy that it finishes. The records of all workers are added up, travel to
 the scheduler side, and end as metrics. If nobody takes them, later transfers are added to the

@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How one rank takes part.
+    """Options of one rank's worker.
 
     Attributes:
         rank: This rank.
@@ -73,7 +73,7 @@ class ConnectorWorker:
     Args:
         kv: The rank's KV memory.
         region: The RAM tier; closed with the worker.
-        options: How the rank takes part.
+        options: Options of the worker.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
@@ -98,7 +98,7 @@ class ConnectorWorker:
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Submit deferred stores and wait for those whose blocks are about to be overwritten.
+        """Submit deferred stores; wait for stores with blocks about to be overwritten.
 
         A store that does not end in time, or is in ``lost_stores``, never counts as whole.
         """
@@ -178,7 +178,7 @@ class ConnectorWorker:
         purpose: Purpose,
         start: Callable[[JobId, TransferJob], None],
     ) -> None:
-        """Start a job; one that cannot be started ends as one that failed."""
+        """Start a job; a job that cannot be started is reported as failed."""
         self._submitted += 1
         try:
             start(job_id, job)

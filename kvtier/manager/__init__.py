@@ -7,16 +7,17 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
 * :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
 * :mod:`~kvtier.manager.promote` brings chunks of slower tiers to RAM for waiting requests,
   :mod:`~kvtier.manager.grants` pins them until they are loaded, and
-  :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, by
+  :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
   :mod:`~kvtier.manager.estimates`.
 * :mod:`~kvtier.manager.demote` copies chunks to slower tiers.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline; :mod:`~kvtier.manager.reset`
   keeps slots out of use after a reset.
 
-They share the :mod:`~kvtier.manager.tier_stack`: its tiers (:mod:`~kvtier.manager.tier` and
-:mod:`~kvtier.manager.slots`), the :mod:`~kvtier.manager.jobs` in flight, the residency
-:mod:`~kvtier.manager.events` and the :mod:`~kvtier.manager.reuse` gaps. ``plans``, ``requests``
-and ``runs`` have the values that they exchange. ``build`` makes a manager of a configuration.
+These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
+(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the :mod:`~kvtier.manager.jobs`
+in flight, the residency :mod:`~kvtier.manager.events` and the :mod:`~kvtier.manager.reuse`
+gaps. ``plans`` and ``runs`` define the values that these modules exchange. ``build`` makes a
+manager from a configuration.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _MAX_QUEUE_S: Final = 1.0
 _JOB_CHUNKS: Final = 256
 _JOB_NBYTES: Final = 64 << 20
 """Size of one job: large enough to merge into few large I/O calls; small enough that an urgent
-job never waits long behind it, and that the next one is queued before it ends."""
+job never waits long behind another job, and that the next job is queued before one ends."""
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
@@ -38,7 +38,7 @@ def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierSta
 
     Args:
         config: The configuration.
-        capacities: Slots of each of its tiers.
+        capacities: Number of slots of each configured tier.
 
     Raises:
         ConfigError: An eviction policy is not installed, or its constructor fails.
@@ -70,14 +70,14 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
 
     Args:
         config: The configuration.
-        tiers: Its tiers, of :func:`build_tiers`.
+        tiers: The tiers that :func:`build_tiers` made.
         slot_nbytes: Bytes a chunk takes in a tier.
         chunk_tokens: Tokens of a chunk of the counting group.
-        slot_status: What the workers report about RAM slots.
-        record_events: Whether residency events are taken.
-        track_reuse: Whether reuse gaps are taken.
-        groups: What each KV cache group needs of a prefix.
-        counting_group: Index of the KV cache group whose chunks stand for tokens.
+        slot_status: The workers' reports about RAM slots.
+        record_events: Whether residency events are recorded; the caller then takes them.
+        track_reuse: Whether reuse gaps are recorded; the caller then takes them.
+        groups: The part of a prefix that each KV cache group needs.
+        counting_group: Index of the KV cache group used to count tokens.
 
     Raises:
         ConfigError: A placement or admission policy is not installed, or its constructor fails.
@@ -155,7 +155,7 @@ def _build_placement(
 def _build_conditions(
     config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> list[Admission]:
-    """Build the conditions for entering a slower tier; the write budget is asked last."""
+    """Build the conditions for entering a slower tier; the write budget comes last."""
     rules = config.placement
     conditions: list[Admission] = []
     if rules.admit != "all":

@@ -1,26 +1,26 @@
 """Decides whether a load is worth its time: chunks that are faster to compute are not loaded.
 
 A slower tier usually returns a chunk in a fraction of the time that computing it takes. A disk
-that is busy, worn or remote may not, and then a cache makes requests slower. So before chunks
-are promoted for a request, the time of that is compared with the time of computing the tokens
-it saves, both as :mod:`kvtier.manager.estimates` has measured them.
+that is busy, worn or remote may be slower, and then a cache makes requests slower. So before
+chunks are promoted for a request, the time to load them is compared with the time to compute
+their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
-**Which head.** The head is loaded for which loading minus ``margin`` x computing is least. A
+**Which head.** The head with the least load time minus ``margin`` x compute time is loaded. A
 loaded head saves its tokens whatever happens to the tail; a tail without its head saves none.
 Chunks in RAM cost nothing, but need all chunks before them. The times of several tiers are
-added although loads may overlap: a slower tier then never means that more is loaded, which a
-maximum would not guarantee. A head ends where a tier would come near the deadline of its jobs:
-chunks that miss it are waited for in vain.
+added although loads may overlap: with a sum, a slower tier never makes a load longer; with a
+maximum it could. A head ends before the load from a tier comes near its deadline: a request
+waits in vain for chunks that miss the deadline.
 
 **Unknown costs.** While nothing is known, chunks are loaded: their deadline bounds the cost. An
-estimate without new samples is trusted less and less: for the purpose of a new sample it halves
-every ten seconds. A sample loads 16 MiB at most, or one chunk, if nothing else is loaded from
-the tier. So a tier that was slow for a while is found to have recovered, and a tier that is
-always slow is sampled ever less often.
+estimate without new samples is trusted less and less: to decide about a new sample, it is
+halved for every ten seconds of age. A sample loads 16 MiB at most, or one larger chunk, if
+nothing else is loaded from the tier. So a tier that was slow for a while is found to have
+recovered, and a tier that is always slow is sampled ever less often.
 
-A tier whose estimate is only a lower bound is loaded from by such samples only, until one
-arrives. Otherwise a series of ever smaller loads would each have to miss its deadline first.
-With several KV cache groups a sample is useless to the request, but as good a measurement.
+If the estimate of a tier is only a lower bound, only samples are loaded from the tier until one
+arrives. Otherwise each of a series of ever smaller loads would have to miss its deadline first.
+With several KV cache groups a sample does not help the request, but measures the tier as well.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
 
 _SAMPLE_NBYTES: Final = 16 << 20
 _DEADLINE_SHARE: Final = 0.8
-"""Share of a load's deadline that may be planned: an estimate is a mean, and a job that is a
-little late moved its bytes in vain."""
+"""Largest planned load time, as a share of the deadline: an estimate is a mean, and a job that
+is a little late moved its bytes in vain."""
 
 
 class SkipCause(enum.Enum):
@@ -55,19 +55,19 @@ class SkipCause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """A load that is skipped, or cut to a head.
+    """A decision to skip a load or to cut it to a head.
 
     Attributes:
-        cause: Why.
-        kept: Leading chunks of the request that are loaded.
+        cause: Reason for the decision.
+        kept: Number of leading chunks that are loaded.
         tokens_per_chunk: Prompt tokens per chunk, on average.
         skipped: Skipped chunks of each slower tier, by its index.
         tokens: Prompt tokens that are computed although their chunks were found.
         load_s: Estimated time to load all chunks.
         recompute_s: Estimated time to compute all chunks.
         nbytes: Bytes of all chunks in slower tiers.
-        queued_nbytes: Bytes queued before them.
-        max_load_s: Longest that a load from one tier may take.
+        queued_nbytes: Bytes queued in the tiers before this load.
+        max_load_s: Longest time that a load from one tier may take.
     """
 
     cause: SkipCause
@@ -84,14 +84,14 @@ class LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class CostFigures:
-    """The estimates now, and the loads skipped so far.
+    """The current estimates and the loads skipped so far.
 
     Attributes:
         load_costs: Cost of a load per tier; None where nothing was measured.
         recompute_s_per_token: Time to compute a token; None where nothing was measured.
         skipped_chunks: Chunks skipped, per tier.
         skipped_tokens: Prompt tokens of these chunks, per tier.
-        last: The latest load that was skipped or cut.
+        last: The latest decision to skip or cut a load.
     """
 
     load_costs: Sequence[LoadCost | None]
@@ -108,13 +108,13 @@ class CostModel:
 
     Args:
         tiers: Number of tiers, RAM included.
-        chunk_nbytes: Bytes that move for a chunk.
+        chunk_nbytes: Bytes moved per chunk.
         chunk_tokens: Tokens that a chunk saves; 0 makes every load worth its time.
         recompute_s_per_token: Time to compute a token; None to measure it.
-        margin: How many times the computing time a load may take; infinite for any.
+        margin: Longest load time, as a multiple of the compute time; infinite for no limit.
 
     Attributes:
-        last: The latest load that was skipped or cut.
+        last: The latest decision to skip or cut a load.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class CostModel:
     # -- measuring --------------------------------------------------------------------------
 
     def record_job(self, job_id: JobId, tier: int, chunks: int) -> None:
-        """Record a job that reads ``chunks`` chunks of a tier for a request that waits."""
+        """Record a job that reads ``chunks`` chunks of a tier for a waiting request."""
         nbytes = chunks * self._chunk_nbytes
         self._queued_nbytes[tier] += nbytes
         self._jobs[job_id] = (tier, nbytes, self._queued_nbytes[tier])
@@ -153,7 +153,7 @@ class CostModel:
 
         Args:
             result: The result.
-            timeout_s: The job's deadline, which later loads must keep too.
+            timeout_s: Deadline of this job and of later loads.
             now: Seconds on the clock of :meth:`choose`.
         """
         job = self._jobs.pop(result.job_id, None)
@@ -179,7 +179,7 @@ class CostModel:
         """Record that a step of the engine computed ``tokens`` prompt tokens.
 
         Args:
-            tokens: Prompt tokens; steps of few are ignored.
+            tokens: Prompt tokens of the step; a step with few prompt tokens is ignored.
             seconds: Time of the step.
             now: Seconds on the clock of :meth:`choose`.
         """
@@ -200,13 +200,13 @@ class CostModel:
         Args:
             sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
                 RAM or on their way there.
-            counted: How many of the chunks stand for tokens. If not all do, they belong to
-                several KV cache groups. Then all are loaded, or only a sample: a head of one
-                group is useless.
+            counted: Number of chunks in the counting group. If other chunks are left, there
+                are several KV cache groups. Then all chunks are loaded, or only a sample: a
+                head of one group is useless.
             now: Seconds on a monotonic clock.
 
         Returns:
-            None to load all chunks.
+            The decision to skip or cut the load; None to load all chunks.
         """
         s_per_token = self.recompute_s_per_token
         if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
@@ -237,7 +237,7 @@ class CostModel:
         return candidate.choice(kept, tokens_per_chunk, cause)
 
     def record_skip(self, choice: LoadChoice | None) -> None:
-        """Count the chunks of a choice that is final; None for a load of all chunks."""
+        """Count the chunks that a final ``choice`` skips; None skips no chunk."""
         if choice is None:
             return
         self.last = choice
@@ -261,9 +261,9 @@ class CostModel:
         )
 
     def _proven_head(self, candidate: _Candidate, best: int) -> int:
-        """Return how many of the ``best`` leading chunks to load from tiers that were measured.
+        """Return how many of the ``best`` leading chunks to load.
 
-        From a tier whose cost is only a bound, a sample is loaded if nothing else is.
+        If the cost of a tier is only a lower bound, at most a sample is loaded from the tier.
         """
         left = {
             tier: 0 if self._queued_nbytes[tier] else self._sample_chunks
@@ -278,7 +278,7 @@ class CostModel:
         return best
 
     def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
-        """Return ``kept``, or more chunks for the sake of a new sample."""
+        """Return ``kept``, or a larger number of chunks to get a new sample."""
         costs = {
             tier: cost
             for tier in candidate.costs
@@ -301,13 +301,13 @@ class _Candidate:
 
     Attributes:
         sources: Index of the tier of each chunk; 0 for RAM.
-        is_divisible: Whether a head of it is useful.
-        chunk_nbytes: Bytes that move for a chunk.
+        is_divisible: Whether a head of the prefix is useful.
+        chunk_nbytes: Bytes moved per chunk.
         recompute_s: Time to compute a chunk.
-        margin: How many times that a load may take.
+        margin: Longest load time, as a multiple of the compute time.
         costs: Cost of a load from each slower tier that was measured.
-        queued_nbytes: Bytes queued before it, by tier.
-        max_load_s: Longest that a load from one tier may take.
+        queued_nbytes: Bytes queued before this load, by tier.
+        max_load_s: Longest time that a load from one tier may take.
     """
 
     sources: Sequence[int]
@@ -322,7 +322,7 @@ class _Candidate:
     def best_head(
         self, costs: Mapping[int, LoadCost], *, max_load_s: float | None = None
     ) -> int:
-        """Return the length of the head whose loading saves most and is done in time."""
+        """Return the length of the head that saves most time and meets its deadline."""
         if max_load_s is None:
             max_load_s = self.max_load_s
         saved_s = self.margin * self.recompute_s
@@ -347,12 +347,12 @@ class _Candidate:
         return best
 
     def cause(self, best: int) -> SkipCause:
-        """Return why the best head is not longer."""
+        """Return the reason why the best head is not longer."""
         unlimited = self.best_head(self.costs, max_load_s=math.inf)
         return SkipCause.LATE if unlimited > best else SkipCause.SLOWER
 
     def choice(self, kept: int, tokens_per_chunk: float, cause: SkipCause) -> LoadChoice:
-        """Return the choice to load no more than ``kept`` chunks."""
+        """Return the decision to load only the first ``kept`` chunks."""
         sources, chunk_nbytes = self.sources, self.chunk_nbytes
         wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
         tail = sources[kept:]

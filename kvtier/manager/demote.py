@@ -1,13 +1,14 @@
 """Copies chunks to slower tiers: at once (write-through) or before eviction (write-on-evict).
 
 A chunk that a slower tier must still receive is dirty and cannot be evicted. With write-through
-it is dirty from the end of its store until it arrived below. With write-on-evict it is dirty
-from then on too, but copied only when free slots are low (:class:`_Reclaimer`). Either way an
-eviction never waits for a disk, and a chunk that could not be copied is counted as lost.
+the chunk is dirty from the end of its store until the slower tier has it. With write-on-evict
+the chunk is dirty from the same moment on, but is copied only when free slots are low
+(:class:`_Reclaimer`). Either way an eviction never waits for a disk, and a chunk that could not
+be copied is counted as lost.
 
 When a slower tier is slower than the stores, its backlog grows. Beyond a bound the newest
-chunks are not queued: they are hits in RAM, but are lost when evicted. That keeps the heads of
-prefixes, without which their tails are useless, and leaves RAM to the chunks in use.
+chunks are not queued: they are hits in RAM, but are lost when evicted. This bound protects the
+heads of prefixes, because tails are useless without heads, and leaves RAM to the chunks in use.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Demoter:
 
     @property
     def is_reclaiming(self) -> bool:
-        """Whether :meth:`end_step` may demote copies to free slots, perhaps again at once."""
+        """Whether the next :meth:`end_step` may demote copies to free slots."""
         return self._reclaimer.is_needed
 
     def publish(self, run: Run) -> None:
-        """Make stored chunks hits in RAM, and queue them for the tiers that must have them."""
+        """Make stored chunks hits in RAM; queue them for the tiers that must receive them."""
         copies = run.copies
         self._stack.publish(self._ram, copies)
         if len(self._stack.tiers) == 1 or not copies:
@@ -64,12 +65,17 @@ class Demoter:
             self._place_run(run)
 
     def record_use(self, copies: Sequence[ChunkCopy]) -> None:
-        """Place chunks that were loaded from RAM again, if the policy wants that."""
+        """Apply the placement policy to chunks that were loaded from RAM."""
         if self._stack.placement.places_used and len(self._stack.tiers) > 1:
             self._place(copies)
 
     def add_sole_copies(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Mark dirty those of ``copies``, in ``tier`` only, that a slower tier must receive."""
+        """Mark ``copies`` dirty if a slower tier must receive them.
+
+        Args:
+            tier: The tier of the copies.
+            copies: Copies of chunks that no slower tier has.
+        """
         if tier not in self._reclaimer.tiers or not copies:
             return
         for target, group in self._targets.of_victims(copies, tier.index).items():
@@ -77,7 +83,7 @@ class Demoter:
                 tier.mark_dirty(group)
 
     def add_recovered(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`add_sole_copies` for chunks that survived a restart."""
+        """Mark copies that survived a restart dirty if a slower tier must receive them."""
         if tier not in self._reclaimer.tiers:
             return
         slower = self._stack.tiers[tier.index + 1 :]
@@ -96,7 +102,7 @@ class Demoter:
     def flush_all(self) -> None:
         """Plan jobs for every dirty copy of RAM; for an orderly shutdown.
 
-        Retained copies, and those that are being loaded, are demoted too.
+        Retained copies and copies that are being loaded are demoted too.
         """
         coming = chain(self.waiting(), self._jobs.sources(self._ram))
         on_their_way = set(map(id, coming))
@@ -121,7 +127,7 @@ class Demoter:
         self.add_sole_copies(self._stack.tiers[record.destination], arrived)
 
     def clear(self) -> None:
-        """Unpin what is queued; for a reset of the cache."""
+        """Unpin and forget all queued copies, and clear the in-flight counts; for a reset."""
         self._ram.unpin(self.waiting())
         for queue in self._queues:
             queue.clear()
@@ -129,7 +135,7 @@ class Demoter:
         self._jobs.clear()
 
     def _place(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`_place_run` for the clean ones of ``copies`` in long enough prefixes."""
+        """Apply :meth:`_place_run` to the clean ``copies`` in long enough prefixes."""
         if self._min_chunks > 1:
             copies = dict.fromkeys(self._in_long_prefixes(copies))
         clean = [copy for copy in copies if not copy.dirty]
@@ -137,7 +143,7 @@ class Demoter:
             self._place_run(self._ram.run_of(clean))
 
     def _place_run(self, run: Run) -> None:
-        """Queue clean RAM copies for the tiers that must have them soon."""
+        """Queue clean RAM copies for the tiers that must receive them soon."""
         queued, others = self._targets.of_new(run)
         for target, part in queued:
             fitting = self._cut_to_backlog(part, target)
@@ -149,8 +155,8 @@ class Demoter:
     def _in_long_prefixes(self, copies: Iterable[ChunkCopy]) -> Iterator[ChunkCopy]:
         """Yield the RAM ``copies`` whose prefix has ``min_chunks`` chunks.
 
-        The chunks before a copy that makes its prefix long enough are yielded with it: without
-        them it would be stranded below.
+        If a copy makes its prefix long enough, the copies before it are yielded too: a slower
+        tier cannot use the copy without them.
         """
         for copy in copies:
             length = copy.depth + 1
@@ -185,7 +191,7 @@ class Demoter:
         return run.head(fits) if fits else None
 
     def _enqueue(self, target: int, run: Run) -> None:
-        """Queue copies that are dirty and pinned for tier ``target``."""
+        """Queue dirty, pinned copies for tier ``target``."""
         self._queues[target].append(run)
         self._queued[target] += len(run.copies)
 
@@ -199,7 +205,7 @@ class Demoter:
             run = self._dequeue(index, chunks)
             if run is None:
                 break
-            # The job takes over the pins of those that it copies.
+            # The job takes over the pins of the copies that it moves.
             sent = self._jobs.plan(self._ram, run, index)
             if sent < len(run.copies):
                 self._ram.unpin(run.copies[sent:])
@@ -209,7 +215,7 @@ class Demoter:
         """Return whether slots for the whole queue of tier ``index`` may be freed at once.
 
         Otherwise slots are freed job by job, so that a job without slots does not lose later
-        ones. The order matters to a policy that hears of misses or evicts leaves only.
+        jobs. The order matters to a policy that tracks misses or evicts leaves only.
         """
         target = self._stack.tiers[index]
         policy = target.eviction
@@ -232,7 +238,7 @@ class Demoter:
         return Run.join(taken) if taken else None
 
     def _still_needed(self, run: Run, index: int) -> Run:
-        """Return the part of ``run`` that tier ``index`` lacks; release the rest."""
+        """Return the copies of ``run`` that tier ``index`` lacks; release the other copies."""
         members = self._stack.tiers[index].copies
         if run.drops == self._ram.drops and members.keys().isdisjoint(run.keys):
             return run
@@ -248,17 +254,17 @@ class Demoter:
 class _Targets:
     """Asks the placement policy which slower tiers must receive copies.
 
-    Many copies are asked about at a time, because the answer is nearly always the same.
+    One question covers many copies, because the answer is nearly always the same.
     """
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
 
     def of_new(self, run: Run) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
-        """Decide where clean RAM copies must be soon.
+        """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
-            The parts to demote now, each with its tier, and the copies of no part.
+            The parts to demote now, each with its target tier, and the copies in no part.
         """
         stack, new = self._stack, run.copies
         if stack.has_any(run.keys, slower_than=0):
@@ -282,7 +288,7 @@ class _Targets:
     def of_victims(
         self, copies: Sequence[ChunkCopy], source: int, *, min_chunks: int = 1
     ) -> dict[int | None, Sequence[ChunkCopy]]:
-        """Group ``copies``, which no slower tier has, by the tier that must receive each.
+        """Group ``copies``, absent from slower tiers, by the tier that must receive them.
 
         Args:
             copies: Copies in one tier.
@@ -290,7 +296,7 @@ class _Targets:
             min_chunks: Shortest prefix whose clean copies are demoted; dirty ones always are.
 
         Returns:
-            The groups; under None the copies that no tier must or may receive.
+            Copies by the index of the receiving tier; under None, copies that stay in no tier.
         """
         if not copies:
             return {}
@@ -309,12 +315,12 @@ class _Targets:
         return dict(groups)
 
     def admitted(self, copies: Sequence[ChunkCopy], target: int) -> Sequence[ChunkCopy]:
-        """Return those of ``copies`` that may enter tier ``target``."""
+        """Return the ``copies`` that may enter tier ``target``."""
         answers = self._stack.placement.admit_many(copies, target, _DEMOTE, self._stack.ctx)
         return copies if all(answers) else list(compress(copies, answers))
 
     def _place(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
-        """Return the slower tiers that must have some of ``copies`` soon, and which."""
+        """Return the ``copies`` that slower tiers must receive soon, by index of the tier."""
         places = self._stack.placement.place_many(copies, self._stack.ctx)
         if places and places.count(places[0]) == len(places):
             return dict.fromkeys(places[0], copies)
@@ -329,7 +335,7 @@ class _DemotionJobs:
     """Plans demotion jobs and applies their results.
 
     Attributes:
-        in_flight: Chunks on their way to each tier, by its index, without those of late jobs.
+        in_flight: Chunks on their way to each tier, by index; late jobs are excluded.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -339,16 +345,16 @@ class _DemotionJobs:
     def plan(
         self, source: TierState, run: Run, index: int, *, is_eviction: bool = False
     ) -> int:
-        """Plan jobs that copy ``run``; chunks that find no slot are counted as lost.
+        """Plan jobs that copy ``run``; chunks without a slot are counted as lost.
 
         Args:
             source: Tier of the run.
-            run: What to copy.
+            run: The copies to demote.
             index: Index of the tier that receives it.
-            is_eviction: Whether the run leaves its tier, in its order, to free slots.
+            is_eviction: Whether the copies leave ``source`` in this order, to free slots.
 
         Returns:
-            How many copies of the run have a job; the job needs a pin on each of them.
+            The number of leading copies that have a job; the job needs a pin on each.
         """
         stack = self._stack
         target = stack.tiers[index]
@@ -357,7 +363,8 @@ class _DemotionJobs:
         taken = stack.take_slots(target, run.keys[:fits])
         if taken is None:
             fits = target.slots.free
-        slots = target.slots.allocate(fits) if taken is None else taken[0]
+            taken = stack.take_slots(target, run.keys[:fits])
+        slots = taken[0] if taken is not None else []
         if fits < chunks:
             run, rest = run.cut(fits)
             target.request_slots(chunks)
@@ -372,14 +379,14 @@ class _DemotionJobs:
         for at in range(0, fits, batch):
             part = slice(at, at + batch)
             record = JobRecord(
-                _DEMOTE,
-                source.index,
-                index,
-                run.copies[part],
-                run.keys[part],
-                run.slots[part],
-                copies[part],
-                stack.epoch,
+                purpose=_DEMOTE,
+                source=source.index,
+                destination=index,
+                sources=run.copies[part],
+                keys=run.keys[part],
+                source_slots=run.slots[part],
+                destinations=copies[part],
+                epoch=stack.epoch,
                 is_eviction=is_eviction,
             )
             stack.jobs.add(record, slots[part], timeout_s=stack.limits.store_timeout_s)
@@ -410,7 +417,7 @@ class _DemotionJobs:
         return arrived
 
     def release(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` need no job; evict those that were leaving."""
+        """Record that ``copies`` need no job; evict the copies that were leaving."""
         tier.mark_clean(copies)
         if tier.leaving and copies:
             self._evict_leaving(tier, tier.run_of(copies))
@@ -422,7 +429,7 @@ class _DemotionJobs:
                 yield from record.sources
 
     def clear(self) -> None:
-        """Count no chunk as in flight; for a reset of the cache."""
+        """Set the in-flight counts to 0; for a reset of the cache."""
         self.in_flight = [0] * len(self.in_flight)
 
     def _abort(self, record: JobRecord, failures: Sequence[Failure]) -> None:
@@ -438,7 +445,7 @@ class _DemotionJobs:
                 self._stack.drop_corrupt(source_tier, source)
 
     def _evict_leaving(self, tier: TierState, run: Run) -> None:
-        """Evict those of ``run`` that are leaving and clean; restore those in use again."""
+        """Evict clean leaving copies of ``run``; restore leaving copies in use again."""
         are_needed = [copy.pins or copy.dirty for copy in run.copies]
         if not any(are_needed) and tier.leaving.issuperset(run.copies):
             self._stack.evict_leaving(tier, run)
@@ -454,8 +461,8 @@ class _Reclaimer:
     """Keeps slots of every tier free by demoting its best victims: write-on-evict.
 
     A new chunk is dirty if a slower tier must receive it, but is not copied while slots are
-    free. When they are low, the best victims leave the eviction order. They are evicted at once
-    if a slower tier has them, else when they have been copied.
+    free. When they are low, the best victims leave the eviction order. A victim is evicted at
+    once if a slower tier has the chunk, else after the chunk was copied.
 
     Attributes:
         tiers: The tiers whose victims are demoted.
@@ -491,10 +498,10 @@ class _Reclaimer:
         return bool(tier.requested_slots) or free < self._reserve[tier.index]
 
     def _reclaim(self, tier: TierState) -> None:
-        """Demote victims of ``tier`` until enough slots are free or will be.
+        """Demote victims of ``tier`` until enough slots are free or about to be free.
 
-        Only free slots count. If idle copies counted too, they would be evicted first, and the
-        chunks promoted last, which are in use, are the idle ones.
+        Only free slots count. If idle copies counted too, they would be evicted first, and idle
+        copies include the newest promoted chunks, which are in use.
         """
         stack = self._stack
         # Transient copies are dropped soon, but a refused request cannot wait for that.
@@ -521,10 +528,10 @@ class _Reclaimer:
                     stack.tiers[index].request_slots(wanted)
 
     def _evict_copied(self, tier: TierState, victims: Run) -> dict[int, Sequence[ChunkCopy]]:
-        """Evict the victims that need not be copied.
+        """Evict the victims that need no copy.
 
         Returns:
-            The others, by the tier that receives them.
+            The other victims, by the tier that receives them.
         """
         stack, sole = self._stack, victims.copies
         for slower in stack.tiers[tier.index + 1 :]:

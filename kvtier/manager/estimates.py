@@ -1,15 +1,14 @@
 """Estimates of how long loading and computing take, from measurements.
 
 *Loading.* The time from handing a job to the storage engine to its result is a start time plus
-a time per byte. The bytes are those of the job and those queued in its tier before it: what a
-request waits for. Each sample counts by its relative error, so that small and large jobs weigh
-the same, and samples fade with every new one and with time (least squares with forgetting; of
-Ljung, "System Identification", 1999, chapter 11, the scalar case).
-A load that missed its deadline gives only a lower bound (it is censored, as in Tobin,
-"Estimation of relationships for limited dependent variables", 1958). As a plain sample it would
-mean that any number of bytes takes no longer than the deadline. So it only raises an estimate
-that is below it, start time and rate alike. A job that never left the queue tells nothing about
-the bytes it did not move.
+a time per byte. The bytes are the job's own and the bytes queued in its tier before the job: a
+request waits for both. Each sample counts by its relative error, so that small and large jobs
+weigh the same, and samples fade with every new one and with time (least squares with
+forgetting; of Ljung, "System Identification", 1999, chapter 11, the scalar case). A load that
+missed its deadline gives only a lower bound (it is censored, as in Tobin, "Estimation of
+relationships for limited dependent variables", 1958). As a plain sample it would mean that any
+number of bytes takes no longer than the deadline. So it only raises an estimate that is below
+it, start time and rate alike. A job that never left the queue gives no measurement.
 
 *Computing.* Seconds of engine steps over their prompt tokens; recent steps weigh most. Late
 tokens of long prompts take longer because of attention. The mean covers that if prompts have
@@ -31,7 +30,7 @@ from typing import Final
 __all__ = ["ComputeEstimate", "LoadCost", "LoadEstimate", "prompt_tokens"]
 
 _KEEP: Final = 0.8
-"""Weight that earlier samples keep when a new one arrives."""
+"""Weight that earlier samples keep when a new sample arrives."""
 _HALF_LIFE_S: Final = 10.0
 """Time in which an estimate without new samples loses half its weight."""
 _MIN_SPREAD: Final = 1e-2
@@ -58,7 +57,7 @@ class LoadCost:
     s_per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """Return the time for ``nbytes``, those queued before them included."""
+        """Return the time for ``nbytes``, which include the bytes queued before."""
         return self.start_s + nbytes * self.s_per_byte
 
 
@@ -66,7 +65,7 @@ class LoadEstimate:
     """A fit of loads from one tier: ``seconds / bytes = start / bytes + rate``.
 
     Attributes:
-        is_bound: Whether the fit is a lower bound, and no load arrived since.
+        is_bound: Whether the fit is only a lower bound because no load has arrived since.
         measured_s: Time of the last sample, on the manager's clock.
     """
 
@@ -78,7 +77,7 @@ class LoadEstimate:
         self.measured_s = 0.0
 
     def record(self, nbytes: int, seconds: float, now: float) -> None:
-        """Add a load that moved, or waited for, ``nbytes``."""
+        """Add a load of ``nbytes``, including the bytes that it waited for."""
         keep = _KEEP * _halved(now - self.measured_s, _HALF_LIFE_S)
         u, r = 1.0 / nbytes, seconds / nbytes
         self._weight = self._weight * keep + 1.0
@@ -137,7 +136,7 @@ class ComputeEstimate:
         self._seconds = self._tokens = self._busy_s = self._ended_s = 0.0
 
     def record(self, tokens: int, seconds: float, now: float) -> None:
-        """Add a step that computed ``tokens`` prompt tokens; steps of few are ignored."""
+        """Add a step that computed ``tokens`` prompt tokens; a step with few is ignored."""
         if tokens < _MIN_TOKENS or seconds <= 0.0:
             return
         lasting = _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)

@@ -43,7 +43,7 @@ class EventLog:
     """Events that were not taken yet, oldest first.
 
     Attributes:
-        has_listener: Whether events are taken; if not, none are kept.
+        has_listener: Whether a listener takes events; otherwise none are kept.
     """
 
     def __init__(self, *, has_listener: bool) -> None:
@@ -75,7 +75,7 @@ class EventLog:
         return taken
 
     def _open_event(self, tier: int, *, removed: bool) -> list[ChunkKey]:
-        """Return the keys of the newest event if more of its kind fit, else of a new one."""
+        """Return the keys of the event to extend: the newest, or a new event."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
             if (last_tier, last_removed) == (tier, removed) and len(keys) < _MAX_EVENT_CHUNKS:

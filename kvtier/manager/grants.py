@@ -1,11 +1,11 @@
-"""Requests: what the manager remembers of each, its phase, and the RAM copies pinned for it.
+"""Grants: the state and phase of each request, and the RAM copies pinned for it.
 
-A promoted chunk that nothing pins is evicted by the next promotion. So every chunk that a
+The next promotion may evict an unpinned promoted chunk. So every chunk that a
 waiting request will load is *granted* to it: pinned, whether it is whole or still on its way.
 A chunk may be granted to many requests. A request is *settled* when all its chunks have arrived
-or failed. Its grants end when its load is planned, which pins for itself, when it starts
-without a load, is preempted or ends, and when no lookup asks for it for a number of steps: the
-engine may have forgotten it silently.
+or failed. Its grants end when its load is planned (a load has its own pins), and when the
+request starts without a load, is preempted or ends. They also end after a number of steps
+without a lookup: the engine may have forgotten the request silently.
 
 Only :class:`Grants` changes a request's phase and a copy's grants.
 """
@@ -30,7 +30,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 BudgetUse: TypeAlias = tuple[int, int, int]
-"""Changes of grants, RAM slots of direct loads, RAM slots of late promotions."""
+"""Number of changes of grants, RAM slots of direct loads, RAM slots of late promotions."""
 
 
 class Phase:
@@ -39,41 +39,41 @@ class Phase:
     OPEN: ClassVar[int] = 0
     """Lookups see every tier."""
     QUEUED: ClassVar[int] = 1
-    """It needs chunks promoted and waits for its turn."""
+    """The request needs promotions and waits for its turn."""
     WAITING: ClassVar[int] = 2
-    """Its chunks are on their way to RAM."""
+    """The chunks of the request are on their way to RAM."""
     SETTLED: ClassVar[int] = 3
-    """Lookups see RAM only: its hits are pinned, the rest is recomputed."""
+    """Lookups see RAM only: hits in RAM are pinned, other chunks are recomputed."""
     FAILED: ClassVar[int] = 4
-    """One of its loads failed: every lookup is a miss until it ends."""
+    """A load of the request failed: every lookup is a miss until the request ends."""
 
 
 DEFERRED: Final = (Phase.QUEUED, Phase.WAITING)
-"""In these phases a lookup has no result yet."""
+"""Phases in which a lookup has no result yet."""
 
 
 class RequestState:
     """One request from its first lookup to its end.
 
-    :class:`Grants` alone writes its phase and what is granted to it.
+    Only :class:`Grants` changes ``phase`` and ``granted``.
 
     Attributes:
-        req_id: The engine's id.
-        terms: Which tiers it may use.
+        req_id: The engine's id of the request.
+        terms: The tiers that the request may use.
         phase: One of :class:`Phase`.
-        wanted: Chunks that it waits for, in the order of its load.
-        wanted_since_s: When it was queued.
-        deferred_steps: Steps that it has spent in its phase.
-        looked_up_at: Step of its last lookup since it settled.
-        granted: RAM copies that are pinned for it.
-        pending: How many of them are not whole yet.
-        jobs: Promotion jobs planned for it.
-        refused_at: What used the budget when its chunks did not fit; None if they did.
+        wanted: Chunks that the request waits for, in the order of its load.
+        wanted_since_s: Time when the request was queued.
+        deferred_steps: Steps since the request entered its phase.
+        looked_up_at: Step of the last lookup since the request settled.
+        granted: RAM copies that are pinned for the request.
+        pending: Number of ``granted`` copies that are not whole yet.
+        jobs: Promotion jobs planned for the request.
+        refused_at: The budget's use when the chunks did not fit; None if they fit.
         refusals: Stores refused since one was accepted.
-        is_miss_counted: Whether its first miss was counted.
+        is_miss_counted: Whether the request's first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for it.
         is_stale: Whether some of that KV is older than a reset, so that nothing is stored.
-        has_gap: Whether a chunk it stored was in no tier, so that later chunks were stranded.
+        has_gap: Whether an offered chunk was in no tier, so that later chunks were stranded.
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
     """
 
@@ -97,9 +97,9 @@ class RequestState:
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
     def lose_blocks(self) -> None:
-        """Record a preemption: its chunks are loaded, or offered, from the root again.
+        """Record a preemption: the chunks are loaded or offered again, from the root on.
 
-        The engine does not report when it has KV again, so ``has_kv`` stays.
+        The engine does not report when the request has KV again, so ``has_kv`` stays.
         """
         self.tails.clear()
         self.has_gap = False
@@ -111,7 +111,7 @@ class RequestState:
         self.tails.clear()
 
     def extend(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies``, sorted by group, follow what was stored or loaded before."""
+        """Record stored or loaded ``copies``, sorted by group, behind the earlier chunks."""
         if not copies:
             return
         if is_single_group((copies[0].key, copies[-1].key)):
@@ -121,7 +121,7 @@ class RequestState:
             self._extend_group(part)
 
     def _extend_group(self, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`extend` for ``copies`` of one group.
+        """Record stored or loaded ``copies`` of one group behind its earlier chunks.
 
         The depth of a chunk that survived a restart is unknown, and the engine itself may have
         had part of the prefix. So the larger of the two depths counts. Loaded chunks may be
@@ -140,14 +140,14 @@ _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
 class Grants:
-    """The requests that wait for chunks or have them granted.
+    """The requests that wait for chunks or have granted chunks.
 
     Attributes:
         queued: Requests that wait for their turn, first come first.
         waiting: Requests with granted chunks on their way.
         settled: Requests whose granted chunks have arrived or failed.
         granted: RAM slots held by grants.
-        direct: RAM slots that direct loads in flight fill; they share the budget.
+        direct: RAM slots that direct loads in flight fill; these slots share the budget.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -188,14 +188,14 @@ class Grants:
         self._enter(request, Phase.QUEUED)
 
     def await_arrival(self, request: RequestState) -> None:
-        """Take ``request`` out of the queue; it settles once its grants are whole."""
+        """Take ``request`` out of the queue; the request settles once its grants are whole."""
         request.wanted.clear()
         self._enter(request, Phase.WAITING)
         if not request.pending:
             self._settle(request)
 
     def release(self, request: RequestState) -> None:
-        """End the grants of ``request`` and cancel jobs for it alone; it may ask again."""
+        """End the grants of ``request`` and cancel jobs that serve no other request."""
         if request.phase in (Phase.OPEN, Phase.FAILED):
             return  # neither has any
         if request.granted:
@@ -212,20 +212,20 @@ class Grants:
         self._enter(request, Phase.OPEN)
 
     def fail(self, request: RequestState) -> None:
-        """End the grants of ``request``, one of whose loads failed; it is a miss from now on.
+        """End the grants of ``request`` after a failed load; later lookups are misses.
 
-        Otherwise it would be looked up, and fail, for as long as the cause lasts.
+        Otherwise the request would be looked up, and fail, for as long as the cause lasts.
         """
         self.release(request)
         self._enter(request, Phase.FAILED)
         request.tails.clear()  # it offers its chunks again from the root
 
     def end_step(self) -> None:
-        """Settle requests that waited too long, and release settled ones without lookups.
+        """Settle requests that waited too long; release settled requests without lookups.
 
         Promotions have deadlines, so a long wait is for a chunk that another request's worker
-        stores. A settled request may stand behind others in the engine's queue, where its
-        grants hold the slots that those need.
+        stores. A settled request may be behind other requests in the engine's queue, while
+        its grants hold slots that the other requests need.
         """
         limits = self._stack.limits
         for request in list(self.waiting):
@@ -265,7 +265,7 @@ class Grants:
         """Turn the grants of ``copies`` into pins of a load.
 
         Returns:
-            Whether exactly these were granted, and all whole; if not, nothing changed.
+            Whether exactly ``copies`` were granted and all are whole; if not, nothing changed.
         """
         granted = request.granted
         if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):
@@ -303,7 +303,7 @@ class Grants:
                 self.withdraw(request, (copy,))
 
     def record_missing(self, copy: ChunkCopy) -> None:
-        """End all grants of a copy that is not whole and will not be in time."""
+        """End all grants of a copy whose bytes will not arrive in time."""
         for request in self._waiters.pop(copy, ()):
             del request.granted[copy]
             self._reduce_pending(request, 1)
@@ -314,7 +314,7 @@ class Grants:
             self.granted -= 1
 
     def record_arrived(self, copies: Sequence[ChunkCopy]) -> None:
-        """Settle the requests whose last pending chunks are among ``copies``, now whole."""
+        """Settle the requests for which whole ``copies`` are the last pending chunks."""
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))
@@ -356,7 +356,7 @@ class Grants:
     ) -> None:
         """Apply ``change`` to the requests that wait for each of ``copies``.
 
-        Chunks that the same requests wait for share one tuple, and still do afterwards. So a
+        Chunks with the same waiting requests share one tuple, before and after the change. So a
         chunk that many requests wait for costs each of them no more than one of its own.
         """
         waiters = list(map(self._waiters.get, copies, repeat(())))

@@ -1,4 +1,4 @@
-"""How much of a prompt can be loaded: the longest prefix that every KV cache group can serve.
+"""Finds the longest prefix of a prompt that every KV cache group can load.
 
 A model's layers form KV cache groups. Each kind of group needs other chunks of a prefix that
 ends at token ``end``:
@@ -33,7 +33,7 @@ __all__ = ["GroupReach", "HitRules", "Presence", "Prompt", "Reach"]
 
 
 class Reach(enum.Enum):
-    """Which chunks of a prefix the layers of a group read."""
+    """The chunks of a prefix that the layers of a group read."""
 
     PREFIX = "prefix"
     WINDOW = "window"
@@ -43,11 +43,11 @@ class Reach(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReach:
-    """What one KV cache group needs of a prefix.
+    """The part of a prefix that one KV cache group needs.
 
     Attributes:
         chunk_tokens: Tokens of a chunk.
-        reach: Which chunks its layers read.
+        reach: The chunks that its layers read.
         window_tokens: Length of the sliding window, or of a chunk of local attention,
             including the token that reads.
     """
@@ -82,7 +82,7 @@ class Prompt(NamedTuple):
 
 
 class Presence(Protocol):
-    """Which chunks can be loaded."""
+    """Tells which chunks can be loaded."""
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         """Return the number of leading ``keys`` that can be loaded."""
@@ -99,7 +99,7 @@ class HitRules:
 
     Attributes:
         groups: The groups.
-        alignment_tokens: Every hit ends at a multiple of this.
+        alignment_tokens: Every hit ends at a multiple of this number of tokens.
     """
 
     def __init__(self, groups: Sequence[GroupReach]) -> None:
@@ -116,7 +116,7 @@ class HitRules:
         ]
 
     def longest(self, prompt: Prompt, presence: Presence) -> int:
-        """Return where the longest hit ends, in tokens; the local tokens if there is none."""
+        """Return the token where the longest hit ends; the local tokens if there is no hit."""
         local, end = prompt.local_tokens, prompt.limit_tokens
         for number, group in self._prefixes:
             size, keys = group.chunk_tokens, prompt.keys[number]

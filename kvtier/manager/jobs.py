@@ -18,7 +18,7 @@ __all__ = ["Failure", "JobRecord", "JobTable"]
 
 _DONE = Outcome.DONE
 Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
-"""The copy that was read, the copy that was to be written, and the outcome."""
+"""The source copy, the destination copy, and the outcome of the failed transfer."""
 
 
 @dataclass(slots=True)
@@ -27,16 +27,16 @@ class JobRecord:
 
     Attributes:
         purpose: PROMOTE or DEMOTE.
-        source: Index of the tier read.
-        destination: Index of the tier written.
+        source: Index of the tier that is read.
+        destination: Index of the tier that is written.
         sources: The copies read, each pinned by this job.
-        keys: Key of each.
-        source_slots: Slot of each.
+        keys: Key of each chunk.
+        source_slots: Slot of each source.
         destinations: The copies written, each pinned by this job.
         epoch: The cache epoch of the job; after a reset its result only frees slots.
         is_late: Whether its deadline passed.
-        moved: The sources to drop when their bytes arrived.
-        is_eviction: Whether the sources leave their tier, in this order, to free slots.
+        moved: The sources to drop once their bytes arrive.
+        is_eviction: Whether the sources are evicted, in this order, to free slots.
     """
 
     purpose: Purpose
@@ -92,7 +92,7 @@ class JobTable:
         )
 
     def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` become free when chunks moved to RAM arrive."""
+        """Return how many slots of ``tier`` become free once the moved chunks are in RAM."""
         return sum(
             len(record.moved)
             for record in self._records.values()
@@ -111,24 +111,24 @@ class JobTable:
 
         Args:
             record: The job.
-            slots: Slots of its destinations.
-            timeout_s: Its deadline.
-            generations: Stamps of the RAM slots that it fills.
+            slots: Slots of the job's destinations.
+            timeout_s: Deadline of the job.
+            generations: Stamps of the RAM slots that the job fills.
         """
         job_id = self._next_id
         self._next_id += 1
         self._records[job_id] = record
         self._planned.append(
             Job(
-                job_id,
-                record.purpose,
-                self._names[record.source],
-                self._names[record.destination],
-                record.keys,
-                record.source_slots,
-                slots,
-                timeout_s,
-                generations,
+                job_id=job_id,
+                purpose=record.purpose,
+                source=self._names[record.source],
+                destination=self._names[record.destination],
+                keys=record.keys,
+                source_slots=record.source_slots,
+                destination_slots=slots,
+                timeout_s=timeout_s,
+                payload=generations,
             )
         )
         return job_id
@@ -138,7 +138,7 @@ class JobTable:
         return self._records.get(job_id)
 
     def remove(self, job_id: JobId) -> None:
-        """Forget a job whose settled result was applied."""
+        """Forget a job after its settled result was applied."""
         del self._records[job_id]
 
     def cancel(self, job_id: JobId) -> None:

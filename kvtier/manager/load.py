@@ -1,8 +1,8 @@
-"""Pins what requests load, from the load's plan to the last worker's acknowledgement.
+"""Plans loads, and pins their copies until the last worker acknowledged the load.
 
 Loads are kept per request rather than per chunk: a chunk may be dropped, stored again and
-loaded by another request while the first one's workers still read its former slot. Each load
-must take back its own pins.
+loaded by another request while workers still read its former slot for the first request. Each
+load must take back its own pins.
 
 **Direct loads.** A chunk in a slower tier is a hit at once if a RAM slot can be reserved for it
 (:mod:`kvtier.manager.lookup`). Its load, planned in the same step, allocates the slots, plans
@@ -42,15 +42,15 @@ class _Load:
     """A load in flight.
 
     Attributes:
-        keys: The chunks that were asked for.
-        copies: The copies that it pins: one for each key that has one.
+        keys: The requested chunks.
+        copies: The pinned copies, in the order of ``keys``; a key may have none.
         slots: Slot of each copy.
         generations: Stamp of each copy.
         origins: Index of the tier that each copy's bytes come from.
         lead: Number of keys before the first that has no copy.
-        direct: RAM slots that it fills from slower tiers.
-        coming: Copies that were not whole when it was planned, or arrived too late for another
-            load in flight.
+        direct: Number of RAM slots that the load fills from slower tiers.
+        coming: Copies that were not whole when the load was planned, or arrived too late for
+            another load in flight.
     """
 
     keys: Sequence[ChunkKey]
@@ -86,7 +86,7 @@ class Loader:
     def prepare(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
     ) -> LoadPlan:
-        """Do :meth:`TieredOffloadingManager.prepare_load`."""
+        """Plan a load and pin its copies; see :meth:`TieredOffloadingManager.prepare_load`."""
         copies = self._ram.resident(keys)
         if len(copies) < len(keys):
             return self._prepare_direct(keys, copies, req_id, request)
@@ -99,7 +99,7 @@ class Loader:
         return LoadPlan(load.slots, load.generations, load.origins)
 
     def complete(self, req_id: str, request: RequestState | None) -> None:
-        """Do :meth:`TieredOffloadingManager.complete_load`."""
+        """Complete the oldest load; see :meth:`TieredOffloadingManager.complete_load`."""
         loads = self._loads.get(req_id)
         if loads is None:
             return
@@ -123,13 +123,13 @@ class Loader:
         self._count_hits(load, loaded)
 
     def in_flight(self) -> Iterator[ChunkCopy]:
-        """Yield each copy once for each load in flight."""
+        """Yield the copies of every load in flight; a copy may be yielded several times."""
         for loads in self._loads.values():
             for load in loads:
                 yield from load.copies
 
     def clear(self) -> list[ChunkCopy]:
-        """Forget every load; for a reset of the cache, after which no completion comes.
+        """Forget every load, because no completion follows a reset of the cache.
 
         Returns:
             The copies that workers may be loading, each with one pin per load.
@@ -154,7 +154,7 @@ class Loader:
             request.extend(load.copies)
 
     def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
-        """Count the chunks of a load that its engine need not compute."""
+        """Count the chunks of a load that the engine does not compute."""
         keys = load.keys
         hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
         if not hits or (hits < len(keys) and not is_single_group(keys)):
@@ -177,7 +177,7 @@ class Loader:
         req_id: str,
         request: RequestState | None,
     ) -> LoadPlan:
-        """Plan a load of chunks of which only ``resident`` are whole in RAM.
+        """Plan a load from RAM and slower tiers; only ``resident`` are whole in RAM.
 
         Raises:
             KeyError: Loads are not direct.
@@ -206,7 +206,7 @@ class Loader:
         return plan._replace(wait_s=stack.limits.load_timeout_s)
 
     def _promote(self, keys: Sequence[ChunkKey], allowed: Collection[int] | None) -> int:
-        """Plan the promotion of those of ``keys`` that are not in RAM; return how many."""
+        """Plan the promotion of ``keys`` that RAM lacks; return the number of chunks."""
         members = self._ram.copies
         absent = [key for key in keys if key not in members]
         sources, tiers = self._stack.find_below(absent, allowed)
@@ -216,7 +216,7 @@ class Loader:
     # -- failed loads -----------------------------------------------------------------------
 
     def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
-        """Count failures between RAM and the workers; other chunks failed in a slower tier."""
+        """Count copies that a worker failed to load from RAM, not failures of slower tiers."""
         self._ram.counters.load_failed += sum(
             not origin or copy.state == _RESIDENT
             for copy, origin in zip(copies, origins, strict=True)
@@ -225,9 +225,9 @@ class Loader:
     def _drop_failed(self, load: _Load, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load, so that no other request gets them.
 
-        A copy that was on its way when ``load`` was planned was only late. It may arrive and
-        stay, because its tier verifies its bytes. Its failure is forgotten, so that the next
-        load of the same stamp does not count as failed.
+        A copy that was on its way when ``load`` was planned was only late. The copy may arrive
+        and stay, because its tier verifies the bytes. Its failure is forgotten, so that the
+        next load of the same stamp does not count as failed.
         """
         late: list[ChunkCopy] = []
         for copy in failed:
@@ -242,7 +242,7 @@ class Loader:
             self._stack.slot_status.forgive([copy.slot for copy in late if copy not in shared])
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Return those of ``late`` that other loads in flight have too.
+        """Return the ``late`` copies that other loads in flight have too.
 
         The slot status does not tell which load failed. So the copy counts as late for all of
         them, and the last load to complete forgets the failure.
@@ -272,9 +272,10 @@ def _load_of(
 
 
 def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
-    """Return ``copy`` if a direct load can use it: it is resident or being promoted.
+    """Return ``copy`` if it is resident or being promoted, so that a direct load can use it.
 
-    If a worker's store fails, nobody reports it to the workers that wait for the slot.
+    A copy that a worker is storing is excluded: workers waiting for it would not learn of a
+    failed store.
     """
     if copy is None or copy.state == _RESIDENT:
         return copy
@@ -282,7 +283,7 @@ def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
 
 
 def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:
-    """Return the plan of a load that fails where there is no copy."""
+    """Return the plan of a load in which chunks without a copy fail."""
     return LoadPlan(
         [copy.slot if copy else NO_SLOT for copy in chosen],
         [copy.generation if copy else NO_GENERATION for copy in chosen],

@@ -1,6 +1,6 @@
 """Decides how much of a waiting request can be loaded, and reserves the slots of its load.
 
-The engine looks a waiting request up once per step. At first all tiers count:
+The engine looks up a waiting request once per step. At first all tiers count:
 
 * All chunks are resident in RAM: the request can load now.
 * Some are in a slower tier, and loads are direct: RAM slots are reserved until the step ends,
@@ -12,7 +12,7 @@ A reservation is a number of slots: nothing is evicted for a request that may no
 Reservations, direct loads in flight and late promotions share ``pin_budget``, so a tier that
 hangs leaves RAM to others. RAM copies that other requests of the step will read count as taken.
 The policy still chooses the victims, so an engine should plan each load right after its lookup.
-If a chunk has no slot then, its load plan says so and that load fails alone.
+If a chunk has no slot when its load is planned, only that load fails.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LookupResult(NamedTuple):
     """Chunks that a lookup found, in the order of the request's load.
 
     Attributes:
-        copies: A copy of each: in RAM, or else one to promote.
-        tiers: Index of the tier of each.
+        copies: A copy of each chunk: in RAM, or else in a slower tier.
+        tiers: Index of the tier of each copy.
     """
 
     copies: Sequence[ChunkCopy]
@@ -54,7 +54,7 @@ class LookupResult(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """How many chunks stand for tokens: those of the group with most chunks.
+        """Number of chunks in the group with most chunks, used to count tokens.
 
         That group reads the whole prefix; a sliding window needs only the last chunks.
         """
@@ -68,7 +68,7 @@ class LookupResult(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """RAM slots that granting the chunks adds to those in use."""
+        """Additional RAM slots of the pin budget that granting the chunks takes."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> LookupResult:
@@ -113,7 +113,7 @@ class LookupResult(NamedTuple):
 def find_leading(
     keys: Sequence[ChunkKey], ram: TierState, readable: Sequence[TierState]
 ) -> LookupResult:
-    """Find ``keys`` in RAM or else in ``readable``, up to the first that is in none."""
+    """Find ``keys`` in RAM or else in ``readable``, up to the first missing key."""
     copies = ram.leading(keys)
     tiers = [0] * len(copies)
     rest = keys[len(copies) :]
@@ -140,8 +140,8 @@ class _Reservation(NamedTuple):
     """RAM slots that one load will take.
 
     Attributes:
-        fills: Slots that it fills from slower tiers.
-        reads: Resident RAM copies that it reads.
+        fills: Slots that the load fills from slower tiers.
+        reads: Resident RAM copies that the load reads.
     """
 
     fills: int
@@ -154,11 +154,11 @@ class _Reservation(NamedTuple):
 
 
 class HitLookup:
-    """Looks waiting requests up.
+    """Looks up the chunks of waiting requests.
 
     Args:
         stack: The tiers.
-        rules: What a hit needs.
+        rules: The chunks that a hit needs.
         grants: Queues requests whose chunks must be promoted first.
     """
 
@@ -194,8 +194,8 @@ class HitLookup:
     def residence(self, request: RequestState, key: ChunkKey) -> int | None:
         """Return the index of the fastest tier that can serve ``key``; None for a miss.
 
-        A chunk on its way to RAM counts as one of a slower tier until it is whole, unless
-        ``request`` is settled.
+        Unless ``request`` is settled, a chunk on its way to RAM counts as a chunk of a slower
+        tier until it is whole.
         """
         if request.phase == Phase.FAILED:
             return None
@@ -213,7 +213,7 @@ class HitLookup:
         return 0 if copy.state == _RESIDENT else 1
 
     def redeem(self, request: RequestState | None) -> None:
-        """End the reservation of ``request``, whose load is planned."""
+        """End the reservation of ``request`` because its load is planned."""
         if request is not None:
             self._reserved.pop(request, None)
 
@@ -223,7 +223,7 @@ class HitLookup:
             self._reserved.clear()
 
     def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
-        """Return what ``request`` may find, and the slower tiers that it may load from."""
+        """Return the chunks that ``request`` may load, and its readable slower tiers."""
         allowed = request.terms.load_tiers
         if request.phase == Phase.SETTLED:
             request.looked_up_at = self._stack.step
@@ -248,12 +248,12 @@ class HitLookup:
     def _reserve(
         self, request: RequestState, found: LookupResult, in_ram: Sequence[ChunkCopy]
     ) -> bool:
-        """Reserve RAM slots for a direct load of ``found``, if it is worth its time.
+        """Reserve RAM slots for a direct load of ``found``, if the load is worth its time.
 
         Args:
-            request: Who loads.
-            found: All that it loads.
-            in_ram: The part that is resident in RAM.
+            request: The request.
+            found: All chunks of the load.
+            in_ram: The chunks of ``found`` that are resident in RAM.
         """
         stack = self._stack
         if not stack.limits.direct_loads:

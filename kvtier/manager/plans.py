@@ -29,17 +29,17 @@ __all__ = [
 NO_SLOT: Final = -1
 """Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
 NO_GENERATION: Final = 0
-"""A stamp that no write has."""
+"""A stamp that no write uses."""
 
 
 class StorePlan(NamedTuple):
-    """Where the new chunks of a request go.
+    """The RAM slots for new chunks of a request.
 
     Attributes:
         keys: The chunks to store, in the order they were offered.
-        slots: RAM slot of each.
+        slots: RAM slot of each chunk.
         generation: Stamp that the worker writes beside each slot once its bytes are whole.
-        evicted: Keys that were evicted from RAM; announce them before the stores.
+        evicted: Keys that were evicted from RAM; announce these evictions before the stores.
     """
 
     keys: Sequence[ChunkKey]
@@ -52,12 +52,12 @@ NOTHING_TO_STORE: Final = StorePlan((), (), NO_GENERATION, ())
 
 
 class LoadPlan(NamedTuple):
-    """Where the chunks of a request are.
+    """The RAM slots of a request's chunks, for a load.
 
     Attributes:
         slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` if it has none.
         generations: Stamp that each slot must have; a worker must not load from a slot with
-            another one. :data:`NO_GENERATION` where there is no slot.
+            another stamp. :data:`NO_GENERATION` where there is no slot.
         origins: Index of the tier that each chunk's bytes come from.
         wait_s: Longest time until all slots have their stamps; 0 if they have them now.
     """
@@ -82,11 +82,11 @@ class ManagerLimits:
             chunks then stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
-        max_queue_steps: Steps that a request may wait for its turn to be promoted, ...
-        max_queue_s: ... and seconds; it waits until both have passed.
+        max_queue_steps: Steps that a request waits at most for its promotions to start.
+        max_queue_s: Seconds of the same wait, which ends after both limits have passed.
         max_arrival_steps: Steps that a request may wait for chunks on their way.
-        max_idle_grant_steps: Steps after which grants end that no lookup asked for.
-        max_store_refusals: Refusals after which a request's store is cut to what fits.
+        max_idle_grant_steps: Steps without a lookup after which a request's grants end.
+        max_store_refusals: Refusals after which a store is cut to the chunks that fit.
         direct_loads: Whether chunks in slower tiers are hits at once and loaded as they arrive.
     """
 
@@ -108,51 +108,51 @@ class ManagerLimits:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in one tier since the manager was made; all in chunks."""
+    """Counts of chunks in one tier since the manager was made."""
 
     hits: int = 0
-    """Chunks whose bytes came from this tier and that an engine loaded."""
+    """Chunks that an engine loaded with bytes from this tier."""
     prompt_hits: int = 0
-    """Hits of the counting group, whose chunks stand for prompt tokens."""
+    """Hits of the counting group, which is used to count prompt tokens."""
     misses: int = 0
-    """Chunks looked up and not here: one per request for the first that no tier has. RAM also
-    counts chunks promoted from a slower tier."""
+    """Misses: one per request, for its first chunk that no tier has. In RAM, promoted chunks
+    count too."""
     stored: int = 0
     """Chunks that became resident, from any source."""
     evicted: int = 0
     """Chunks evicted to free slots."""
     followed: int = 0
-    """Evicted chunks whose next lookup is tracked: of a large tier a sample."""
+    """Evicted chunks tracked until their next lookup; a large tier is sampled."""
     refused: int = 0
     """Chunks refused for lack of slots or by the placement policy."""
     failed: int = 0
-    """Chunks whose transfer into this tier failed."""
+    """Failed transfers of chunks into this tier."""
     read_failed: int = 0
-    """Chunks whose transfer out of this tier failed."""
+    """Failed transfers of chunks out of this tier."""
     expired: int = 0
-    """Chunks whose transfer to or from this tier missed its deadline."""
+    """Transfers of chunks to or from this tier that missed their deadline."""
     shut_out: int = 0
-    """Chunks whose transfer to or from this tier was refused: out of service or queue full."""
+    """Transfers of chunks refused because this tier is out of service or its queue is full."""
     load_failed: int = 0
-    """Chunks that were here and that a worker could not load into the GPU."""
+    """Chunks of this tier that a worker could not load into the GPU."""
     corrupt: int = 0
-    """Chunks dropped because their bytes were not the bytes stored."""
+    """Chunks dropped because their bytes were corrupt."""
     lost: int = 0
-    """Chunks that did not reach the slower tier they were meant for."""
+    """Chunks of this tier that did not reach their slower tier."""
     dropped: int = 0
     """Chunks not sent to this tier because it did not keep up. In RAM: chunks refused because
     others waited for a slower tier."""
     promoted: int = 0
     """Chunks of this tier promoted to RAM to stay there."""
     demoted: int = 0
-    """Chunks of this tier that arrived in a slower one."""
+    """Chunks of this tier that arrived in a slower tier."""
     stranded: int = 0
-    """Chunks that were here but had to be computed, because no tier had one before them."""
+    """Chunks of this tier that were computed because no tier had a chunk before them."""
     unretained: int = 0
-    """Chunks that were to be retained and were not, or not until their deadline."""
+    """Chunks not retained, or released before their deadline."""
 
     def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
-        """Count a chunk that did not arrive, by cause; a cancelled one did not fail."""
+        """Count a chunk that did not arrive, by cause; cancelled chunks are not counted."""
         if outcome is Outcome.EXPIRED:
             self.expired += 1
         elif outcome is Outcome.REFUSED:
@@ -174,7 +174,7 @@ _values_of = operator.attrgetter(*(field.name for field in fields(TierCounters))
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
-    """One tier at one moment.
+    """State of one tier at one moment.
 
     Attributes:
         name: The tier's name.
@@ -199,7 +199,7 @@ class TierSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ManagerSnapshot:
-    """The manager at one moment.
+    """State of the manager at one moment.
 
     Attributes:
         tiers: One per tier, fastest first.
@@ -221,17 +221,17 @@ class ManagerSnapshot:
 
 
 class SlotStatus(Protocol):
-    """What the workers report about RAM slots, read without asking them.
+    """The workers' reports about RAM slots, read from shared memory.
 
     vLLM's offloading contract has no way to report a failed job. So the workers acknowledge
     every job, and write its outcome into memory that they share with the scheduler.
     """
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Record that the workers get one more job on each of ``slots``."""
+        """Record that each worker gets one more job on each of ``slots``."""
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Clear the stamps of ``slots``, whose bytes are about to change."""
+        """Clear the stamps of ``slots`` before their bytes change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether every rank stored all bytes of that generation."""
@@ -240,7 +240,7 @@ class SlotStatus(Protocol):
         """Return for each slot whether no rank failed to load that generation."""
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Forget failed loads from ``slots``, from which nothing is being loaded."""
+        """Forget failed loads from ``slots`` that no load is using."""
 
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""

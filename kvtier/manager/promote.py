@@ -1,14 +1,14 @@
-"""Promotes chunks of slower tiers to RAM for requests that are about to start.
+"""Promotes chunks of slower tiers to RAM for waiting requests.
 
 The engine looks a waiting request up at every step until it is scheduled. Chunks found in a
 slower tier must be in RAM before the request may count on them, and stay there until its load.
-Otherwise one promotion evicts what another brought, and a prefix larger than RAM is promoted
+Otherwise one promotion evicts the chunks of another, and a prefix larger than RAM is promoted
 for ever while its request never runs. So:
 
 * A request is queued once, with all chunks of its hit. They are granted together at the end of
   a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing ones promoted
   into pinned slots.
-* A budget bounds the grants. A request that fits the budget, but not what is left of it, waits
+* A budget bounds the grants. A request that fits the budget, but not its unused part, waits
   for a bounded number of steps and seconds, first come first served. A request that never fits
   or waited too long is granted the head of its prefix that fits; the rest is recomputed. With
   several KV cache groups nothing is promoted then: a head of one group is useless.
@@ -46,7 +46,7 @@ class Promoter:
         self._grants = grants
 
     def end_step(self) -> None:
-        """Grant what queued requests want, first come first served, within the budget."""
+        """Grant queued requests their chunks within the budget, first come first served."""
         limits, now = self._stack.limits, self._stack.ctx.now
         is_blocked = False
         for request in list(self._grants.queued):
@@ -94,7 +94,7 @@ class Promoter:
         """Apply the result of a promotion job.
 
         Returns:
-            RAM copies whose source was dropped.
+            RAM copies of moved chunks; the copies that they were read from were dropped.
         """
         if not result.settled:
             self._expire(record)
@@ -128,21 +128,21 @@ class Promoter:
     # -- granting ---------------------------------------------------------------------------
 
     def _is_still_refused(self, request: RequestState) -> bool:
-        """Return whether the budget is used as it was when ``request`` did not fit.
+        """Return whether the budget's use is unchanged since ``request`` did not fit.
 
-        Counting what thousands of chunks cost takes long, so it is repeated only now and then
-        while the budget's use is constant: evictions may change the cost too.
+        Computing the cost of thousands of chunks takes long. While the budget's use is
+        constant, the cost is computed only now and then: evictions may change it too.
         """
         if request.deferred_steps % _RECHECK_STEPS == 0:
             return False
         return request.refused_at == self._grants.budget_use
 
     def _start(self, request: RequestState, *, may_wait: bool) -> bool:
-        """Grant a queued request what it wants; return whether it left the queue.
+        """Grant a queued request its chunks; return whether it left the queue.
 
         Args:
             request: The request.
-            may_wait: Whether to wait rather than to cut the prefix to what fits now.
+            may_wait: Whether to wait instead of cutting the prefix to the part that fits now.
         """
         stack, grants = self._stack, self._grants
         budget = stack.limits.pin_budget
@@ -170,7 +170,7 @@ class Promoter:
         return True
 
     def _worthwhile(self, found: LookupResult) -> tuple[LookupResult, LoadChoice | None]:
-        """Return the head of ``found`` that is worth its time, and why it is not longer."""
+        """Return the head of ``found`` that is worth loading, and the reason for its length."""
         if not any(found.tiers):
             return found, None
         now = self._stack.ctx.now
@@ -183,7 +183,7 @@ class Promoter:
         """Plan jobs for the chunks of ``found`` in slower tiers, or for their head.
 
         Returns:
-            How many chunks; None if all were wanted and there are too few slots now.
+            The number of promoted chunks; None if too few slots are free for all of them.
         """
         sources = list(compress(*found))
         if not sources:
@@ -227,14 +227,14 @@ class Promoter:
         places = [source.slot for source in sources]
         job_id = stack.jobs.add(
             JobRecord(
-                Purpose.PROMOTE,
-                index,
-                0,
-                sources,
-                keys,
-                places,
-                copies,
-                stack.epoch,
+                purpose=Purpose.PROMOTE,
+                source=index,
+                destination=0,
+                sources=sources,
+                keys=keys,
+                source_slots=places,
+                destinations=copies,
+                epoch=stack.epoch,
                 moved=moved,
             ),
             slots,
@@ -247,7 +247,7 @@ class Promoter:
     def _apply_placement(
         self, index: int, sources: Sequence[ChunkCopy], copies: Sequence[ChunkCopy]
     ) -> set[ChunkCopy]:
-        """Ask the placement policy how to promote ``sources``; return those to drop."""
+        """Ask the placement policy how to promote ``sources``; return the sources to drop."""
         moved: set[ChunkCopy] = set()
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
         first = ways[0]
@@ -269,7 +269,7 @@ class Promoter:
                 self._grants.record_missing(copy)
 
     def _drop_moved(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Drop the sources that were moved; return the RAM copies that replace them."""
+        """Drop the sources of moved chunks; return the RAM copies that replace them."""
         moved: list[ChunkCopy] = []
         if not record.moved:
             return moved

@@ -1,8 +1,9 @@
-"""Keeps slots out of use that may still be touched after a reset of the cache.
+"""Quarantined slots: slots that jobs may still touch after a reset of the cache.
 
 A reset makes every chunk a miss at once, but does not stop bytes in flight: a storage job may
-be reading or writing a slot, and so may a worker whose completion the engine no longer passes
-on. Such a slot stays pinned until its job has settled and the workers acknowledged their jobs.
+be reading or writing a slot, and so may a worker, although the engine no longer reports its
+completion. Such a slot stays pinned until its job has settled and the workers acknowledged
+their jobs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Quarantine"]
 
 
 class Quarantine:
-    """RAM copies of before a reset that a worker may still touch."""
+    """RAM copies from before a reset that a worker may still touch."""
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack

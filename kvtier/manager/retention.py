@@ -1,9 +1,9 @@
 """Keeps chunks in RAM until a deadline, whatever the eviction policy would do.
 
-An agent that waits for a tool, or a system prompt of the next shift, will be used again. The
-sender of the request knows that; to the cache its chunks look unused. A deadline, unlike a
-flag, needs no second message (Mooncake's soft pins and Continuum's, arXiv 2511.02230, are of
-this kind).
+A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
+The sender of the request knows that, but the chunks look unused to the cache. A deadline,
+unlike a flag, needs no second message (Mooncake's soft pins and Continuum's, arXiv 2511.02230,
+are of this kind).
 
 A quota bounds the retained chunks. Beyond it new requests are refused; they do not replace
 older ones. Only a store or a promotion that waited its time, and would be cut short, takes
@@ -50,7 +50,7 @@ class Retention:
             until: Seconds on the clock of :meth:`expire`.
 
         Returns:
-            How many of them are retained at least until then.
+            The number of ``copies`` retained at least until ``until``.
         """
         ram, deadlines = self._ram, self._deadlines
         retained = 0

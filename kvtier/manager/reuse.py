@@ -7,9 +7,9 @@ In a large tier they are a sample, selected by the key, so that a chunk is in it
 (spatially hashed sampling: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST
 2015). The distribution is the same.
 
-A lookup ends at the first chunk that is in no tier, but the chunks behind it were wanted too:
-they are computed, and offered for storing. So an offer counts as a lookup. A gap ends at the
-first of the two.
+A lookup ends at the first chunk that is in no tier, but the request needs the later chunks too:
+the engine computes them and offers them for storing. So an offer counts as a lookup. A gap ends
+at the first lookup or offer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SAMPLING_BYTE", "ReuseGaps"]
 
 _MAX_KEYS: Final = 1 << 14
 _SAMPLED_CHUNKS: Final = 1 << 8
-"""Chunks of a tier that are enough to track: a distribution needs hundreds of gaps."""
+"""Number of chunks to track per tier: a distribution needs hundreds of gaps."""
 SAMPLING_BYTE: Final = -1 - GROUP_NBYTES
 """Position in a key of the last byte of its hash, which is as random as any other."""
 
@@ -58,7 +58,7 @@ class ReuseGaps:
         """Record that ``keys`` were evicted in this step.
 
         Returns:
-            How many of them are in the sample.
+            The number of ``keys`` in the sample.
         """
         self.is_changed = True
         mask = self.mask
@@ -77,7 +77,7 @@ class ReuseGaps:
             self.is_changed = True
 
     def recently_evicted(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """Return those of ``keys`` that are in the sample and were recently evicted."""
+        """Return the ``keys`` that are in the sample and were recently evicted."""
         return self._keys.intersection(keys) if self._keys else set()
 
     def end_step(self, now: float) -> None:

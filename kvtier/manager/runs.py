@@ -1,12 +1,12 @@
 """Runs of copies, and the order of the chunks of one prompt.
 
-A prefix is useful only as far as it is whole: in every KV cache group, from its root on. So of
-the chunks that a request used together the deepest should be evicted first, and all groups
-should become shorter together. Engines name the chunks of a request group by group, each root
+A prefix is useful only up to its first missing chunk in any KV cache group. So when chunks of
+one request are evicted, the deepest should go first, and all groups should become shorter
+together. Engines name the chunks of a request group by group, each root
 to leaf. *Prompt order* is root to leaf across the groups.
 
 Groups may have chunks of different lengths. Chunks named together cover the same tokens, so a
-chunk's position in its group, as a share of the group's chunks, tells where it ends.
+chunk's position in its group, as a share of the group's chunks, gives the token where it ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Run(NamedTuple):
 
     Attributes:
         copies: The copies.
-        keys: Key of each.
-        slots: Slot of each.
-        drops: :attr:`TierState.drops` when all copies were in the tier.
+        keys: Key of each copy.
+        slots: Slot of each copy.
+        drops: Value of :attr:`TierState.drops` when the run was made.
     """
 
     copies: Sequence[ChunkCopy]
@@ -46,14 +46,14 @@ class Run(NamedTuple):
     drops: int
 
     def part(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Return the run of some of its copies, in their order."""
+        """Return the run of ``copies``, a subset of this run in its order."""
         if copies == self.copies:
             return self
         keys = [copy.key for copy in copies]
         return Run(copies, keys, [copy.slot for copy in copies], self.drops)
 
     def cut(self, chunks: int) -> tuple[Run, Run]:
-        """Return the run of the first ``chunks`` copies, and the run of the others."""
+        """Return the run of the first ``chunks`` copies and the run of the other copies."""
         copies, keys, slots, drops = self
         return (
             Run(copies[:chunks], keys[:chunks], slots[:chunks], drops),
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
     @staticmethod
     def join(runs: Sequence[Run]) -> Run:
-        """Return one run of all ``runs``, at least one."""
+        """Return ``runs``, at least one, as one run."""
         if len(runs) == 1:
             return runs[0]
         return Run(
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return ``copies`` without ``some``, a subset of them."""
+    """Return ``copies`` without ``some``, which is a subset of ``copies``."""
     if len(some) == len(copies):
         return ()
     if not some:
@@ -156,7 +156,11 @@ def _is_one_group(copies: Sequence[ChunkCopy]) -> bool:
 
 
 def _merge(parts: Sequence[Sequence[ChunkCopy]]) -> Sequence[ChunkCopy]:
-    """Merge ``parts``, which cover the same tokens, by where their chunks end."""
+    """Merge the copies of several groups in the order of the token where each chunk ends.
+
+    Args:
+        parts: The copies of each group; all groups cover the same tokens.
+    """
     if len(parts) == 1:
         return parts[0]
     merged = list(chain.from_iterable(parts))

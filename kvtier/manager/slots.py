@@ -44,7 +44,7 @@ class SlotAllocator:
             self.free = capacity
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` slots in few extents; ascending.
+        """Allocate ``count`` slots in few extents; return them ascending.
 
         Raises:
             ValueError: Fewer than ``count`` slots are free; nothing was allocated.
@@ -67,7 +67,7 @@ class SlotAllocator:
         return taken
 
     def exchange(self, slots: Sequence[int], count: int) -> list[int]:
-        """Do :meth:`release`, then :meth:`allocate`."""
+        """Free ``slots``, then allocate ``count`` slots; return them ascending."""
         if not self.free and len(slots) == count:
             return sorted(slots)  # a full tier reuses exactly what was released
         self.release(slots)
@@ -108,7 +108,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent of at least ``wanted`` slots, or of a longest one."""
+        """Return the start of an extent of ``wanted`` slots or more, else of the longest."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()

@@ -1,10 +1,10 @@
 """Stores new chunks into RAM.
 
 A store is planned before a byte moves: slots are allocated and the chunks are added as
-*writing*. They become hits only when every rank recorded that its bytes are whole. The engine
+*writing*. Chunks become hits once every rank has recorded that its bytes are whole. The engine
 offers a request's chunks at every step until they are accepted. So a store that finds no slots
-is refused a few times, and after that cut to what fits: the engine forgets the chunks that an
-accepted store leaves out.
+is refused a few times, and then cut to the chunks that fit: the engine forgets the chunks that
+an accepted store leaves out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Storer:
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
-        """Do :meth:`TieredOffloadingManager.prepare_store`."""
+        """Plan a store into RAM; see :meth:`TieredOffloadingManager.prepare_store`."""
         if not keys:
             return NOTHING_TO_STORE
         if not self._stack.has_any(keys):
@@ -68,7 +68,7 @@ class Storer:
         return plan
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
-        """Do :meth:`TieredOffloadingManager.complete_store`."""
+        """Make whole chunks hits; see :meth:`TieredOffloadingManager.complete_store`."""
         first = self._ram.copies.get(next(iter(keys), b""))
         run = None if first is None else self._writes.pop(first.generation, None)
         if first is None or run is None or not self._is_whole_store(run, keys):
@@ -90,13 +90,13 @@ class Storer:
         """Forget the stores in flight; for a reset of the cache.
 
         Returns:
-            The copies that workers may be writing, each with its writer's pin.
+            The copies that workers may be writing; each still has its writer's pin.
         """
         self._writes.clear()
         return list(filter(_is_being_stored, self._ram.copies.values()))
 
     def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
-        """Record an offer of ``keys``, which are all in RAM."""
+        """Record a repeated offer of ``keys``; RAM has all of them."""
         if request is not None:
             if request.has_gap:
                 self._record_stranded(self._count_stranded(keys, request), request)
@@ -112,7 +112,7 @@ class Storer:
         counts, because a sliding window may have gaps.
 
         Returns:
-            How many each tier has, and whether the chunks after ``keys`` are stranded too.
+            The count of each tier, and whether the chunks after ``keys`` are stranded too.
         """
         tiers = self._stack.tiers
         counts = [0] * len(tiers)
@@ -137,7 +137,7 @@ class Storer:
             request.has_gap = has_gap
 
     def _is_whole_store(self, run: Run, keys: Collection[ChunkKey]) -> bool:
-        """Return whether ``keys`` are all keys of a store from which nothing was dropped."""
+        """Return whether ``keys`` are all keys of a store and no chunk was dropped since."""
         if run.drops != self._ram.drops or len(keys) != len(run.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may pass a set
@@ -145,14 +145,14 @@ class Storer:
         return keys == run.keys
 
     def _run_of(self, keys: Collection[ChunkKey]) -> Run:
-        """Return those of ``keys`` that are being stored, by slot."""
+        """Return the copies of ``keys`` that are being stored, sorted by slot."""
         copies = [copy for copy in map(self._ram.copies.get, keys) if copy is not None]
         written = list(filter(_is_being_stored, copies))
         written.sort(key=_slot_of)  # ascending along the prefix, in whatever order a set is
         return self._ram.run_of(written)
 
     def _abort(self, copies: Sequence[ChunkCopy]) -> None:
-        """Drop chunks whose bytes are not whole."""
+        """Drop chunks with incomplete bytes."""
         for copy in copies:
             self._ram.counters.failed += 1
             self._grants.record_missing(copy)
@@ -161,12 +161,12 @@ class Storer:
     def _store(
         self, new: Sequence[ChunkKey], offered: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
-        """Plan the store of ``new``, those of ``offered`` that are not in RAM."""
+        """Plan the store of ``new``, the ``offered`` chunks that are not in RAM."""
         stack, ram = self._stack, self._ram
         fits = self._fitting(len(new), request)
         if fits is None:
             return None
-        for gaps in stack.gaps:  # somebody computed them, so they were wanted
+        for gaps in stack.gaps:  # the engine computed these chunks, so a request needed them
             stack.record_wanted(gaps.recently_evicted(new))
         head = new if fits == len(new) else [new[at] for at in nearest_to_root(new, fits)]
         taken = stack.take_slots(ram, head) if head else None
@@ -185,7 +185,7 @@ class Storer:
         return StorePlan(head, slots, generation, evicted)
 
     def _fitting(self, chunks: int, request: RequestState | None) -> int | None:
-        """Return how many of ``chunks`` new chunks to store; None to be offered them again."""
+        """Return how many of ``chunks`` to store now; None to defer the offer."""
         available = self._ram.available
         if chunks <= available:
             if request is not None:
@@ -201,7 +201,7 @@ class Storer:
         return None
 
     def _count_refused(self, chunks: int) -> None:
-        """Count refused chunks, and those that dirty copies left no slot for."""
+        """Count refused chunks, and chunks refused because dirty copies hold the slots."""
         ram = self._ram
         ram.counters.refused += chunks
         ram.counters.dropped += min(chunks, ram.dirty)
@@ -215,7 +215,7 @@ class Storer:
 
 
 def _is_being_stored(copy: ChunkCopy) -> bool:
-    """Return whether a worker, rather than a promotion, writes ``copy`` of RAM."""
+    """Return whether a worker is storing this RAM copy; promotions do not count."""
     return copy.state == _WRITING and not copy.origin
 
 
@@ -228,8 +228,8 @@ def _places(
 
     Args:
         new: Chunks to store, those of each group root to leaf.
-        offered: The chunks they were chosen from.
-        tails: The last chunk of each group so far, and its depth; updated.
+        offered: All offered chunks, ``new`` included.
+        tails: Last chunk of each group and its depth, before ``new``; updated.
     """
     group = offered[0][-GROUP_NBYTES:]
     if len(new) == len(offered) and is_single_group(new):

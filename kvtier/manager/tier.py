@@ -1,9 +1,10 @@
 """The state of one tier: slots, copies, pins, eviction order and counters.
 
 A copy is *pinned* while a transfer, a request or a deadline needs it, and *dirty* while a
-slower tier must still receive it. A resident copy that is neither is *idle*: it may be evicted.
-Only :class:`TierState` writes a copy's state, pins and dirty count. It therefore knows the
-number of idle copies at any time, and a store that cannot succeed is refused without a scan.
+slower tier must still receive it. A resident copy is *idle*, and may be evicted, if it is
+neither pinned nor dirty. Only :class:`TierState` writes a copy's state, pins and dirty count.
+It therefore knows the number of idle copies at any time, and a store that cannot succeed is
+refused without a scan.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ class TierState:
     """Slots, copies, eviction order and counters of one tier.
 
     A slot keeps its copy object when its chunk is evicted, and the next chunk reuses it:
-    making an object costs more than all else that is done for a chunk here. Nothing refers to
-    an evicted copy. A dropped copy may still be referred to, so its slot gets a new object.
+    making an object costs more than all other work for a chunk here. Nothing refers to an
+    evicted copy. A dropped copy may still have references, so its slot gets a new object.
     RAM's objects are made at start, so that the scheduler does not pay for them later.
 
     Args:
         name: The tier's name.
-        index: Its place among the tiers; 0 is RAM.
-        capacity: Its slots.
-        eviction: Orders its copies.
+        index: Index of the tier; 0 is RAM.
+        capacity: Number of slots.
+        eviction: Policy that orders the copies.
 
     Attributes:
         slots: The tier's slots. A dropped copy's slot becomes free with its last pin.
-        copies: Copies that are resident or being written, by key.
+        copies: Resident copies and copies being written, by key.
         writing: Number of copies that are being written.
         idle: Number of copies that can be evicted now.
         dirty: Number of dirty copies.
         transient: Number of RAM copies that are dropped after their load.
-        leaving: Victims that a slower tier must receive before they are evicted. They are
-            hits until then, but not in the eviction order.
-        drops: Number of copies dropped so far. While it is constant, pinned copies are here.
+        leaving: Victims that a slower tier must receive before they are evicted. Until then
+            they are hits outside the eviction order.
+        drops: Number of copies dropped so far. While it is constant, pinned copies stay in
+            the tier.
         requested_slots: Most slots that were requested in vain since the last reclaim.
         counters: What happened in the tier.
     """
@@ -88,7 +90,7 @@ class TierState:
         return Run(copies, keys, [copy.slot for copy in copies], self.drops)
 
     def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
-        """Return the resident copies of ``keys`` up to the first that is missing."""
+        """Return the resident copies of ``keys`` up to the first missing key."""
         found: list[ChunkCopy] = []
         for copy in map(self.copies.get, keys):
             if copy is None or copy.state != _RESIDENT:
@@ -131,10 +133,10 @@ class TierState:
         """Add copies that are being written; each holds one pin for its writer.
 
         Args:
-            keys: The chunks, none of them here.
+            keys: Chunks that this tier lacks.
             slots: Allocated slot of each.
-            parents: The chunk before each in its prefix, or None.
-            depths: How many chunks precede each.
+            parents: The chunk before each chunk in its prefix, or None.
+            depths: Number of chunks before each chunk in its prefix.
             generation: Stamp of the write.
             terms: Terms of the request that stores them.
         """
@@ -161,10 +163,10 @@ class TierState:
         origin: int = 0,
         generation: int = 0,
     ) -> list[ChunkCopy]:
-        """Do :meth:`begin_writing` for chunks that come from another tier.
+        """Add copies that are being written from another tier, each with its writer's pin.
 
         Args:
-            keys: The chunks, none of them here.
+            keys: Chunks that this tier lacks.
             slots: Allocated slot of each.
             sources: Copies in the other tier.
             origin: Index of that tier for a promotion, else 0.
@@ -194,8 +196,8 @@ class TierState:
 
         Args:
             copies: Prompt after prompt, each group by group and root to leaf.
-            ctx: What the policy may know.
-            is_ordered: Whether they come in another tier's order of eviction instead.
+            ctx: The information that policies may use.
+            is_ordered: Whether ``copies`` are in the eviction order of another tier instead.
         """
         self.idle += self._end_writing(copies)
         if self._children is not None:
@@ -217,7 +219,7 @@ class TierState:
         self.eviction.on_insert_many(copies, ctx)
 
     def expire(self, copy: ChunkCopy) -> bool:
-        """Record that a write missed its deadline; return whether it was still awaited."""
+        """Record a write that missed its deadline; return whether the write was awaited."""
         was_writing = copy.state == _WRITING
         if was_writing:
             copy.state = _LATE
@@ -240,7 +242,7 @@ class TierState:
         self.idle -= busied
 
     def unpin(self, copies: Iterable[ChunkCopy]) -> None:
-        """Take back one pin of each; the last one frees the slot of a dropped copy."""
+        """Take back one pin of each copy; the last pin of a dropped copy frees its slot."""
         freed = 0
         for copy in copies:
             copy.pins = pins = copy.pins - 1
@@ -253,7 +255,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Record that one more slower tier must receive each of the resident ``copies``."""
+        """Increment the dirty count of resident ``copies``: one more tier must receive them."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -265,7 +267,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Record that a slower tier received each of ``copies``, or never will."""
+        """Decrement the dirty count of ``copies``: one tier fewer must receive them."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -276,7 +278,7 @@ class TierState:
                     self.idle += 1
 
     def begin_demotion(self, copies: Iterable[ChunkCopy]) -> None:
-        """Mark resident ``copies`` dirty, pin them for a demotion, and keep them after it."""
+        """Mark resident ``copies`` dirty and permanent, and pin them for a demotion."""
         busied = dirtied = 0
         for copy in copies:
             if copy.transient:
@@ -292,7 +294,7 @@ class TierState:
         self.dirty += dirtied
 
     def end_demotion(self, copies: Sequence[ChunkCopy]) -> None:
-        """Mark clean and unpin the sources of a demotion job."""
+        """Unpin the sources of a demotion job and decrement their dirty count."""
         others = []
         for copy in copies:
             if copy.pins == 1 and copy.dirty == 1:
@@ -306,12 +308,12 @@ class TierState:
         self.unpin(others)
 
     def make_transient(self, copy: ChunkCopy) -> None:
-        """Mark a RAM copy to be dropped after the load it is promoted for."""
+        """Mark a promoted RAM copy to be dropped after its load."""
         copy.transient = True
         self.transient += 1
 
     def make_permanent(self, copy: ChunkCopy) -> None:
-        """Take back :meth:`make_transient`, if it was done."""
+        """Keep a transient RAM copy after its load; a permanent copy is unchanged."""
         if copy.transient:
             copy.transient = False
             self.transient -= 1
@@ -328,7 +330,7 @@ class TierState:
         self.eviction.on_hit_many(copies, ctx)
 
     def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Put those of ``copies`` that are leaving back into the eviction order."""
+        """Put ``copies`` that are leaving back into the eviction order."""
         if self.leaving.isdisjoint(copies):
             return
         for copy in copies:
@@ -427,7 +429,7 @@ class TierState:
         return len(copies) - pinned
 
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
-        """Return the copy object of each slot; make those that do not exist yet.
+        """Return the copy object of each slot; make missing objects.
 
         An evicted copy was not pinned, dirty, granted or transient. The policy sets its own
         attributes when the copy is inserted; the caller sets all others.
@@ -443,7 +445,7 @@ class TierState:
     def _forget(self, victims: Sequence[ChunkCopy], keys: Sequence[ChunkKey]) -> None:
         """Make picked copies misses and count them as evicted.
 
-        Only their slots refer to them, so the next write sets their state.
+        The next write into a victim's slot sets the state of its copy object.
         """
         deque(map(self.copies.__delitem__, keys), maxlen=0)
         if self._children is not None:

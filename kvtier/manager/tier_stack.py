@@ -24,7 +24,7 @@ _RESIDENT = CopyState.RESIDENT
 def first_resident(
     tiers: Iterable[TierState], key: ChunkKey
 ) -> tuple[TierState, ChunkCopy] | None:
-    """Return the first of ``tiers`` that has ``key`` resident, and its copy."""
+    """Return the first of ``tiers`` with a resident copy of ``key``, and the copy."""
     for tier in tiers:
         copy = tier.copies.get(key)
         if copy is not None and copy.state == _RESIDENT:
@@ -41,15 +41,15 @@ class TierStack:
         slower: The other tiers.
         placement: Decides what moves between tiers.
         limits: Bounds to keep.
-        slot_status: What the workers report about RAM slots.
+        slot_status: The workers' reports about RAM slots.
         cost_model: Decides which loads are worth their time.
-        is_counted: Whether a key belongs to the group whose chunks stand for tokens.
+        is_counted: Returns whether a key belongs to the counting group.
         jobs: Jobs in flight.
         retention: RAM copies retained until a deadline.
-        ctx: What policies may know.
+        ctx: The information that policies may use.
         epoch: Number of resets.
         step: Number of scheduling steps.
-        out_of_service: Indices of slower tiers from which nothing is read now.
+        out_of_service: Indices of slower tiers that must not be read now.
         corrupt: Slots that a restart must not recover, as (tier index, slot).
         gaps: Per tier, how soon evicted chunks were looked up again.
         tracks_reuse: Whether ``gaps`` are recorded.
@@ -95,17 +95,17 @@ class TierStack:
         self.events = EventLog(has_listener=record_events)
 
     def next_generation(self) -> int:
-        """Return a stamp for RAM slots about to be written: never 0, never repeated."""
+        """Return a new stamp for RAM slots about to be written; stamps are never 0."""
         self._generation += 1
         return self._generation
 
     def set_request(self, req_id: str, terms: RequestTerms) -> None:
-        """Name the request whose chunks are used and inserted next, for policies."""
+        """Set the request that policies see for the next uses and insertions."""
         self.ctx.request = req_id
         self.ctx.session = terms.session
 
     def end_reuse_step(self) -> None:
-        """Do :meth:`ReuseGaps.end_step` for every tier."""
+        """End the step in the reuse gaps of every tier."""
         for gaps in self.gaps:
             if gaps.is_changed:
                 gaps.end_step(self.ctx.now)
@@ -135,7 +135,7 @@ class TierStack:
         ]
 
     def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
-        """Return whether a tier in ``allowed`` has ``key``, or it was promoted from one."""
+        """Return whether ``key`` is in, or was promoted from, a tier in ``allowed``."""
         copy = self.ram.copies.get(key)
         if copy is not None and copy.origin in allowed:
             return True
@@ -163,7 +163,7 @@ class TierStack:
         return [copy for _, copy in found], [tier.index for tier, _ in found]
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record that ``keys`` were looked up, in every tier before the one that has each."""
+        """Record a lookup of each key in every tier faster than the first that has it."""
         if not self.tracks_reuse:
             return
         mask = self._sampling
@@ -180,7 +180,7 @@ class TierStack:
     def take_slots(
         self, tier: TierState, keys: Sequence[ChunkKey]
     ) -> tuple[list[int], list[ChunkKey]] | None:
-        """Do :meth:`TierState.take_slots` for ``keys`` and record the evictions.
+        """Allocate a slot of ``tier`` for each of ``keys``, evicting idle copies as needed.
 
         Returns:
             A slot for each key and the keys of the victims; None, and nothing changed, if too
@@ -189,23 +189,28 @@ class TierStack:
         count = len(keys)
         if count > tier.available:
             return None
-        if tier.eviction.tracks_misses:
-            for key in keys:
-                tier.eviction.on_miss(key, self.ctx)
+        # A policy that evicts leaves only may find fewer victims than there are idle copies.
+        may_fail = tier.eviction.leaf_only and count > tier.slots.free
+        if not may_fail:
+            self._record_misses(tier, keys)
         taken = tier.take_slots(count, self.ctx)
-        if taken is not None and taken[1]:
+        if taken is None:
+            return None
+        if may_fail:
+            self._record_misses(tier, keys)
+        if taken[1]:
             self._record_evicted(tier, taken[1])
         return taken
 
     def evict_leaving(self, tier: TierState, run: Run) -> None:
-        """Do :meth:`TierState.evict_leaving` and record it."""
+        """Evict the leaving copies of ``run`` and record the evictions."""
         tier.evict_leaving(run)
         self._record_evicted(tier, run.keys)
 
     def publish(
         self, tier: TierState, copies: Sequence[ChunkCopy], *, is_ordered: bool = False
     ) -> None:
-        """Do :meth:`TierState.publish` and record it."""
+        """Make written copies resident and record the residency events."""
         if not copies:
             return
         tier.publish(copies, self.ctx, is_ordered=is_ordered)
@@ -213,20 +218,20 @@ class TierStack:
             self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Do :meth:`TierState.drop` and record it."""
+        """Make ``copy`` a miss and record the residency event."""
         if copy.state == _RESIDENT:
             self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
 
     def drop_transient(self, copies: Sequence[ChunkCopy]) -> None:
-        """Drop the transient ones of ``copies`` in RAM that nothing pins."""
+        """Drop the transient, unpinned RAM ``copies``."""
         if self.ram.transient:
             for copy in copies:
                 if copy.transient and not copy.pins and copy.state == _RESIDENT:
                     self.drop(self.ram, copy)
 
     def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Count a copy of a slower tier whose bytes are wrong, and drop it."""
+        """Count and drop a copy with wrong bytes in a slower tier."""
         tier.counters.corrupt += 1
         if copy.state == _RESIDENT:
             self.corrupt.append((tier.index, copy.slot))
@@ -236,6 +241,11 @@ class TierStack:
         """Return the corrupt slots since the last call."""
         corrupt, self.corrupt = self.corrupt, []
         return corrupt
+
+    def _record_misses(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
+        if tier.eviction.tracks_misses:
+            for key in keys:
+                tier.eviction.on_miss(key, self.ctx)
 
     def _record_evicted(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
         if self.tracks_reuse:

@@ -1,4 +1,4 @@
-"""The composite manager: decides where every chunk is, and never touches one.
+"""The manager of all tiers: decides where every chunk is, and moves no bytes.
 
 It knows the state of all tiers and answers the engine's scheduler from it. It does no I/O,
 never waits and never reads a clock. What should happen leaves as :class:`~kvtier.types.Job`
@@ -55,12 +55,12 @@ class TieredOffloadingManager:
         tiers: The tiers, fastest first; index 0 is RAM.
         placement: Decides what moves between tiers.
         limits: Bounds to keep.
-        slot_status: What the workers report about RAM slots.
+        slot_status: The workers' reports about RAM slots.
         record_events: Whether :meth:`take_events` is called.
         track_reuse: Whether :meth:`take_reuse_gaps` is called.
         cost_model: Decides which loads are worth their time; all of them when omitted.
-        groups: What each KV cache group needs of a prefix.
-        counting_group: Index of the KV cache group whose chunks stand for tokens.
+        groups: The part of a prefix that each KV cache group needs.
+        counting_group: Index of the KV cache group used to count tokens.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -126,11 +126,11 @@ class TieredOffloadingManager:
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens after the local ones can be loaded for a waiting request.
 
-        Call its ``prepare_load`` in the same step, before that of another request: nothing is
-        evicted until then.
+        Call ``prepare_load`` for the request in the same step, before any other request's:
+        nothing is evicted until then.
 
         Returns:
-            The tokens; None if chunks are being promoted, to look up again in the next step.
+            The tokens; None while chunks are being promoted: look up again in the next step.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         return self._lookup.lookup(request, prompt)
@@ -157,10 +157,10 @@ class TieredOffloadingManager:
             self._grants.enqueue(request, keys)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin ``keys``, which a lookup of this step found, and return where they are.
+        """Pin ``keys``, found by a lookup of this step, and return the plan of their load.
 
-        With ``limits.direct_loads`` some may be in slower tiers. Their promotion jobs are
-        planned with the load. Take these jobs at once, because the workers wait for them.
+        With ``limits.direct_loads`` some chunks may be in slower tiers. Their promotion jobs
+        are planned with the load. Take these jobs at once, because the workers wait for them.
 
         Raises:
             KeyError: A key is not resident and loads are not direct: the caller did not look it
@@ -183,14 +183,14 @@ class TieredOffloadingManager:
     # -- store ------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Allocate RAM slots for those of ``keys`` that are not in RAM, evicting as needed.
+        """Allocate RAM slots for the ``keys`` that RAM lacks, evicting idle copies as needed.
 
         An offer counts as a use of the chunks that are in RAM. If only some fit, the tail is
         refused, because a suffix is useless without its prefix.
 
         Returns:
-            What to store, perhaps nothing; None if there are too few slots now and the engine
-            should offer the chunks again in the next step. None changes nothing.
+            The chunks to store, possibly none. None if there are too few slots now: nothing
+            changed, and the engine should offer the chunks again in the next step.
         """
         request = self._requests.get(req_id)
         if request is not None:
@@ -210,17 +210,17 @@ class TieredOffloadingManager:
     # -- retention --------------------------------------------------------------------------
 
     def retain(self, keys: Iterable[ChunkKey], until: float) -> int:
-        """Keep those of ``keys`` that are resident in RAM there until a deadline.
+        """Keep the ``keys`` that are resident in RAM there until a deadline.
 
-        They count against ``limits.retained``, and a reset releases them. They are released
-        early only for a store or a promotion that waited its time and found no other slots.
+        Retained chunks count against ``limits.retained``, and a reset releases them. They are
+        released early only for a store or promotion that has waited and finds no other slots.
 
         Args:
             keys: Chunks; beyond the quota the tails of prefixes are refused.
             until: Seconds on the clock of :meth:`end_step`.
 
         Returns:
-            How many are retained at least until then.
+            The number of chunks retained at least until ``until``.
         """
         members = self._stack.ram.copies
         copies = [copy for copy in map(members.get, keys) if copy is not None]
@@ -278,9 +278,9 @@ class TieredOffloadingManager:
         return bool(self._demoter.queued or self._stack.jobs.has_awaited or self._quarantine)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
-        """Name the slower tiers, by index, from which nothing is read for now.
+        """Set the indices of slower tiers that are out of service; nothing is read from them.
 
-        Chunks that only they have are misses; chunks on their way from one fail by themselves.
+        Chunks in no other tier are misses; promotions in flight fail on their own.
         Do not call it between a lookup and the ``prepare_load`` that relies on it.
         """
         self._stack.out_of_service = tiers
@@ -299,7 +299,7 @@ class TieredOffloadingManager:
         return self._stack.jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
-        """Return (tier index, slot) pairs that a restart must not recover.
+        """Return corrupt slots, which a restart must not recover, as (tier index, slot).
 
         Handle them before the jobs of the next :meth:`take_jobs`, which may reuse the slots.
         """
@@ -337,7 +337,7 @@ class TieredOffloadingManager:
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
 
-        Loads are compared with that, unless the configuration says what a token takes.
+        The cost model uses this time, unless the configuration sets the time per token.
         """
         self._stack.cost_model.record_prefill(tokens, seconds, self._stack.ctx.now)
 
@@ -349,7 +349,7 @@ class TieredOffloadingManager:
     def take_events(self) -> list[ResidencyEvent]:
         """Return the oldest residency events that were not taken yet.
 
-        Replayed from the first one on, they tell what each tier has. A removal precedes the
+        A listener that replays all events knows the chunks of each tier. A removal precedes the
         arrival that takes its slot. A call returns some thousand chunks; :attr:`has_events`
         tells whether there are more.
         """
@@ -363,7 +363,7 @@ class TieredOffloadingManager:
     def take_reuse_gaps(self) -> list[list[float]]:
         """Return, per tier, the seconds from evictions to the next lookup of the chunk.
 
-        Since the last call; of a large tier a sample.
+        Only gaps since the last call are returned. A large tier is sampled.
         """
         return [gaps.take() for gaps in self._stack.gaps]
 
@@ -374,7 +374,7 @@ class TieredOffloadingManager:
 
     @property
     def dropped(self) -> list[int]:
-        """New chunks, per tier, that it did not receive because a disk did not keep up."""
+        """New chunks dropped per tier because a disk did not keep up."""
         return [tier.counters.dropped for tier in self._stack.tiers]
 
     def snapshot(self) -> ManagerSnapshot:
@@ -406,7 +406,7 @@ class TieredOffloadingManager:
             chunks: Keys and slots; no key and no slot twice.
 
         Returns:
-            How many there were.
+            The number of chunks.
         """
         stack = self._stack
         state = stack.tiers[tier]
@@ -421,8 +421,8 @@ class TieredOffloadingManager:
         """Make every chunk in every tier a miss: a new epoch, because weights may have changed.
 
         Slots that a storage job or a worker may still touch stay out of use until it is done.
-        No ``complete_*`` is expected for what was prepared before. A request with KV of before
-        the reset stores nothing until it loses its blocks: the engine would offer old chunks.
+        Loads and stores prepared before need no ``complete_*`` call. A request with KV from
+        before the reset stores nothing until it loses its blocks: the KV may be outdated.
         """
         stack = self._stack
         stack.epoch += 1

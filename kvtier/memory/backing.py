@@ -21,7 +21,7 @@ from kvtier.units import format_size
 __all__ = ["HugePages", "create_memory"]
 
 HugePages = Literal["auto", "require", "off"]
-"""Whether to use huge pages: if enough are free, or refuse otherwise, or never."""
+"""Whether to use huge pages: if enough are free, always (else refuse to start), or never."""
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -33,7 +33,7 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
 
     Args:
         name: Shown in ``/proc/PID/maps``.
-        nbytes: Least bytes of the file, which has whole pages.
+        nbytes: Bytes of the file, rounded up to whole pages.
         huge_pages: Whether to use huge pages.
 
     Returns:
@@ -75,7 +75,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
     try:
         _prefault(descriptor, pool.needed(nbytes) * pool.page_nbytes)
     except OSError:
-        # Another process took them, or the control group allows fewer.
+        # Another process took the pages, or the control group allows fewer.
         os.close(descriptor)
         return None
     return descriptor
@@ -98,7 +98,7 @@ def _require_memory(nbytes: int) -> None:
     """Check that this host and its control group have enough memory.
 
     Raises:
-        CapacityError: They have not; the message names the limit and what it leaves.
+        CapacityError: There is too little; the message names the limit and its free bytes.
     """
     for limit in memory_limits(_PROC, _SYS):
         if nbytes > limit.free_bytes:

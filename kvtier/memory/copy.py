@@ -44,7 +44,7 @@ _KEPT_NBYTES = 8 << 20
 """Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
 than the copy; and a small buffer stays in the processor's caches."""
 _SHORTEST_NBYTES = 64 << 10
-"""Least bytes that are copied by a call of their own between host and device. A call takes some
+"""Fewest bytes that get a copy call of their own between host and device. A call takes some
 microseconds, in which as many bytes pass through memory that is not page-locked."""
 
 
@@ -170,7 +170,7 @@ def plan_copy(
         chunks = int(index[-1]) // blocks_per_chunk + 1
         subs = index % blocks_per_chunk
         if slot_at + chunks > len(places):
-            raise UnsupportedError(f"{len(places)} slots for more than {slot_at} chunks")
+            raise UnsupportedError(f"the blocks need more than the {len(places)} slots given")
         of_block = places[slot_at + index // blocks_per_chunk]
         order = np.lexsort((of_block, subs))
         own = blocks[block_at : block_at + size]
@@ -180,12 +180,13 @@ def plan_copy(
     if block_at == len(blocks) and slot_at < len(places):
         # Blocks after a gap have moved up, so it is unknown which chunks are whole.
         raise UnsupportedError(
-            f"some blocks of the chunks are gone: {block_at} are those of {slot_at} chunks, "
-            f"not of {len(places)}"
+            f"some blocks of the chunks are missing: the {block_at} given belong to {slot_at} "
+            f"chunks, not to {len(places)}"
         )
     if block_at != len(blocks) or slot_at != len(places):
         raise UnsupportedError(
-            f"{len(blocks)} blocks in {len(places)} slots: {block_at} and {slot_at} matched"
+            f"{len(blocks)} blocks and {len(places)} slots were given, but the groups have "
+            f"{block_at} blocks and {slot_at} chunks"
         )
     return BlockCopyPlan(groups, [int(slot) for slot in places])
 
@@ -408,7 +409,9 @@ def _require_room(kv: KVBlocks, stripes: int, place_nbytes: int, share: RankShar
                 f"for {place_nbytes * parts}: this KV layout is not supported"
             )
         if any(page % parts for _, page in pages):
-            raise UnsupportedError(f"a page of KV cache group {group} has no {parts} parts")
+            raise UnsupportedError(
+                f"a page of KV cache group {group} cannot be split into {parts} parts"
+            )
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:

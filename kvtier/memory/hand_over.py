@@ -140,7 +140,7 @@ class RegionServer:
                     served += self._hand_over(peer)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Send ``peer`` the descriptor if it has the same user; return whether it thanked."""
+        """Send ``peer`` the descriptor if it has the same user; return whether it confirmed."""
         if self._stopping or _uid_of(peer) != os.geteuid():
             return False
         try:
@@ -166,7 +166,7 @@ def receive_region(
         FileNotFoundError: No process serves it yet.
         ConnectionError: The server ended.
         EOFError: The server ended before it sent the descriptor.
-        UnsupportedError: Another user serves it, its shape is another one, or there is no
+        UnsupportedError: Another user serves it, its shape differs, or there is no
             directory that only this user may enter.
     """
     path = _socket_path(name)
@@ -239,7 +239,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_dead(directory: Path) -> None:
-    """Remove sockets without a listener, which killed processes left."""
+    """Remove sockets that killed processes left behind."""
     for path in filter(Path.is_socket, directory.iterdir()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
             knock.setblocking(False)  # noqa: FBT003 - its signature

@@ -108,8 +108,8 @@ class HostRegion:
         Raises:
             CapacityError: No process served it in time: its creation failed, or happened on
                 another host.
-            UnsupportedError: It has another shape, another user serves it, or there is no
-                directory that only this user may enter.
+            UnsupportedError: The region has another shape, another user serves it, or there is
+                no directory that only this user may enter.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -22,74 +22,28 @@ and does not say which bytes are a head. Every rank's part of every page must be
 That holds for 1, 2, 4 and 8 ranks with heads outermost. It holds if there are more ranks than
 heads, so that several ranks have the same head. It also holds if all ranks have the same KV
 (multi-head latent attention), which is then stored once. It does not hold for three ranks, for
-sixteen with a head each, or with tokens outermost. :func:`share_pages` refuses these, and their
-slots have shards.
+sixteen with a head each, or with tokens outermost. :mod:`kvtier.vllm.pages` gives these
+slots with shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final
 
-from kvtier.errors import UnsupportedError
 from kvtier.memory.control import ControlBlock
 
 __all__ = [
     "STRIPES",
-    "CopyRun",
-    "PageMapping",
     "RankShare",
     "RegionGeometry",
     "shard_of",
-    "share_pages",
 ]
 
 STRIPES: Final = 8
-"""Number of stripes of a slot whose bytes do not depend on the number of ranks."""
-
-
-class CopyRun(Protocol):
-    """Fragments of a rank's page and their places in the canonical page, in bytes.
-
-    Fragment ``i`` spans ``fragment_size`` bytes from ``local_offset + i * local_stride`` and
-    from ``canonical_offset + i * canonical_stride``.
-    """
-
-    @property
-    def local_offset(self) -> int: ...  # noqa: D102
-    @property
-    def canonical_offset(self) -> int: ...  # noqa: D102
-    @property
-    def fragment_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_fragments(self) -> int: ...  # noqa: D102
-    @property
-    def local_stride(self) -> int: ...  # noqa: D102
-    @property
-    def canonical_stride(self) -> int: ...  # noqa: D102
-
-
-class PageMapping(Protocol):
-    """Place of a rank's page of one layer in the canonical page.
-
-    vLLM's ``CanonicalPageMapping``. Ranks that have the same bytes take turns writing them:
-    ``num_writers`` ranks do, and this one has number ``writer_index``.
-    """
-
-    @property
-    def canonical_page_size_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def local_page_size_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def runs(self) -> Sequence[CopyRun]: ...  # noqa: D102
-    @property
-    def num_writers(self) -> int: ...  # noqa: D102
-    @property
-    def writer_index(self) -> int: ...  # noqa: D102
-    @property
-    def parallelism_agnostic(self) -> bool: ...  # noqa: D102
+"""Number of stripes of a portable slot: its bytes do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,69 +117,3 @@ class RankShare:
 def shard_of(rank: int) -> RankShare:
     """Return the share of a rank in slots that have one stripe, a shard, for each rank."""
     return RankShare((rank,))
-
-
-def share_pages(mappings: Sequence[PageMapping | None]) -> RankShare:
-    """Return a rank's share of slots whose bytes do not depend on the number of ranks.
-
-    Args:
-        mappings: Place of the rank's page of each layer in the layer's canonical page; None
-            if the engine does not say.
-
-    Raises:
-        UnsupportedError: There is no such share; the message says why.
-    """
-    shares = {_share_page(mapping) for mapping in mappings}
-    if len(shares) != 1:
-        raise UnsupportedError(
-            "layers are split over the ranks in different ways" if shares else "no layers"
-        )
-    return shares.pop()
-
-
-def _share_page(mapping: PageMapping | None) -> RankShare:
-    if mapping is None or not mapping.parallelism_agnostic:
-        raise UnsupportedError(
-            "the engine does not say what a page holds whatever the number of ranks"
-        )
-    stripe_nbytes, rest = divmod(mapping.canonical_page_size_bytes, STRIPES)
-    if rest:
-        raise UnsupportedError(
-            f"a page of {mapping.canonical_page_size_bytes} bytes has no {STRIPES} equal parts"
-        )
-    stripes: list[int] = []
-    for local, canonical, nbytes in sorted(_contiguous_ranges(mapping.runs)):
-        if canonical % stripe_nbytes or nbytes % stripe_nbytes:
-            raise UnsupportedError(
-                f"a rank's part of a page is not whole {STRIPES}ths of it: {nbytes} bytes from "
-                f"{canonical} of {mapping.canonical_page_size_bytes}"
-            )
-        if local != len(stripes) * stripe_nbytes:
-            raise UnsupportedError(f"byte {len(stripes) * stripe_nbytes} of a page is nowhere")
-        first = canonical // stripe_nbytes
-        stripes += range(first, first + nbytes // stripe_nbytes)
-    if len(stripes) * stripe_nbytes != mapping.local_page_size_bytes:
-        raise UnsupportedError(f"byte {len(stripes) * stripe_nbytes} of a page is nowhere")
-    return RankShare(tuple(stripes), mapping.num_writers, mapping.writer_index)
-
-
-def _contiguous_ranges(runs: Sequence[CopyRun]) -> list[tuple[int, int, int]]:
-    """Return (local offset, canonical offset, bytes), joined where contiguous in both."""
-    fragments = sorted(
-        (
-            run.local_offset + number * run.local_stride,
-            run.canonical_offset + number * run.canonical_stride,
-            run.fragment_size,
-        )
-        for run in runs
-        for number in range(run.num_fragments)
-    )
-    joined: list[tuple[int, int, int]] = []
-    for local, canonical, nbytes in fragments:
-        if joined:
-            last_local, last_canonical, last_nbytes = joined[-1]
-            if (local, canonical) == (last_local + last_nbytes, last_canonical + last_nbytes):
-                joined[-1] = (last_local, last_canonical, last_nbytes + nbytes)
-                continue
-        joined.append((local, canonical, nbytes))
-    return joined

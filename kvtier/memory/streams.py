@@ -62,10 +62,6 @@ class CopyStream(ABC):
         """
 
     @abstractmethod
-    def beside(self) -> CopyStream:
-        """Return another stream, for copies in other threads at the same time."""
-
-    @abstractmethod
     def close(self) -> None:
         """Unpin the host memory. Idempotent."""
 
@@ -82,10 +78,6 @@ class HostStream(CopyStream):
         return contextlib.nullcontext()
 
     @override
-    def beside(self) -> HostStream:
-        return HostStream()
-
-    @override
     def close(self) -> None:
         return
 
@@ -95,7 +87,7 @@ class CudaStream(CopyStream):
 
     Args:
         device: The CUDA device.
-        host: The host memory, page-locked here; None if another stream page-locked it.
+        host: The host memory to page-lock; None to page-lock nothing.
 
     Raises:
         UnsupportedError: The driver refuses to page-lock it.
@@ -128,10 +120,6 @@ class CudaStream(CopyStream):
             self._stream.synchronize()
 
     @override
-    def beside(self) -> CudaStream:
-        return CudaStream(self._device, None)
-
-    @override
     def close(self) -> None:
         if self._pinned_at:
             torch.cuda.cudart().cudaHostUnregister(self._pinned_at)  # type: ignore[no-untyped-call]
@@ -142,7 +130,7 @@ def open_stream(device: torch.device, host: torch.Tensor) -> CopyStream:
     """Return the stream for copies between ``device`` and ``host``.
 
     Raises:
-        UnsupportedError: kvtier cannot copy to such a device, or not page-lock ``host``.
+        UnsupportedError: kvtier cannot copy to such a device, or cannot page-lock ``host``.
     """
     if device.type == "cpu":
         return HostStream()
@@ -167,7 +155,7 @@ def use_one_torch_thread() -> None:
     """Limit torch operations of the calling thread to one thread.
 
     The limit is the thread's own, but torch also applies it to threads that have not computed
-    yet. So another thread restores the old limit for those.
+    yet. So this function starts a thread that restores the old limit for those threads.
     """
     others = torch.get_num_threads()
     set_num_threads(1)

@@ -138,7 +138,7 @@ class _Call(NamedTuple):
 class IoPool:
     """A fixed number of daemon threads that run blocking calls, most urgent first.
 
-    If the system does not allow so many threads, fewer do all of the work.
+    If the system allows fewer threads, these do all the work.
 
     Args:
         threads: Most calls in progress at once.

@@ -287,6 +287,7 @@ class Eviction(ABC):
         """Record that absent ``key`` was asked for and is about to be inserted.
 
         Called once for each insertion, before room is made for the chunk.
+        With ``leaf_only`` a live tier may call this after the victims were picked.
         """
 
     @abstractmethod

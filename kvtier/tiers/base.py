@@ -47,8 +47,8 @@ class TierContext:
         pool: Threads for the tier's blocking calls. Owned by the caller.
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
             moves at least one.
-        memory: The memory that has all buffers, if another process can map it.
-        owner_pid: Process id of the engine, which a lock names as the store's holder.
+        memory: Shared memory that contains all buffers; None if there is none.
+        owner_pid: Process id of the engine; the store's lock names it as the holder.
         was_reset: Whether this engine has reset its cache before, and opens the tier again
             because the tier's process died.
     """
@@ -85,15 +85,15 @@ class StoreExamination:
     """What a start would find in a tier's store.
 
     Attributes:
-        refusals: Reasons why it would not start.
-        warnings: Warnings that it would log.
+        refusals: Reasons why the engine would not start.
+        warnings: Warnings that the start would log.
         notes: What an engine of another identity would do to the store.
         holders: Processes that have a part of the store open, for people.
         free_nbytes: Free bytes of the file system; None where it does not count.
-        wanted_nbytes: Bytes that the slots and the index still need.
-        index_nbytes: The index's share of them.
+        wanted_nbytes: Bytes of disk room that the slots and the index still need.
+        index_nbytes: The index's share of ``wanted_nbytes``.
         reclaimed_nbytes: Bytes of slots that the start would remove.
-        own_nbytes: Bytes that the cache has already.
+        own_nbytes: Bytes that this engine's cache takes already.
     """
 
     refusals: Sequence[Remark] = ()
@@ -116,7 +116,8 @@ def check_batch(
     """Check the arguments of :meth:`StorageTier.read` and :meth:`StorageTier.write`.
 
     Raises:
-        CapacityError: They differ in number, or a buffer has not the size of a slot.
+        CapacityError: Keys, slots and buffers differ in number, or a buffer has not the
+            size of a slot.
     """
     if not len(keys) == len(slots) == len(views):
         raise CapacityError(
@@ -134,7 +135,7 @@ def check_outcomes(moved: SlotOutcomes, chunks: int) -> SlotOutcomes:
     """Return ``moved`` after checking that it has one outcome per chunk.
 
     Raises:
-        TypeError: It does not.
+        TypeError: ``moved`` has no such outcomes.
     """
     outcomes = moved.outcomes
     if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
@@ -160,7 +161,7 @@ class StorageTier(ABC):
     class as ``module:Class``."""
 
     is_local: ClassVar[bool] = True
-    """Whether the medium is on this host: the locality in requests and events."""
+    """Whether the medium is on this host: requests and events report it as the locality."""
 
     name: str
     capacity_slots: int
@@ -179,7 +180,7 @@ class StorageTier(ABC):
             identity: The known part of the engine's identity.
 
         Returns:
-            None if the tier fills no directory of this machine.
+            None if the tier stores nothing in a local directory.
 
         Raises:
             ConfigError: The store cannot be examined; the message says what to do.
@@ -199,16 +200,16 @@ class StorageTier(ABC):
     @classmethod
     @abstractmethod
     def open(cls, options: TierConfig, context: TierContext) -> Self:
-        """Open the tier, recovering what earlier runs left; blocks.
+        """Open the tier and recover the chunks of earlier runs; blocks.
 
         Args:
             options: An instance of :attr:`Options`.
-            context: Slot size, meaning of the bytes, and threads.
+            context: Slot size, fingerprint of the stored bytes, and threads.
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
             StoreLockedError: Another process has the store open.
-            StoreDamagedError: The store's files are not what they should be.
+            StoreDamagedError: The store's files are damaged or foreign.
         """
 
     @abstractmethod
@@ -220,7 +221,7 @@ class StorageTier(ABC):
         """
 
     async def aopen(self) -> None:  # noqa: B027 - most tiers need no loop before the first call
-        """Get ready on the loop that will use the tier, so that the first call is quick.
+        """Prepare the tier on the loop that will use it, so that the first call is fast.
 
         Raises:
             TierUnavailableError: The tier cannot be used now; a later call tries again.
@@ -282,9 +283,9 @@ class StorageTier(ABC):
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Start :meth:`write` eagerly; await the result for the rest.
 
-        A tier whose work is done elsewhere, such as in another process, sends it here, a turn
-        of the loop earlier. The caller must await the result: a task that is cancelled before
-        its first step does not wait until the memory is free again.
+        A tier that delegates its work, for example to another process, sends the request
+        here, a turn of the loop earlier. The caller must await the result: a task
+        that is cancelled before its first step does not wait until the memory is free again.
         """
         return self.write(keys, slots, sources, purpose=purpose)
 

@@ -71,7 +71,7 @@ class BounceBuffer:
 
 
 class _Part(NamedTuple):
-    """Some chunks of a job."""
+    """Chunks of a job that move through one lane together."""
 
     keys: Sequence[bytes]
     source_slots: Sequence[int]

@@ -18,7 +18,7 @@ class EngineLimits:
 
     Attributes:
         queued_bytes: Bytes that may be queued or running per channel; more is refused.
-        running_bytes: Bytes that may be running per channel; one job always may.
+        running_bytes: Bytes that may be running per channel; one job may always run.
         breaker_failures: Consecutive failed jobs that open a channel's breaker.
         breaker_backoff_s: Seconds until an open breaker lets one job probe.
     """

@@ -68,7 +68,7 @@ class StoreRequest:
     """One store of a job.
 
     Attributes:
-        job_id: The submitter's id for it.
+        job_id: The submitter's id for the store.
         plan: The copies.
         after: Point in the compute stream that they must follow; None on a CPU.
         generations: Stamp to leave on each slot; the same on all.
@@ -143,8 +143,9 @@ class DeviceLoad(_DeviceRoute):
     A load may wait for slots that a slower tier is still filling. It polls their stamps on the
     engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
 
-    A chunk is useless without those before it. So once a chunk is lost, the load stops waiting
-    for later ones, but still loads earlier ones: the engine may keep the head of the prompt.
+    A chunk is useless without the chunks before it. So once a chunk is lost, the load stops
+    waiting for later ones, but still loads earlier ones: the engine may keep the head of the
+    prompt.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class DeviceLoad(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return the positions in ``waiting`` of chunks that arrived, and of lost ones."""
+        """Return the positions in ``waiting`` of arrived chunks, and of lost chunks."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
         stamps = [payload.generations[at] for at in near]

@@ -1,4 +1,4 @@
-"""Jobs of a transfer engine: those that wait or run, and the results of the others."""
+"""Jobs of a transfer engine: the queue, and the results of settled jobs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class JobQueue:
         return iter(list(self._queued.values()))
 
     def get(self, job_id: JobId) -> Pending | None:
-        """Return a job if it is queued."""
+        """Return the queued job ``job_id``; None if it is not queued."""
         return self._queued.get(job_id)
 
     def add(self, pending: Pending) -> None:
@@ -122,7 +122,7 @@ class JobResults:
             )
 
     def wait_any(self, *, timeout_s: float) -> bool:
-        """Block until there is a result or no job is left; return whether that is so."""
+        """Block until there is a result or no job is left; return False on a timeout."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: bool(self._results) or self.complete, timeout=timeout_s

@@ -18,7 +18,7 @@ __all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "all_of", "rai
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
-"""A disk reads this in about a millisecond; smaller parts are not worth a call."""
+"""Smallest part of a split job: a disk reads it in about a millisecond."""
 _MOST_NBYTES_IN_PARTS: Final = 16 << 20
 """Longer jobs are read in one part: parts took 0.19 instead of 0.17 core-seconds per GiB."""
 
@@ -85,7 +85,7 @@ class _Stamped:
 
     Attributes:
         parts: Each part and which of its chunks are whole, in the order of stamping.
-        poisoned: How many of them :meth:`FromTier.abandon` poisoned afterwards.
+        poisoned: How many parts :meth:`FromTier.abandon` poisoned afterwards.
     """
 
     parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
@@ -180,7 +180,7 @@ class FromTier(Route):
 
 
 def _part_of(job: Job, part: slice) -> Job:
-    """Return some of the chunks of ``job`` as a job."""
+    """Return a job with the chunks ``part`` of ``job``."""
     return job._replace(
         keys=job.keys[part],
         source_slots=job.source_slots[part],

@@ -190,7 +190,8 @@ class Runner:
     def _start(self) -> None:
         """Start queued jobs, most urgent first, while their channels have room.
 
-        A smaller job never overtakes a larger one on its channel, which could wait for ever.
+        A smaller job never overtakes a larger one on its channel: the larger job could wait for
+        ever.
         """
         full: set[Pair] = set()
         for pending in self._queue.in_order():

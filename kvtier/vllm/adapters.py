@@ -56,7 +56,7 @@ _SETTINGS: Final = (
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"
 _YOUNG: Final = "its files are newer than the engine, which may have loaded older ones"
 _CHANGED: Final = "its files changed, and vLLM does not say which ones it uses"
-_SHARED: Final = "another one has its lora_int_id, by which alone vLLM knows what it has loaded"
+_SHARED: Final = "another adapter has the same lora_int_id, so vLLM cannot tell them apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class AdapterContents:
             self._warn(name, _CHANGED)
         owner = self._owners.setdefault(request.lora_int_id, known_by)
         if owner != known_by:
-            # vLLM applies the one that is loaded to both.
+            # vLLM applies the adapter that is loaded to requests for both.
             adapter.digest = self._adapters[owner].digest = None
             self._warn(name, _SHARED)
         directory, files, digest = adapter.directory, adapter.files, adapter.digest
@@ -185,8 +185,8 @@ class AdapterContents:
         if why not in self._warned:
             self._warned.add(why)
             logger.warning(
-                "LoRA adapter %s: %s, so what is computed with it is a hit until this engine "
-                "ends, and not after (said once for all adapters)",
+                "LoRA adapter %s: %s, so chunks computed with it are hits only until this "
+                "engine ends (said once for all adapters)",
                 name,
                 why,
             )

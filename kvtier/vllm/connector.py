@@ -86,7 +86,7 @@ _NOTHING = _Metadata(NOTHING_TO_DO)
 
 @dataclass(frozen=True, slots=True)
 class _WorkerMetadata(KVConnectorWorkerMetadata):
-    """The results of one rank or, aggregated, of all."""
+    """The results of one rank, or of all ranks once aggregated."""
 
     output: WorkerOutput
 
@@ -139,7 +139,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             if transfer.kv_load_failure_policy == "fail":
                 logger.warning(
                     "kv_load_failure_policy is fail, vLLM's default: a request whose "
-                    "chunks cannot be loaded ends with an error; with recompute it is computed"
+                    "chunks cannot be loaded ends with an error; with recompute "
+                    "the missing tokens are computed"
                 )
             self._open_scheduler()
 
@@ -304,7 +305,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make everything in every tier a miss; return whether a restart keeps it so."""
+        """Make every stored chunk a miss; return whether that survives a restart."""
         for worker in list(_workers):
             worker.wait_for_stores()
         return self._scheduler.reset_cache()
@@ -370,7 +371,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the stores of the step before, and flush those whose blocks are reused."""
+        """Start the stores of the last step, and flush stores with reused blocks."""
         assert isinstance(kv_connector_metadata, _Metadata)
         if self._worker is not None:
             self._worker.handle_preemptions(kv_connector_metadata.jobs)
@@ -403,13 +404,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return requests whose load ended, failed loads included."""
+        """Return the requests with an ended load, failed loads included."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return requests whose load ended, and those of them whose load failed."""
+        """Return the requests with an ended load, and the subset with a failed load."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
@@ -428,7 +429,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the results of this rank since the last step; None for none."""
+        """Return the results of this rank since the last step; None without any."""
         output, self._output = self._output, None
         return None if output is None else _WorkerMetadata(output)
 

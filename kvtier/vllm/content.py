@@ -42,7 +42,7 @@ _IMMATERIAL: Final = frozenset(
         "use_cache",
     }
 )
-"""Names within a model's configuration that do not change keys or values."""
+"""Names of settings in a model's configuration that do not change keys or values."""
 
 _ROPES_OF_ANY_LENGTH: Final = frozenset(
     {
@@ -90,7 +90,7 @@ _SOURCES: Final = ("_dir", "_path", "_uri")
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH: Final = 32
-"""Configurations nest a few levels; a deeper one contains itself."""
+"""Deepest nesting of a configuration; a deeper configuration contains itself."""
 
 
 def kv_content(
@@ -99,7 +99,7 @@ def kv_content(
     *,
     load: Callable[[str], Any] = importlib.import_module,
 ) -> str:
-    """Return what the bytes of each layer are and mean, and refuse engines of unusable KV.
+    """Return digests of the layers' bytes and their meaning; refuse engines with unusable KV.
 
     A worker calls it when it registers its KV memory. Two layers may have pages of one size and
     different element types (``--kv-cache-dtype-skip-layers``), and two attention backends may
@@ -115,7 +115,7 @@ def kv_content(
         The element type and two digests: of the layers, and of :func:`kv_meaning`.
 
     Raises:
-        UnsupportedError: vLLM does not say, or the engine is refused.
+        UnsupportedError: vLLM does not describe its KV, or the engine is refused.
     """
     try:
         refuse_worker(config, engine)
@@ -144,7 +144,7 @@ def _layer_content(
     *,
     load: Callable[[str], Any],
 ) -> list[str]:
-    """Return a layer's name, its backend, its element types, and what orders its bytes.
+    """Return a layer's name, backend, element types, and the settings that order its bytes.
 
     Layers that quantise have ``kv_cache_dtype``; caches of indexers have ``dtype``; layers with
     a state have a type and a shape for each part. The shapes depend on the number of guessed
@@ -169,7 +169,7 @@ def _layer_content(
 
 
 def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
-    """Return what else the order of a page depends on.
+    """Return further settings that determine the byte order of a page.
 
     Kernels that take blocks of certain lengths cut longer ones into parts, each with all heads.
     The lengths depend on the GPU and on other settings, and so does the writer of 4-bit scales.
@@ -195,7 +195,7 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
 
 
 def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Return what keys and values depend on besides weights, tokens, media and adapters.
+    """Return the settings that change keys and values, besides weights, tokens and media.
 
     It is the same in every rank, and at every start with the same settings.
 
@@ -206,7 +206,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
         Canonical JSON.
 
     Raises:
-        AttributeError: The configuration misses something that every release has.
+        AttributeError: The configuration lacks an attribute that every release has.
     """
     model = config.model_config
     architecture = _plain(model.hf_config)  # with --hf-overrides
@@ -229,13 +229,13 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the kernels of experts if they round the weights differently."""
+    """Return the name of the expert kernels if these kernels round the weights differently."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
 
 def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return where weights come from, besides the model's name."""
+    """Return the settings that select weights, besides the model's name."""
     options = loading.model_loader_extra_config
     sources = (
         {name: value for name, value in options.items() if str(name).endswith(_SOURCES)}
@@ -253,7 +253,7 @@ def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
     """Return the engine's settings that turn media into embeddings.
 
-    vLLM's hash of a medium covers only those of its request.
+    vLLM's hash of a medium covers only the settings of its request.
     """
     processor = getattr(media, "mm_processor_kwargs", None) or {}
     return [

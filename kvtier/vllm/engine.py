@@ -32,7 +32,7 @@ class EngineFacts:
         tokens_per_hash: Tokens that one block hash adds.
         blocks_per_chunk: Blocks that are stored together.
         worker_kv_bytes_per_block: Bytes of a block in one worker, all layers.
-        rank: This worker; 0 in the scheduler's process.
+        rank: Number of this worker; 0 in the scheduler's process.
         world_size: Workers.
         tp_size: Workers that share every layer.
         pp_size: Stages of layers.
@@ -79,7 +79,7 @@ def read_vllm_config(
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: Its KV cache groups.
-        groups: Those that kvtier stores.
+        groups: The groups that kvtier stores.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: PLC0415
 
@@ -120,7 +120,7 @@ def read_vllm_config(
 
 
 def data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's
-    """Return the number of one of several data-parallel engines; None for a single one.
+    """Return this engine's data-parallel rank; None if there is only one engine.
 
     A rank of a dense model has a data-parallel size of 1 and keeps its number. Rank 0 is known
     by its name only, to which vLLM appends the number of each rank.

@@ -1,4 +1,4 @@
-"""What a store's chunks depend on besides their keys: the model and the engine's layout.
+"""The identity of a store: the model and the engine's layout.
 
 :func:`declared_identity` is known without an engine; the start and ``kvtier check`` use it.
 :func:`fingerprint` adds what only an engine knows, such as its KV cache's layout.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelFiles", "declared_identity", "fingerprint", "model_files"]
 
 _FORMAT: Final = "kvtier-vllm-2"
-"""Raised when the bytes of a slot are laid out differently."""
+"""Version of a slot's layout: increment it when the layout changes."""
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _READ_NBYTES: Final = 64 << 20
 """Settings up to this size are read as a whole."""
@@ -41,7 +41,8 @@ _LEAST_BLOCKS: Final = 3
 _THREADS: Final = 32
 """Concurrent reads; each waits for a disk or a network."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-"""Its multiples modulo 2**64 are spread evenly and out of step with a model's layers."""
+"""2**64 divided by the golden ratio: its multiples modulo 2**64 are spread evenly, out of step
+with a model's layers."""
 
 
 def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str | int]:
@@ -76,7 +77,7 @@ def _canonical(model: str) -> str:
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return everything that stored bytes depend on besides their keys."""
+    """Return the full identity: everything that stored bytes depend on besides their keys."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -145,7 +146,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return a file, its size, its date unless it has settings, and the parts of it to read.
+    """Return a file, its size, its date unless it has settings, and the parts to read.
 
     Args:
         path: The file.

@@ -37,7 +37,7 @@ class KVTierStats(KVConnectorStats):
 
     @property
     def changes(self) -> list[Change]:
-        """The changes: of a serialised report, sequences of the same values."""
+        """The changes; a serialised report has them as plain sequences."""
         changes: list[Change] = self.data.setdefault("changes", [])
         return changes
 
@@ -48,7 +48,7 @@ class KVTierStats(KVConnectorStats):
 
     @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later changes of the same engine, or those of another one."""
+        """Add later changes of the same engine, or changes of another engine."""
         if isinstance(other, KVTierStats):
             self.changes.extend(other.changes)
         return self

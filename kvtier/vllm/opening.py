@@ -35,8 +35,8 @@ def offer_region(
     Args:
         engine: The engine.
         settings: kvtier's configuration.
-        shape: How slots are cut.
-        content: What their bytes are.
+        shape: The stripes of a slot.
+        content: Description of the slots' bytes.
 
     Raises:
         ConfigError: The RAM tier is smaller than one chunk.

@@ -38,12 +38,12 @@ _WITH_ANOTHER: Final = (-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """How a slot is cut.
+    """Division of a slot into stripes, and this rank's stripes.
 
     Attributes:
-        stripes: Parts of a slot.
-        stripe_nbytes: Bytes of a part.
-        share: This rank's parts.
+        stripes: Number of stripes of a slot.
+        stripe_nbytes: Bytes of one stripe.
+        share: This rank's stripes.
         is_portable: Whether another number of ranks would store the same bytes.
     """
 
@@ -60,7 +60,7 @@ def find_pages(
 
     Args:
         kv_caches: What vLLM registers: a tensor, or a list of them, by layer.
-        kv_cache_config: Where vLLM put them.
+        kv_cache_config: Where vLLM put each layer.
         group_ids: The groups that are stored.
 
     Raises:
@@ -118,9 +118,9 @@ def share_slots(
     *,
     blocks_per_chunk: int,
 ) -> SlotShape:
-    """Return how slots are cut for this engine, and this rank's part of them.
+    """Return the division of slots for this engine, and this rank's stripes.
 
-    All ranks come to the same answer but for ``share``.
+    All ranks get the same result, except for ``share``.
     """
     rank = vllm_config.parallel_config.rank
     ranks = vllm_config.parallel_config.world_size

@@ -1,7 +1,7 @@
 """Engines that kvtier refuses at start, each with the reason and a remedy.
 
-Some would store wrong KV, some could not use what another request computed, and some would wait
-for each other until a timeout. vLLM's prefix caching is off for most of the second kind, but
+Some would store wrong KV, some could not use the KV of other requests, and some would wait for
+each other until a timeout. vLLM's prefix caching is off for most of the second kind, but
 vLLM calls connectors all the same.
 """
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
-    """Refuse what kvtier cannot store correctly, before anything is allocated.
+    """Refuse engines that kvtier cannot store correctly, before allocating memory.
 
     Raises:
         UnsupportedError: A parallelism or layout that kvtier does not support.
@@ -49,7 +49,7 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
             f"vLLM was started with {engine.blocks_per_chunk}: start it with what "
             "`kvtier vllm-args` prints"
         )
-    # One worker's part is the least that a chunk has. The workers know the rest and check it.
+    # A chunk has at least one worker's bytes. The workers check the full size.
     check_chunk_fits(config, engine.worker_kv_bytes_per_block * engine.blocks_per_chunk)
 
 
@@ -62,7 +62,7 @@ def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - v
 
     Raises:
         UnsupportedError: The engine is refused.
-        AttributeError: vLLM's configuration misses something that every release has.
+        AttributeError: vLLM's configuration lacks an attribute that every release has.
     """
     layers = config.compilation_config.static_forward_context
     _refuse_changing_scales(
@@ -80,9 +80,8 @@ def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa
     if len(config.tiers) == 1 or algorithm.startswith("sha256"):
         return
     logger.warning(
-        "--prefix-caching-hash-algo %s: it is not collision-resistant, and a store keeps "
-        "what a collision put there: a prompt made for it reads another one's KV, also "
-        "after a restart; use sha256 or sha256_cbor",
+        "--prefix-caching-hash-algo %s is not collision-resistant: a crafted prompt can read "
+        "the KV of another prompt, also after a restart; use sha256 or sha256_cbor",
         algorithm,
     )
     if environment().python_hash_seed is None:
@@ -117,16 +116,16 @@ def _refuse_separate_schedulers(parallel: Any, engine: EngineFacts) -> None:  # 
     if launcher == "external_launcher" and engine.world_size > 1:
         raise UnsupportedError(
             f"with --distributed-executor-backend external_launcher each of the "
-            f"{engine.world_size} workers has a scheduler of its own, and a RAM tier has room "
-            "for the decisions of one: use mp"
+            f"{engine.world_size} workers has its own scheduler, but a RAM tier serves only "
+            "one: use mp"
         )
 
 
 def _refuse_fault_tolerance(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
     if parallel.enable_fault_tolerance:
         raise UnsupportedError(
-            "with --enable-fault-tolerance vLLM goes on after a step that failed, and takes "
-            "what the step did not compute for computed, so it would be stored; remove it"
+            "remove --enable-fault-tolerance: after a failed step vLLM counts uncomputed "
+            "tokens as computed, and kvtier would store them"
         )
 
 
@@ -140,8 +139,8 @@ def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vL
     if model.enable_sleep_mode and engine.world_size > 1 and environment().vllm_in_process:
         raise UnsupportedError(
             "with --enable-sleep-mode, several workers and VLLM_ENABLE_V1_MULTIPROCESSING=0 "
-            "vLLM takes the memory of the KV cache away while chunks may still be copied from "
-            "it, which ends the engine; unset that variable, or start without sleep mode"
+            "vLLM frees the KV cache while kvtier may still copy chunks from it, which ends "
+            "the engine; unset that variable, or start without sleep mode"
         )
 
 
@@ -164,9 +163,8 @@ def _refuse_unshareable_kv(config: Any, layers: Mapping[str, Any]) -> None:  # n
         )
     if model.is_diffusion:
         raise UnsupportedError(
-            "this model writes its answers by diffusion: while it does, their keys and values "
-            "follow from tokens that are replaced, and those of a read-only request are never "
-            "computed again from what it answered; start vLLM without kvtier"
+            "kvtier does not support diffusion models, because the KV of an answer changes "
+            "while it is written; start vLLM without kvtier"
         )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise UnsupportedError(
@@ -184,6 +182,6 @@ def _refuse_unshareable_kv(config: Any, layers: Mapping[str, Any]) -> None:  # n
     ):
         raise UnsupportedError(
             "with --mm-processor-cache-gb 0 and --no-enable-prefix-caching vLLM does not name "
-            "images and other media by their content, and one would be served the KV of "
-            "another; remove one of the two, or say --language-model-only"
+            "images and other media by their content, so a request could get the KV of other "
+            "media; remove one of the two, or add --language-model-only"
         )

@@ -122,7 +122,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @override
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's part; attaches to the workers' memory and opens the tiers."""
+        """Return the scheduler's manager; attaches to the workers' memory, opens the tiers."""
         if self._manager is None:
             reaches = [GroupReach(self._engine.chunk_tokens)]
             cache = open_cache(self._engine, self._settings, reaches)
@@ -131,7 +131,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return a worker's part; the first rank creates the memory, the others attach.
+        """Return a worker; the first rank creates the memory, the others attach.
 
         Raises:
             UnsupportedError: This engine is not served here.
@@ -364,7 +364,7 @@ class _Manager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
-        """Make everything in every tier a miss."""
+        """Make every stored chunk a miss."""
         self._found.clear()
         self._wanting.clear()
         self._cache.reset_cache()

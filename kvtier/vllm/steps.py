@@ -57,7 +57,7 @@ class StepReader:
 
         Args:
             output: vLLM's decisions.
-            tables: vLLM's block tables after them.
+            tables: vLLM's block tables after these decisions.
         """
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         copies = output.kv_cache_block_copies or ()
@@ -117,7 +117,7 @@ class StepReader:
 
 
 def _moving_states(kv_cache_config: KVCacheConfig) -> dict[int, int]:
-    """Return the tokens of a block for each group that moves its states between blocks."""
+    """Return the block size in tokens of each group that moves states between blocks."""
     specs: Iterator[tuple[int, Any]] = (
         (number, group.kv_cache_spec)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)

@@ -20,6 +20,8 @@ from kvtier.testing.model_tier import ModelTier
 EXACT = "w-tinylfu-exact"
 
 
+# The tests below and test_bad_evictions.py go through the same lines at a third of the cost.
+@pytest.mark.untraced
 class TestBuiltIn(EvictionContract):
     @pytest.fixture(params=sorted(EVICTIONS.built_in.keys() - {EXACT}), autouse=True)
     def name(self, request: pytest.FixtureRequest) -> None:
@@ -29,6 +31,7 @@ class TestBuiltIn(EvictionContract):
         return build_eviction(self._name, capacity=capacity, future=True)
 
 
+@pytest.mark.untraced
 class TestExactCounters(EvictionContract):
     ghosts_per_slot = 10  # its counters are its purpose
 

@@ -8,38 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.memory.copy import KVBlocks
+from kvtier.memory.slot_layout import STRIPES, RankShare
 
 BLOCK_TOKENS = 32
 HEAD_SIZE = 64
 BLOCKS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Fragments of a page; see :class:`kvtier.memory.slot_layout.CopyRun`."""
-
-    local_offset: int
-    canonical_offset: int
-    fragment_size: int
-    num_fragments: int
-    local_stride: int
-    canonical_stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """How a page lies in the canonical page; what vLLM would give."""
-
-    canonical_page_size_bytes: int
-    local_page_size_bytes: int
-    runs: tuple[Run, ...]
-    num_writers: int = 1
-    writer_index: int = 0
-    parallelism_agnostic: bool = True
-
-
-def one_run(local: int, canonical: int, nbytes: int) -> Run:
-    return Run(local, canonical, nbytes, 1, nbytes, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +48,13 @@ class Model:
         share = self.heads // ranks
         return slice(rank * share, (rank + 1) * share)
 
-    def mapping(self, rank: int, ranks: int) -> Mapping:
-        own = self.heads_of(rank, ranks)
-        nbytes = (own.stop - own.start) * self.head_nbytes
-        alike = max(ranks // self.heads, 1)
-        return Mapping(
-            canonical_page_size_bytes=self.canonical_nbytes,
-            local_page_size_bytes=nbytes,
-            runs=(one_run(0, own.start * self.head_nbytes, nbytes),),
-            num_writers=alike,
-            writer_index=rank % alike,
-        )
-
-    def split_mapping(self, rank: int, ranks: int) -> Mapping:
-        """Return the mapping of a page that has all of K before all of V."""
-        own = self.heads_of(rank, ranks)
-        half, nbytes = (
-            self.canonical_nbytes // 2,
-            (own.stop - own.start) * self.head_nbytes // 2,
-        )
-        first = own.start * self.head_nbytes // 2
-        runs = (one_run(0, first, nbytes), one_run(nbytes, half + first, nbytes))
-        return Mapping(self.canonical_nbytes, 2 * nbytes, runs)
-
-    def token_mapping(self, rank: int, ranks: int) -> Mapping:
-        """Return the mapping of a page that has tokens outermost: one fragment for each."""
-        own = self.heads_of(rank, ranks)
-        row = 2 * HEAD_SIZE * 4
-        local = (own.stop - own.start) * row
-        run = Run(0, own.start * row, local, BLOCK_TOKENS, local, self.heads * row)
-        return Mapping(self.canonical_nbytes, BLOCK_TOKENS * local, (run,))
+    def share(self, rank: int, ranks: int) -> RankShare:
+        """Return a rank's stripes; ranks with the same head take turns writing."""
+        parts = min(self.heads, ranks)
+        replicas = ranks // parts
+        each = STRIPES // parts
+        first = rank // replicas * each
+        return RankShare(tuple(range(first, first + each)), replicas, rank % replicas)
 
 
 def kv_of(layers: list[torch.Tensor], heads: slice) -> KVBlocks:

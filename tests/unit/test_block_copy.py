@@ -240,7 +240,9 @@ def test_blocks_and_slots_that_do_not_match_are_refused(
 
 
 def test_gaps_as_large_as_a_chunk_are_told_as_what_they_are() -> None:
-    with pytest.raises(UnsupportedError, match=r"gone: 4 are those of 2 chunks, not of 3$"):
+    with pytest.raises(
+        UnsupportedError, match=r"missing: the 4 given belong to 2 chunks, not to 3$"
+    ):
         plan_copy([3, 4, 7, 8], [4], [0], [0, 1, 2], blocks_per_chunk=2)
 
 

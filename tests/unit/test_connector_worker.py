@@ -22,7 +22,7 @@ from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of, share_pages
+from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
 from tests.unit.kv_pages import Model, kv_of
 from tests.unit.regions import open_regions
 
@@ -286,7 +286,7 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
     region = open_region(nbytes, STRIPES)
     whole = model.whole()
     job = TransferJob("a", BlockSpec((3,), (1,), (0,)), SlotSpec((5,), (7,)))
-    share = share_pages([model.mapping(0, 1)])
+    share = model.share(0, 1)
     out = ConnectorWorker(kv_of(whole, model.heads_of(0, 1)), region, options(share))
     out.defer_stores(ConnectorMetadata(store_jobs={1: job}))
     out.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
@@ -297,7 +297,7 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
         region.slot(5)[:] = content
         region.control.publish([5], [7])
         # The region is this rank's alone, so the rank that its control block knows is 0.
-        share = share_pages([model.mapping(rank, 2)])
+        share = model.share(rank, 2)
         heads = model.heads_of(rank, 2)
         caches = [torch.zeros_like(layer[:, heads]) for layer in whole]
         into = ConnectorWorker(kv_of(caches, slice(None)), region, options(share))

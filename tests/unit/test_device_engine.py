@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from kvtier.connector import device as device_module
 from kvtier.connector.device import DeviceEngine
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
@@ -164,6 +166,31 @@ def test_closing_leaves_the_memory_to_a_copy_that_does_not_end(
     gate.set()
     device.close()
     assert freed.is_set()
+
+
+def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(
+    device: DeviceEngine, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, gate = threading.Event(), threading.Event()
+    copy = BlockCopier.store
+
+    def copy_late(*arguments: Any, **named: Any) -> None:
+        began.set()
+        assert gate.wait(SOON_S)
+        copy(*arguments, **named)
+
+    monkeypatch.setattr(BlockCopier, "store", copy_late)
+    store(device, region, 0)
+    assert device.poll() == []
+    assert began.wait(SOON_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_module, "_COPY_TIMEOUT_S", 0.01)
+        device.wait({0})
+    gate.set()  # the copy ends after the engine may have overwritten its blocks
+    assert device.wait_any(timeout_s=SOON_S)
+    (result,) = device.poll()
+    assert list(result.outcomes) == [Outcome.EXPIRED]
+    assert region.control.stored([0], [STAMP]) == [False]
 
 
 def test_closing_waits_for_no_chunk_that_is_on_its_way(

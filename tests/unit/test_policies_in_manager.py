@@ -88,6 +88,33 @@ def test_a_policy_is_not_told_of_newcomers_that_find_no_room() -> None:
     assert ear.missed == prefix(2)
 
 
+class ListeningLeaves(PrefixLru):
+    """Evicts leaves only, and records misses."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.missed: list[ChunkKey] = []
+
+    @override
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        self.missed.append(key)
+
+
+def test_a_policy_records_no_miss_when_no_leaf_can_be_evicted() -> None:
+    bench = Workbench(2, eviction="prefix-lru")
+    policy = bench.ram.eviction = ListeningLeaves(2)
+    chain = prefix(2)
+    bench.store(chain)
+    leaf = bench.ram.copies[chain[1]]
+    bench.ram.pin([leaf])
+    assert bench.ram.available == 1  # the parent is idle, but not a leaf
+    bench.store(prefix(1, of=1), "late")
+    assert policy.missed == chain
+    bench.ram.unpin([leaf])
+    bench.store(prefix(1, of=1), "late")
+    assert policy.missed == [*chain, *prefix(1, of=1)]
+
+
 @pytest.mark.parametrize(("ram", "nvme"), [(6, 12), (4, 8), (8, 9)])
 def test_leaf_by_leaf_a_chain_goes_down_and_nobody_is_stranded(ram: int, nvme: int) -> None:
     bench = Workbench(ram, nvme, write="evict", eviction="prefix-lru")

@@ -1,4 +1,4 @@
-"""Slots whose bytes do not depend on the number of ranks: which layouts have them; copies."""
+"""Slots whose bytes do not depend on the number of ranks: copies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import (
     STRIPES,
-    PageMapping,
     RankShare,
     shard_of,
-    share_pages,
 )
-from tests.unit.kv_pages import BLOCKS, Mapping, Model, kv_of, one_run
+from tests.unit.kv_pages import BLOCKS, Model, kv_of
 from tests.unit.regions import open_regions
 
 SLOTS = 8
@@ -35,60 +33,9 @@ def open_slots() -> Iterator[OpenSlots]:
         yield make
 
 
-@pytest.mark.parametrize(
-    ("heads", "ranks", "expected"),
-    [
-        (2, 1, [RankShare((0, 1, 2, 3, 4, 5, 6, 7))]),
-        (2, 2, [RankShare((0, 1, 2, 3)), RankShare((4, 5, 6, 7))]),
-        (8, 4, [RankShare((2 * rank, 2 * rank + 1)) for rank in range(4)]),
-        (8, 8, [RankShare((rank,)) for rank in range(8)]),
-    ],
-)
-def test_each_rank_has_its_heads_eighths_of_a_slot(
-    heads: int, ranks: int, expected: list[RankShare]
-) -> None:
-    model = Model(heads=heads)
-    assert [share_pages([model.mapping(rank, ranks)] * 3) for rank in range(ranks)] == expected
-
-
-def test_more_ranks_than_heads_take_turns_writing_what_they_hold_alike() -> None:
-    model = Model(heads=2)
-    assert [share_pages([model.mapping(rank, 4)]) for rank in range(4)] == [
-        RankShare((0, 1, 2, 3), 2, 0),
-        RankShare((0, 1, 2, 3), 2, 1),
-        RankShare((4, 5, 6, 7), 2, 0),
-        RankShare((4, 5, 6, 7), 2, 1),
-    ]
-
-
 def test_keys_apart_from_values_are_two_runs_of_stripes() -> None:
-    share = share_pages([Model(heads=2).split_mapping(1, 2)])
-    assert share.stripes == (2, 3, 6, 7)
+    share = RankShare((2, 3, 6, 7))
     assert list(share.runs()) == [(slice(0, 2), slice(2, 4)), (slice(2, 4), slice(6, 8))]
-
-
-WHOLE = one_run(0, 0, 4096)
-UNFIT: dict[str, tuple[list[PageMapping | None], str]] = {
-    "unknown": ([None], "does not say"),
-    "nothing": ([], "no layers"),
-    "bound to its ranks": (
-        [Mapping(4096, 4096, (WHOLE,), parallelism_agnostic=False)],
-        "not say",
-    ),
-    "three ranks": ([Model(heads=3).mapping(1, 3)], "not whole 8ths"),
-    "tokens outermost": ([Model(heads=2).token_mapping(1, 2)], "not whole 8ths"),
-    "odd page": ([Mapping(4097, 4097, (one_run(0, 0, 4097),))], "no 8 equal parts"),
-    "hole": ([Mapping(4096, 1024, (one_run(512, 0, 512),))], "byte 0 of a page is nowhere"),
-    "end": ([Mapping(4096, 4096, (one_run(0, 0, 2048),))], "byte 2048 of a page is nowhere"),
-    "different": ([Model().mapping(0, 1), Model().mapping(0, 2)], "in different ways"),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_layout_that_depends_on_the_ranks_is_refused_and_the_reason_named(name: str) -> None:
-    mappings, reason = UNFIT[name]
-    with pytest.raises(UnsupportedError, match=reason):
-        share_pages(mappings)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +63,7 @@ def test_what_any_number_of_ranks_stored_any_other_number_loads(
     plan = plan_copy(stored, [6], [0], slots, blocks_per_chunk=blocks_per_chunk)
     for rank in range(writers):
         kv = kv_of(whole, model.heads_of(rank, writers))
-        share = share_pages([model.mapping(rank, writers)])
+        share = model.share(rank, writers)
         out = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         out.store(plan, after=None)
         out.close()
@@ -124,7 +71,7 @@ def test_what_any_number_of_ranks_stored_any_other_number_loads(
     for rank in range(readers):
         own = model.heads_of(rank, readers)
         kv = kv_of([torch.zeros_like(layer) for layer in whole], own)
-        share = share_pages([model.mapping(rank, readers)])
+        share = model.share(rank, readers)
         into = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         into.load(back, after=None)
         into.close()
@@ -146,7 +93,7 @@ def test_a_slot_holds_the_same_bytes_whatever_the_number_of_ranks(
             out = BlockCopier(
                 kv_of(whole, model.heads_of(rank, ranks)),
                 region,
-                share=share_pages([model.mapping(rank, ranks)]),
+                share=model.share(rank, ranks),
                 blocks_per_chunk=2,
             )
             out.store(plan_copy([4, 9], [2], [0], [1], blocks_per_chunk=2), after=None)
@@ -161,7 +108,7 @@ def test_a_rank_that_is_not_the_writer_of_a_block_leaves_its_slot_alone(
 ) -> None:
     model = Model(heads=1)
     region = open_slots(model, 1)
-    share = share_pages([model.mapping(1, 2)])
+    share = model.share(1, 2)
     out = BlockCopier(
         kv_of(model.whole(), slice(0, 1)), region, share=share, blocks_per_chunk=1
     )
@@ -188,6 +135,6 @@ def test_pages_without_as_many_parts_as_the_rank_has_stripes_are_refused(
     model = Model(layers=1)
     kv = kv_of(model.whole(), slice(0, 2))
     kv.groups[0][0] = (0, 4095)  # type: ignore[index]
-    share = share_pages([model.mapping(0, 1)])
-    with pytest.raises(UnsupportedError, match="has no 8 parts"):
+    share = model.share(0, 1)
+    with pytest.raises(UnsupportedError, match="cannot be split into 8 parts"):
         BlockCopier(kv, open_slots(model, 1), share=share, blocks_per_chunk=1)

@@ -135,7 +135,7 @@ def test_of_adapters_that_share_a_number_nothing_more_outlives_the_engine(
     assert contents.of(asked(paths[2], number=3)).digest == believed[2]
     assert not caplog.text
     after = [contents.of(asked(path)).digest for path in (paths[1], paths[0])]
-    assert "another one has its lora_int_id" in caplog.text
+    assert "another adapter has the same lora_int_id" in caplog.text
     assert len({*after, *believed}) == 5
     assert contents.of(asked(paths[0], number=4)).digest not in believed
     assert contents.of(asked(paths[2], number=3)).digest == believed[2]

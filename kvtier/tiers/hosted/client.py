@@ -53,7 +53,7 @@ class HostedTier(StorageTier):
 
     Args:
         options: Options of the hosted tier.
-        context: Its context, with ``memory``.
+        context: The tier's context; ``memory`` is required.
         host: The process; this object owns it from now on.
         opened: The host's report on the open tier.
     """
@@ -85,7 +85,7 @@ class HostedTier(StorageTier):
     @classmethod
     @override
     def open(cls, options: TierConfig, context: TierContext) -> Self:
-        """Start a host that opens the tier ``options.kind`` names; blocks.
+        """Start a host process that opens a tier of kind ``options.kind``; blocks.
 
         Raises:
             ConfigError: There is no shared memory, or the tier's options cannot work here.
@@ -179,7 +179,7 @@ class HostedTier(StorageTier):
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
-        A reset that fails stays due: it is done before anything else, by this host or another.
+        A failed reset is retried before any other operation, by this host or a new one.
 
         Raises:
             ClosedError: The tier was closed.
@@ -221,7 +221,7 @@ class HostedTier(StorageTier):
 
     @property
     def _ready(self) -> Connection | None:
-        """The connection if chunks can be moved through it now."""
+        """The connection if it can move chunks now; else None."""
         connection = self._connection
         if connection is None or not connection.usable or self._reset_due:
             return None
@@ -247,7 +247,7 @@ class HostedTier(StorageTier):
         return SlotOutcomes(outcomes, answer.header["words"])
 
     async def _connect(self) -> Connection:
-        """Return a usable connection after doing a reset that is due.
+        """Do a reset that is due, then return a usable connection.
 
         Raises:
             ClosedError: The tier was closed, and closing it does the reset.
@@ -287,7 +287,7 @@ class HostedTier(StorageTier):
         return connection
 
     async def _connect_to_close(self) -> Connection | None:
-        """Return the connection through which to close; None if there is nothing to do.
+        """Return the connection for closing the tier; None if there is nothing to close.
 
         A host is started for a reset that is due. If the reset hangs, its connection exists and
         this does not wait for it.
@@ -321,7 +321,7 @@ class HostedTier(StorageTier):
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a new host; end it if the tier was closed meanwhile.
+        """Start a new host; end that host if the tier was closed meanwhile.
 
         Raises:
             TierUnavailableError: The tier was closed, or no host can be started.
@@ -343,7 +343,7 @@ class HostedTier(StorageTier):
     async def _start_again(self) -> HostProcess:
         """Start a host in place of one that died, and ignore the chunks it recovers.
 
-        The log says so once per series of failures; callers get the reason of each.
+        A series of failures is logged once; every caller gets the reason of its own failure.
         """
         if not self._start_failed:
             logger.warning("tier %s: starting its I/O process again", self.name)
@@ -413,7 +413,9 @@ class HostedTier(StorageTier):
 
 def _require_memory(options: TierConfig, context: TierContext) -> SharedMemory:
     if context.memory is None:
-        raise ConfigError(f"tier {options.name}: a process of its own needs shared memory")
+        raise ConfigError(
+            f"tier {options.name}: own_process needs shared memory; set own_process: false"
+        )
     return context.memory
 
 

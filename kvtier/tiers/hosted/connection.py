@@ -52,7 +52,8 @@ class Connection(asyncio.Protocol):
         """Begin to listen for answers on the running loop.
 
         Cancellation:
-            Deferred until it listens, which takes a turn of the loop; others may use it.
+            Deferred until the connection listens, a turn of the loop later: other tasks may
+            use it.
         """
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
@@ -113,7 +114,7 @@ class Connection(asyncio.Protocol):
         await answer
 
     async def aclose(self) -> None:
-        """Close the socket and wait until the host has ended; give up if it is stuck."""
+        """Close the socket and wait until the host has ended; give up if the host is stuck."""
         # Not close(), which waits until the host, which may hang, has read everything.
         self._transport.abort()
         self._mark_gone()

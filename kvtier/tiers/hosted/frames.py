@@ -89,8 +89,8 @@ class Batch:
 
     Attributes:
         keys: The chunks' keys.
-        slots: Their slots in the tier.
-        offsets: Offsets of their bytes in the shared memory.
+        slots: The chunks' slots in the tier.
+        offsets: Offsets of the chunks' bytes in the shared memory.
     """
 
     keys: Sequence[ChunkKey]
@@ -132,7 +132,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Return a word for all-done ``outcomes``; else an empty word and a byte for each."""
+    """Return a word if all ``outcomes`` are DONE; else an empty word and a byte for each."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return _ALL_DONE, b""
     return "", bytes([_CODES[outcome] for outcome in outcomes])
@@ -169,14 +169,14 @@ def encode_error(error: BaseException) -> dict[str, str]:
 
 
 def _needed(kind: type) -> set[str]:
-    """Return the attributes of errors of ``kind``."""
+    """Return the names of the attributes that errors of class ``kind`` have."""
     return {name for name, owner in _ATTRIBUTES.items() if issubclass(kind, owner)}
 
 
 def decode_error(found: dict[str, str]) -> KvtierError:
     """Return an error of the other process with its message and attributes."""
     kind = getattr(errors, found["kind"])
-    # The constructors compose the text that is already composed here.
+    # Skip the constructor, which would compose the message a second time.
     error: KvtierError = kind.__new__(kind, found["text"])
     for name in _ATTRIBUTES:
         if name in found:

@@ -237,7 +237,7 @@ def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
         transport.abort()
         return
     except (OSError, AttributeError):
-        # A sandbox's kernel or a Python built on an old kernel may lack it.
+        # A sandbox's kernel or a Python built on an old kernel may lack pidfd_open.
         _poll_parent(engine_pid, transport)
         return
 
@@ -271,7 +271,7 @@ async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> No
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:
-    """Yield the recovered chunks, some at a time, to avoid fragmenting the heap."""
+    """Yield the recovered chunks in batches, to avoid fragmenting the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)
@@ -282,7 +282,7 @@ def _recovered(tier: StorageTier) -> Iterator[Frame]:
 
 
 async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
-    """Yield the frames that the engine sends, until it ends."""
+    """Yield the frames that the engine sends, until the engine ends."""
     parser = FrameParser()
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(READ_NBYTES):
@@ -291,7 +291,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
 
 
 async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame | None:
-    """Serve until the engine closes the tier; return that call, None if the engine ended."""
+    """Serve until the engine closes the tier; return the close frame, None if there is none."""
     try:
         async for frame in frames:
             if frame.header["op"] == "close":

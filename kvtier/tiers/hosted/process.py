@@ -110,7 +110,7 @@ class HostProcess:
 
         Raises:
             KvtierError: The tier's error.
-            TimeoutError: It was not open in time.
+            TimeoutError: The tier was not open in time.
             EOFError: The process ended.
             OSError: The process ended during a system call on the socket.
         """
@@ -133,7 +133,7 @@ class HostProcess:
         raise EOFError
 
     def abandon(self) -> None:
-        """Close the connection and end the process, if it can be ended; blocks."""
+        """Close the connection and try to end the process; blocks."""
         self.connection.close()
         end(self.process)
 
@@ -182,7 +182,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> bytes:
 
 def _cannot_start(error: OSError) -> str:
     what = error.strerror or str(error)
-    other = f"check that {sys.executable} is there and may be run"
+    other = f"check that {sys.executable} exists and is executable"
     return (
         f"its I/O process could not be started: {what}; {_REMEDIES.get(error.errno, other)}, "
         "or run the tier in the engine's process with own_process: false"
@@ -193,7 +193,7 @@ def _took_too_long(process: subprocess.Popen[bytes]) -> str:
     fate = "was ended" if process.returncode is not None else "is stuck in the operating system"
     return (
         f"its I/O process {process.pid} had not opened the store after {_OPEN_TIMEOUT_S:g} s "
-        f"and {fate}; a disk that hangs does that: look for its errors in the kernel's log, "
+        f"and {fate}; a hanging disk can cause this: look for its errors in the kernel's log, "
         "then start the engine again or give the tier a path on another disk"
     )
 

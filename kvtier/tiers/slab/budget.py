@@ -1,4 +1,4 @@
-"""Make room in a store, whose capacity all models share, for the namespace that is opened.
+"""Make room for the namespace that is opened; all models share the store's capacity.
 
 :mod:`kvtier.tiers.slab.start_plan` decides which namespaces to remove. This module locks and
 removes them.
@@ -50,7 +50,7 @@ logger = get_logger(__name__)
 def make_room(
     own: Namespace, spec: SlotFileSpec, options: NvmeTierConfig, io: BlockIo, *, patient: bool
 ) -> Occupied | None:
-    """Remove idle namespaces until they and this slot file fit the capacity.
+    """Remove idle namespaces until the rest and this slot file fit the capacity.
 
     Nothing is removed if the disk could not hold the file anyway.
 
@@ -122,7 +122,7 @@ def describe_neighbour(
 
 
 def unreadable_neighbours(root: Path, io: BlockIo) -> Iterator[Remark]:
-    """Yield remarks on directories in ``root`` whose room cannot be counted."""
+    """Yield a remark on each directory in ``root`` that cannot be measured."""
     for directory in filter(has_namespace_name, root.iterdir()):
         if reason := why_unreadable(directory, io):
             problem = (
@@ -150,7 +150,7 @@ def _opening(own: Namespace, spec: SlotFileSpec, io: BlockIo) -> Opening:
 def _look_around(
     own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
 ) -> tuple[dict[Path, Namespace], dict[Path, Occupied], list[Neighbour]]:
-    """Return the other namespaces: those locked here, those to wait for, and all."""
+    """Return the other namespaces: those locked by this call, those to wait for, and all."""
     locked: dict[Path, Namespace] = {}
     occupied: dict[Path, Occupied] = {}
     neighbours: list[Neighbour] = []

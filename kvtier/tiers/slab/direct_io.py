@@ -37,7 +37,7 @@ IOV_MAX: Final = 1024
 
 
 class BlockIo:
-    """Every system call of the slab tier, one method each, so that a test can fail any.
+    """The system calls of the slab tier, one method each, so that a test can fail any call.
 
     Every method raises :class:`OSError`.
     """
@@ -162,10 +162,10 @@ def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) 
 
 
 def _whole_pages(count: int) -> int:
-    """Round down to whole pages, where O_DIRECT can continue; the rest is transferred again.
+    """Round ``count`` down to whole pages, where O_DIRECT can continue.
 
-    Less than a page is returned as it is: only a buffered call transfers so little, and it can
-    continue there.
+    The rest is transferred again. A count below one page is returned unchanged: only a buffered
+    call transfers so little, and a buffered call can continue anywhere.
     """
     return (count - count % PAGE_NBYTES) or count
 

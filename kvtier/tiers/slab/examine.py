@@ -48,7 +48,7 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
     Args:
         options: A :class:`kvtier.config.NvmeTierConfig`.
         identity: The known part of the engine's identity. The namespace that matches it counts
-            as the engine's own; of several, the one used last.
+            as the engine's own; if several match, the one used last.
 
     Raises:
         ConfigError: The store cannot be examined.
@@ -136,7 +136,7 @@ def _own(neighbours: Sequence[Neighbour], identity: Fields) -> Neighbour | None:
 def _opening(
     own: Neighbour | None, options: NvmeTierConfig, identity: Fields
 ) -> tuple[int, Opening]:
-    """Return the number of slots, 0 if unknown, and what would be opened."""
+    """Return the number of slots, 0 if unknown, and the namespace to open."""
     slots, nbytes = 0, options.capacity_bytes
     if own is not None and own.slot_nbytes:
         slots = options.capacity_bytes // own.slot_nbytes

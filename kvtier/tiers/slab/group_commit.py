@@ -182,7 +182,7 @@ class GroupCommit:
             self._on_commit()
 
     def _records_wait_s(self) -> float | None:
-        """Return how long the records may still wait, None if there are none."""
+        """Return the seconds that the records may still wait; None if there are no records."""
         records = self._pending.records
         if not records:
             return None
@@ -238,7 +238,7 @@ class GroupCommit:
         self._log_is_long = nbytes > _LONG_LOG_NBYTES
 
     def _keep_deletions(self, failed: Change) -> None:
-        """Keep deletions for the next attempt: a row that stays would come back."""
+        """Keep failed deletions for the next commit: a restart would recover those rows."""
         with self._wakeup:
             if self._pending.clear:
                 return

@@ -120,7 +120,7 @@ class StoredRows:
 
     Attributes:
         keys: The chunks' keys; an array, because a million objects fragment the heap.
-        slots: Their slots.
+        slots: The chunks' slots.
         key_hashes: 64-bit hash of each key.
         key_marks: Mark of each key for the removal log.
         checksums: Checksum of each payload.
@@ -137,7 +137,7 @@ class StoredRows:
     clock: int
 
     def __iter__(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Yield keys and slots, in order."""
+        """Yield (key, slot) pairs, least recently used first."""
         for keys, slots in zip(_by_step(self.keys), _by_step(self.slots), strict=True):
             yield from zip(keys, slots, strict=True)
 
@@ -148,7 +148,7 @@ class LazyRecords:
 
     Attributes:
         uses: Last use of each touched slot.
-        hits: How often each of them was touched.
+        hits: How often each slot was touched.
         removals: Marks of the removed keys, by reason.
     """
 
@@ -297,7 +297,7 @@ class IndexDatabase:
 
         Args:
             after_reset: Whether to record a reset in the same transaction, so that no other
-                engine serves later rows. Otherwise an earlier record of one is deleted.
+                engine serves later rows. Otherwise an earlier record of a reset is deleted.
         """
         record: Statement = ("DELETE FROM meta WHERE name = ?", (RESET_METADATA,))
         if after_reset:
@@ -312,17 +312,17 @@ class IndexDatabase:
         return self._clear_is_due
 
     def clear_later(self) -> None:
-        """Delete all rows before the next change; that change fails if this does."""
+        """Delete all rows before the next change; that change fails if the deletion fails."""
         self._clear_is_due = True
 
     def log_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
-        """Append to the removal log; leave the chunks' rows alone."""
+        """Append to the removal log without changing the chunks' rows."""
         records = LazyRecords()
         records.add_removals(reason, key_marks)
         self.apply(Change(records=records))
 
     def metadata(self, name: str) -> str:
-        """Return the metadata of this name, empty if there is none."""
+        """Return the metadata named ``name``; empty if there is none."""
         found = self._connection.execute("SELECT value FROM meta WHERE name = ?", (name,))
         row = found.fetchone()
         return str(row[0]) if row else ""
@@ -341,7 +341,7 @@ class IndexDatabase:
         self._due_metadata.pop(name, None)
 
     def set_metadata_later(self, name: str, value: str) -> None:
-        """Set metadata before the next change; that change fails if this does."""
+        """Set metadata before the next change; that change fails if this write fails."""
         self._due_metadata[name] = value
 
     @property
@@ -424,7 +424,7 @@ class IndexDatabase:
             self.log_removals(RemovalReason.BEYOND, np.concatenate(marks))
 
     def _keys_between(self, first: int, last: int) -> Iterator[list[ChunkKey]]:
-        """Yield the keys in slots ``first`` to ``last``, some at a time."""
+        """Yield the keys in slots ``first`` to ``last``, in batches."""
         while first <= last:
             some = self._connection.execute(_SOME_KEYS, (first, last, _SLOTS_PER_STEP))
             count, greatest, keys_text = some.fetchone()
@@ -442,7 +442,7 @@ class IndexDatabase:
             yield _TRIM, (self._removals_end - REMOVAL_LOG_NBYTES,)
 
     def _fetch(self, capacity_slots: int) -> tuple[KeyArray, npt.NDArray[np.int64]]:
-        """Return the keys and, row by row, their four numbers."""
+        """Return the keys, and the four numbers of each row."""
         keys: list[KeyArray] = []
         numbers = [np.empty((0, 4), dtype=np.int64)]
         for first in range(0, capacity_slots, _SLOTS_PER_STEP):
@@ -485,7 +485,7 @@ def _of_objects(keys: Sequence[ChunkKey]) -> KeyArray:
 
 
 def _by_step(values: npt.NDArray[Any]) -> Iterator[list[Any]]:
-    """Yield ``values`` as lists of Python objects, some at a time."""
+    """Yield ``values`` as lists of Python objects, in batches."""
     for first in range(0, len(values), _SLOTS_PER_STEP):
         yield values[first : first + _SLOTS_PER_STEP].tolist()
 
@@ -507,7 +507,7 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     kept_keys = keys[kept]
     latest = max(generations.max(initial=0), last_uses.max(initial=0))
     if latest > _LATEST:
-        raise IndexDamagedError(f"its clock stands at {latest}")
+        raise IndexDamagedError(f"its clock value {latest} is out of range")
     return StoredRows(
         keys=kept_keys,
         slots=slots[kept],
@@ -525,7 +525,7 @@ def no_rows() -> StoredRows:
 
 
 def index_room_nbytes(capacity_slots: int) -> int:
-    """Return the room of an index of so many slots: table, removal log and write-ahead log.
+    """Return the bytes to reserve for an index: table, removal log and write-ahead log.
 
     The write-ahead log grows further while a process reads an old state of the index.
     """

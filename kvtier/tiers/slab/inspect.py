@@ -165,14 +165,14 @@ class Totals:
 
 
 def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
-    """Return the namespaces of the store at ``path``, or the one that ``path`` is.
+    """Return the namespaces of the store at ``path``, or ``path`` itself if it is a namespace.
 
     Args:
         path: A store or a namespace in it.
         name: Return only the namespace of this name.
 
     Raises:
-        ConfigError: There is none; the message says which path to give instead.
+        ConfigError: There is no namespace; the message says which path to give instead.
     """
     try:
         candidates = _candidates(path)
@@ -183,10 +183,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     path = path.resolve()
     found = _with_layouts(candidates)
     if not found:
-        raise ConfigError(
-            f"{path} holds no store of an nvme tier, and those of other kinds are read by the "
-            "tools of their packages; give the path of an nvme tier"
-        )
+        raise ConfigError(f"no nvme store in {path}; give the path of an nvme tier")
     chosen = [space for space in found if name in {None, space.name}]
     if not chosen:
         names = ", ".join(space.name for space in found)
@@ -237,8 +234,8 @@ def _not_ours_to_read(directory: Path, error: PermissionError) -> str:
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
     """Return the text of a namespace's lock file if a process has the namespace open.
 
-    The lock is tried while this holds the store's lock, so an engine that starts meanwhile
-    waits and is not refused.
+    The lock is tried under the store's lock, so an engine that starts meanwhile waits and
+    is not refused.
 
     Returns:
         None if no process has it open.
@@ -252,7 +249,7 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
 
 
 def present_holder(directory: Path) -> str | None:
-    """Do :func:`holder_of` inside the caller's :func:`store_locked`.
+    """Return the holder like :func:`holder_of`; the caller has :func:`store_locked`.
 
     Raises:
         OSError: The files cannot be read.
@@ -281,7 +278,7 @@ def count_chunks(space: StoredNamespace) -> int | None:
     """Return the number of chunks that the next start finds; the caller holds the lock.
 
     Returns:
-        0 after a reset that the index notes; None if the index cannot be read.
+        0 after a reset that the index records; None if the index cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -357,7 +354,7 @@ class IndexReader:
         """Return when the cache was reset, if the next start deletes later chunks.
 
         Returns:
-            Seconds since the epoch, 0 if unknown; None if it keeps them.
+            Seconds since the epoch, 0 if unknown; None if the next start keeps all chunks.
         """
         rows = self._query(
             f"SELECT {_time('value')} FROM meta WHERE name = ?", (RESET_METADATA,)
@@ -388,7 +385,7 @@ class IndexReader:
         return int(rows[0][0])
 
     def entries(self, order: Order, limit: int) -> list[Entry]:
-        """Return the first ``limit`` rows in ``order``, all of them if it is negative."""
+        """Return the first ``limit`` rows in ``order``; all rows if ``limit`` is negative."""
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
 
     def less_recent(self, entry: Entry) -> int:
@@ -456,7 +453,7 @@ class IndexReader:
 
 @contextlib.contextmanager
 def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
-    """Hold the lock of ``directory`` with other readers; yield whether it was free in time."""
+    """Share the lock of ``directory`` with other readers; yield whether this worked in time."""
     fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))

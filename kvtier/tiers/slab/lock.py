@@ -108,7 +108,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
     if not _is_alive(holder):
         remedy = (
             "no such process is found here: it is in another container, or it died and its I/O "
-            f"has not ended, as on a disk that hangs; fuser -v {directory} names who has it"
+            f"has not ended, as on a disk that hangs; fuser -v {directory} names the process"
         )
         raise StoreLockedError(tier, directory, holder, remedy)
     raise StoreLockedError(tier, directory, holder or "another process")

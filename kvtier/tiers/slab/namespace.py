@@ -367,7 +367,7 @@ def _no_directory(tier: str, root: Path) -> str:
 
 
 def has_namespace_name(path: Path) -> bool:
-    """Return whether the name of ``path`` is like those of namespaces."""
+    """Return whether ``path`` is named like a namespace."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -389,7 +389,7 @@ def nbytes_of(path: Path) -> int:
 
 
 def read_layout(directory: Path, io: BlockIo) -> Layout | None:
-    """Return the layout of a namespace, None if ``directory`` is not one."""
+    """Return the layout in ``directory``; None if ``directory`` is not a namespace."""
     try:
         return require_layout(directory, io)
     except (OSError, ValueError, StoreDamagedError):

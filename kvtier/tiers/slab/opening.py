@@ -97,8 +97,8 @@ def open_store(
 
     Raises:
         ConfigError: The options cannot work here.
-        StoreLockedError: The namespace is open already, or a tool keeps one open for too long
-            that must be removed.
+        StoreLockedError: The namespace is open already, or a tool keeps a namespace open that
+            must be removed.
         StoreDamagedError: The path has no store of this layout.
         TierUnavailableError: The medium failed.
     """
@@ -133,7 +133,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
     """Return how many slots fit the capacity.
 
     Raises:
-        ConfigError: None fits, or a slot is not whole pages.
+        ConfigError: No slot fits, or a slot is not whole pages.
     """
     slot_nbytes = context.slot_nbytes
     if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
@@ -159,7 +159,7 @@ def close_store(store: OpenStore, options: NvmeTierConfig) -> None:
 
 
 def release_store(store: OpenStore) -> None:
-    """Release the files as they are, like a killed engine.
+    """Release the files without a final write, as if the engine was killed.
 
     Raises:
         OSError: The file system failed; all files are released.
@@ -239,7 +239,8 @@ def _open_index(
     """Open the index; start an empty one if it cannot be used.
 
     Raises:
-        ConfigError: It is of another version of kvtier, and ``on_mismatch`` is ``refuse``.
+        ConfigError: The index is of another version of kvtier, and ``on_mismatch`` is
+            ``refuse``.
     """
     spec = IndexSpec(namespace.index_path, options.durability)
     try:
@@ -338,7 +339,7 @@ def _load_trusted(
 
 
 class _Doubt(NamedTuple):
-    """Why readable rows must not be used, as a message and for the removal log."""
+    """A reason not to use readable rows: its message, and its value for the removal log."""
 
     message: str
     reason: RemovalReason
@@ -368,10 +369,10 @@ def _doubt(
 def _keep_metadata(
     options: NvmeTierConfig, database: IndexDatabase, name: str, value: str
 ) -> None:
-    """Write metadata; on a full disk, before the next change.
+    """Write metadata now; on a full disk, write it before the next change.
 
-    Stored chunks may be served until then. The metadata concerns later chunks, and no row, nor
-    without checksums a payload, is written before it.
+    Stored chunks may be served until then. The metadata concerns later chunks: no row is
+    written before it, and without checksums no payload.
     """
     if database.clear_is_due:  # the disk is full, which was logged
         database.set_metadata_later(name, value)

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 RESET_METADATA: Final = "reset"
-"""Name of the metadata that the cache was reset, so later chunks may be of other weights.
+"""Name of the metadata that records a reset: later chunks may be of other weights.
 
 Its value is the time of the reset in seconds since the epoch.
 :mod:`kvtier.tiers.slab.opening` says why.
@@ -142,7 +142,7 @@ def is_full(error: sqlite3.Error) -> bool:
 
 
 def lacks_shared_memory(error: sqlite3.Error) -> bool:
-    """Return whether the disk has no room for the file that readers share with a writer."""
+    """Return whether the disk has no room for SQLite's shared-memory file."""
     return _code_of(error) == sqlite3.SQLITE_IOERR_SHMSIZE
 
 

@@ -184,8 +184,8 @@ class SlotFile:
         """Wait until everything written survives loss of power.
 
         Raises:
-            OSError: Some bytes were not written. The kernel reports a failure only to the first
-                caller, whose bytes they need not be; others compare :attr:`failed_syncs`.
+            OSError: Some bytes were not written, perhaps those of another caller: the kernel
+                reports a failure only once. Other callers compare :attr:`failed_syncs`.
         """
         try:
             self._io.sync_data(self._fd)

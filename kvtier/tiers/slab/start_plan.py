@@ -37,13 +37,13 @@ class State(enum.Enum):
     """State of a namespace."""
 
     IDLE = "idle"
-    """No process has it open."""
+    """No process has the namespace open."""
     ENGINE = "engine"
-    """An engine has it open, within a capacity of its own."""
+    """An engine has the namespace open, within a capacity of its own."""
     PASSING = "passing"
-    """A tool or the I/O process of a dead engine has it open, for a short time."""
+    """A tool or the I/O process of a dead engine has the namespace open for a short time."""
     OTHER_VERSION = "other version"
-    """No process has it open; another version of kvtier made it, so it is not removed."""
+    """Another version of kvtier made the namespace, so it stays; no process has it open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Neighbour:
 
     Attributes:
         directory: Its directory.
-        state: Whether and by what it is open.
+        state: Whether the namespace is open, and by what.
         slots_nbytes: Bytes of the slot file; 0 if there is none.
         slot_nbytes: Bytes of one slot; 0 if unknown.
         model: The model's name for people.
@@ -194,7 +194,12 @@ def describe_difference(theirs: Fields | None, ours: Fields) -> str:
 
 
 def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
-    """Return the namespaces to remove; ``excess`` is that of the new file alone."""
+    """Return the namespaces to remove.
+
+    Args:
+        neighbours: The other namespaces of the store.
+        excess: Bytes of the new slot file beyond the capacity; negative if the file is smaller.
+    """
     candidates = [each for each in neighbours if each.state in {State.IDLE, State.PASSING}]
     removed = [
         each for each in candidates if not each.slots_nbytes and each.state is State.IDLE

@@ -152,7 +152,7 @@ class _SlotTable:
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> KeyMarks:
-        """Return the marks of the keys that are removed when ``slots`` get other ones."""
+        """Return the marks of the keys that are lost when ``slots`` get other keys."""
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
         removed: KeyMarks = self._key_marks[slots][others]
         return removed
@@ -176,13 +176,13 @@ class _SlotTable:
 
 
 class SlabTier(StorageTier):
-    """Chunks in a directory on a local disk.
+    """A tier that keeps chunks in a directory on a local disk.
 
     State belongs to the event loop's thread; calls on the pool take and return values.
 
     Args:
         options: The tier's section of the configuration.
-        context: Geometry, meaning and threads.
+        context: Slot size, fingerprint of the stored bytes, and threads.
         store: The open files; the tier owns them from now on.
         rows: The rows that earlier runs left.
     """
@@ -234,11 +234,11 @@ class SlabTier(StorageTier):
     def open(
         cls, options: TierConfig, context: TierContext, *, io: BlockIo | None = None
     ) -> Self:
-        """Open the store at ``options.path``, recovering what earlier runs left; blocks.
+        """Open the store at ``options.path`` and recover the chunks of earlier runs; blocks.
 
         Args:
             options: A :class:`kvtier.config.NvmeTierConfig`.
-            context: Geometry, meaning and threads.
+            context: Slot size, fingerprint of the stored bytes, and threads.
             io: The system calls; tests pass failing ones.
 
         Raises:
@@ -336,7 +336,7 @@ class SlabTier(StorageTier):
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.touch`; kept with the next commit."""
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; committed with the next change."""
         self._index.use_nowait(self._checked(slots).tolist())
 
     @override
@@ -386,7 +386,7 @@ class SlabTier(StorageTier):
 
     @override
     async def aclose(self) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.aclose`; before the pool is closed."""
+        """See :meth:`kvtier.tiers.base.StorageTier.aclose`; call before the pool is closed."""
         if self._closed:
             return
         self._closed = True

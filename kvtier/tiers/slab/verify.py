@@ -110,7 +110,7 @@ def verify(
             found.nbytes += (window.chunks - _unread(bad, file, slot_nbytes)) * slot_nbytes
             on_progress(window.slots)
         found.seconds = time.monotonic() - began_s
-        _settle(suspects, found, reader, checker, pause)
+        _classify(suspects, found, reader, checker, pause)
         if file.is_removed():  # the results say nothing then
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.path))
     finally:
@@ -204,14 +204,14 @@ def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Progress, list[BadChun
             yield waiting.popleft().result()
 
 
-def _settle(
+def _classify(
     suspects: Sequence[BadChunk],
     found: Verification,
     reader: IndexReader,
     checker: _Checker,
     pause: Callable[[float], None],
 ) -> None:
-    """Sort suspects into bad chunks and those that an engine changed meanwhile."""
+    """Sort suspects into bad chunks and chunks that an engine changed meanwhile."""
     left = _unchanged(suspects, found, reader, checker)
     if left and reader.live:
         pause(_SETTLE_S)

@@ -46,7 +46,7 @@ async def test_the_host_logs_through_the_engine(
     assert "is open, through the page cache" in caplog.text
     assert "recovered" not in caplog.text, "which the engine says of all tiers"
     (line,) = [record for record in caplog.records if "is open" in record.getMessage()]
-    assert (line.levelname, line.filename) == ("INFO", "kvtier/store.py")
+    assert (line.levelname, line.filename) == ("INFO", "kvtier/tiers/slab/store.py")
     assert line.process == tier.host_pid
     assert line.created > began_at
     await tier.aclose()
@@ -72,7 +72,7 @@ async def test_what_lies_in_the_working_directory_is_not_taken_for_a_module(
 def test_without_shared_memory_there_is_no_process(
     options: NvmeTierConfig, pool: IoPool
 ) -> None:
-    with pytest.raises(ConfigError, match="needs shared memory"):
+    with pytest.raises(ConfigError, match="own_process needs shared memory"):
         HostedTier.open(options, TierContext(SLOT, LayoutFingerprint({}), pool))
 
 
@@ -210,7 +210,7 @@ def test_a_store_that_is_not_open_in_time_is_an_error_that_says_so(
     [
         (errno.ENOMEM, "Cannot allocate memory; free memory"),
         (errno.EMFILE, "Too many open files; allow the engine more open files"),
-        (errno.ENOENT, f"No such file or directory; check that {sys.executable} is there"),
+        (errno.ENOENT, f"No such file or directory; check that {sys.executable} exists"),
     ],
 )
 def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
