@@ -6,11 +6,11 @@
      +- ConfigError              an invalid file, option or environment
      +- UnsupportedError         an engine, a layout or a platform kvtier does not support
      +- ClosedError              used after close
-     +- CapacityError            something does not fit
+     +- CapacityError            not enough room
      +- TierError                a tier could not do its work; has .tier
          +- TierUnavailableError the medium failed or did not answer
          +- StoreLockedError     another process owns the store; has .holder
-         +- StoreDamagedError    the store's own files are not what they should be
+         +- StoreDamagedError    the store's files are missing, foreign or inconsistent
 
 A miss is not an error: it is a value.
 """
@@ -57,7 +57,7 @@ class ClosedError(KvtierError):
 
 
 class CapacityError(KvtierError):
-    """Something does not fit into the room there is."""
+    """There is not enough room in memory, on a disk or in a tier."""
 
 
 class TierError(KvtierError):

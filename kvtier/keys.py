@@ -66,7 +66,7 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
     group whose layers read the whole prefix, or the first group if there is none.
 
     Args:
-        reads_all: Whether a group's layers read the whole prefix, by its index.
+        reads_all: By group index, whether the group's layers read the whole prefix.
 
     >>> counting_group({1: False, 3: True, 4: True})
     3
@@ -77,7 +77,7 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
 
 
 def is_single_group(keys: Sequence[ChunkKey]) -> bool:
-    """Return whether all ``keys``, which are ordered by group, are of one KV cache group.
+    """Return whether ``keys``, sorted by group, belong to one KV cache group.
 
     Compares only the first and the last key, because every load and store calls this.
 
@@ -99,7 +99,7 @@ def short_key(key: ChunkKey) -> str:
 
 
 def strip_adapter(key: ChunkKey) -> bytes:
-    """Return ``key`` without its adapter digest, as the engine knows it.
+    """Return ``key`` without its adapter digest, in the form that the engine uses.
 
     >>> key = bytes(range(36))
     >>> own = key[:ADAPTER_OFFSET] + b"." * ADAPTER_NBYTES + key[ADAPTER_OFFSET:]

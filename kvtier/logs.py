@@ -1,7 +1,7 @@
-"""Loggers whose lines appear in the engine's log, with kvtier's name.
+"""Loggers that write to the engine's log under kvtier's name.
 
-vLLM configures one logger. Loggers outside it have no level and no time in its log, or do not
-appear. Its lines show the name of the file without the package.
+vLLM configures only the logger ``vllm``. Lines of other loggers lack level and time in vLLM's
+log, or do not appear. vLLM prints only the last part of a path, so a filter adds the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def get_logger(module: str) -> logging.Logger:
 
 
 def _name_kvtier(record: logging.LogRecord) -> bool:
-    """Make the line begin with ``[kvtier/transfer/engine.py:248]``; idempotent."""
+    """Put the path within kvtier into the line: ``[kvtier/transfer/engine.py:248]``."""
     path = Path(record.pathname)
     below = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
     record.filename = f"kvtier/{below}"

@@ -64,7 +64,7 @@ class ModelGeometry:
         kv_heads: Key-value heads; 1 for MLA, where all heads share the latent.
         head_elements: Elements per token, layer and KV head: key plus value, or the latent.
         dtype: Element type that vLLM's ``auto`` chooses for this model.
-        notes: Sentences about what the numbers leave out.
+        notes: Sentences that name what the numbers exclude.
     """
 
     model: str
@@ -77,7 +77,7 @@ class ModelGeometry:
     notes: tuple[str, ...] = ()
 
     def token_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return the bytes of one token, copies excluded."""
+        """Return the bytes of one token, counted once however many ranks hold a copy."""
         return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
 
     def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:

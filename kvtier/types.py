@@ -25,7 +25,7 @@ JobId = int
 
 
 class Purpose(enum.IntEnum):
-    """What a job is for. The smaller value runs first."""
+    """Purpose of a job. Jobs with smaller values run first."""
 
     LOAD = 0
     """Tier -> GPU; a request waits."""
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
     Attributes:
         job_id: Unique among the jobs of one engine.
-        purpose: What the job is for; its priority.
+        purpose: Purpose of the job, which sets its priority.
         source: Name of the tier that is read.
         destination: Name of the tier that is written.
         keys: The chunks' keys.

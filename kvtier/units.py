@@ -77,7 +77,7 @@ class UnitError(ConfigError, ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of ``text``, with a binary (``GiB``) or decimal (``GB``) unit.
+    """Return the size ``text`` in bytes; units are binary (``GiB``) or decimal (``GB``).
 
     Raises:
         UnitError: Not a size, no unit, an ambiguous unit, negative, a split byte, or 8 EiB.
@@ -97,7 +97,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str, *, likely_unit: str = "s") -> float:
-    """Return the seconds of ``text``.
+    """Return the duration ``text`` in seconds.
 
     Args:
         text: A number with a unit.
@@ -121,7 +121,7 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
 
 
 def parse_percentage(text: str) -> float:
-    """Return the share of ``text``, 0 to 1.
+    """Return the percentage ``text`` as a share, 0 to 1.
 
     Raises:
         UnitError: Not a percentage, no percent sign, or outside 0% to 100%.
@@ -141,7 +141,7 @@ def parse_percentage(text: str) -> float:
 
 
 def parse_rate(text: str) -> int:
-    """Return the bytes per second of ``text``, such as ``2GiB/s``.
+    """Return the rate ``text``, such as ``2GiB/s``, in bytes per second.
 
     Raises:
         UnitError: Not a rate, or not a positive one.

@@ -28,7 +28,7 @@ def main() -> None:
         from kvtier.cli._app import run  # noqa: PLC0415
 
         code = run()
-        if sys.stdout is not None:  # it is None if it was closed before the start
+        if sys.stdout is not None:  # None if stdout was closed before the start
             sys.stdout.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED

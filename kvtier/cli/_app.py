@@ -40,7 +40,7 @@ _COMMANDS: Final = {
 
 
 class _Deferred(TyperCommand):
-    """Lists a command or group; imports it when it is called."""
+    """A command or group that is imported when it is called."""
 
     # Any, because the classes are click's or, by version, typer's own copies of them.
 
@@ -94,7 +94,7 @@ def _options(
 
 
 def _defer() -> None:
-    """Stand in for every command: ``_Deferred`` calls the real one."""
+    """Do nothing: ``_Deferred`` calls the real command instead of this placeholder."""
 
 
 for _name, (_, _summary) in _COMMANDS.items():
@@ -121,14 +121,14 @@ def run() -> int:
         typer.echo("aborted", err=True)
         return _REFUSED
     except SystemExit as leaving:
-        # typer and rich turn a closed pipe into exit code 1, which commands use themselves.
+        # typer and rich turn a closed pipe into exit code 1, which means "problem" here.
         if isinstance(leaving.__context__, BrokenPipeError):
             raise leaving.__context__ from None
         raise
 
 
 def _usage(error: Any) -> str:  # noqa: ANN401 - typer has no public type for it
-    """Return the error as one line; the help if no command was given."""
+    """Return the error as one line, or the help if no command was given."""
     text = error.format_message()
     command = error.ctx.command_path if error.ctx else "kvtier"
     if text.startswith("Usage: "):

@@ -1,6 +1,6 @@
 """``kvtier cache``: the commands and their options.
 
-Each imports its implementation when it runs.
+Each command imports its implementation when it runs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def verify(
 ) -> None:
     """Compare every chunk of a store with its checksum.
 
-    Exits with 1 if one is bad: an engine would recompute it. Only reads, and may run beside an
-    engine, which shares the disk with it.
+    Exits with 1 if a chunk is bad: an engine would recompute that chunk. Only reads, and may
+    run beside an engine, but takes bandwidth of the disk.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
@@ -101,8 +101,8 @@ def explain(
 ) -> None:
     """Print where a chunk is, or why it is gone.
 
-    Also prints since when, and how often it was loaded. Exits with 1 if it is gone.
-    Only reads, and may run beside an engine.
+    Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
+    gone. Only reads, and may run beside an engine.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 

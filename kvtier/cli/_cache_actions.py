@@ -85,14 +85,14 @@ class Selection:
 
         Args:
             reader: Its index.
-            note: Called with each key and the chunk that it matches here.
+            note: Called with each selected key and its matching chunk.
 
         Raises:
-            ConfigError: Not exactly one kind of selection was given, or an invalid one.
+            ConfigError: The selection is invalid, or more or less than one kind was given.
         """
         ways = [bool(self.keys), self.older_than is not None, self.everything]
         if sum(ways) != 1:
-            raise ConfigError("give KEYs, or --older-than, or --all: one of them")
+            raise ConfigError("give exactly one of KEYs, --older-than and --all")
         if self.everything:
             return reader.entries("stored", -1)
         if self.older_than is not None:
@@ -248,7 +248,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
 def _explain_absence(
     answer: render.Explanation, pattern: KeyPattern, removals: Sequence[Removal]
 ) -> None:
-    """Enter into ``answer`` why the chunk that ``pattern`` names was removed.
+    """Add to ``answer`` why the chunk that matches ``pattern`` was removed.
 
     Args:
         answer: The explanation for the namespace of this removal log.
@@ -275,7 +275,7 @@ def _explain_absence(
 
 
 def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
-    """Return the newest entry of the key that matches; None if there is none.
+    """Return the newest removal of the matching key; None if no key matches.
 
     Raises:
         ConfigError: Several keys match.
@@ -331,7 +331,7 @@ def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(space: StoredNamespace) -> Iterator[None]:
-    """Turn errors of a store into one line that names the place and a remedy."""
+    """Convert errors of a store into a ConfigError that names the place and a remedy."""
     try:
         yield
     except IndexMissingError as error:
@@ -373,7 +373,7 @@ def _slots(space: StoredNamespace) -> int:
 def _disk_nbytes(directory: Path) -> int:
     nbytes = 0
     for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # an engine that ends takes its log along
+        with contextlib.suppress(FileNotFoundError):  # the log is removed when its engine ends
             nbytes += path.lstat().st_blocks * 512
     return nbytes
 

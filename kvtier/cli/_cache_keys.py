@@ -35,7 +35,7 @@ class KeyPattern:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a key, or a prefix, in the form of ``short_key`` or of ``bytes.hex``.
+        """Parse a key or a prefix of a key, as ``short_key`` or ``bytes.hex`` writes it.
 
         Raises:
             ConfigError: The text is not a key.
@@ -65,7 +65,7 @@ class KeyPattern:
         return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
-        """Return the pattern for the removal log, which has marks and no keys.
+        """Return the pattern for the removal log, which stores marks instead of keys.
 
         A whole key ends in its group. One in 16 million block hashes ends like a group and is
         read as a whole key.

@@ -57,7 +57,7 @@ _REASONS: Final = {
 
 @dataclass(slots=True)
 class Report:
-    """One namespace for ``stat``."""
+    """The result of ``stat`` for one namespace."""
 
     space: StoredNamespace
     slots: int
@@ -93,7 +93,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One namespace for ``ls``."""
+    """The result of ``ls`` for one namespace."""
 
     space: StoredNamespace
     entries: Sequence[Entry]
@@ -113,7 +113,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One namespace for ``verify``."""
+    """The result of ``verify`` for one namespace."""
 
     space: StoredNamespace
     found: Verification
@@ -122,7 +122,7 @@ class Check:
 
 @dataclass(slots=True)
 class Explanation:
-    """One namespace for ``explain``."""
+    """The result of ``explain`` for one namespace."""
 
     space: StoredNamespace
     entry: Entry | None
@@ -186,7 +186,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
-    """Print the result of ``verify``, with ``limit`` bad chunks per namespace; 0 is all."""
+    """Print the result of ``verify``: up to ``limit`` bad chunks per namespace, or all if 0."""
     for number, check in enumerate(checks):
         if number:
             console.print()
@@ -244,7 +244,7 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
 
 
 def removal_words(chosen: _Chosen) -> str:
-    """Return the number of chunks to remove and their size, in words."""
+    """Return the number and total size of the chunks to remove, in words."""
     chunks = sum(len(entries) for _, entries in chosen)
     nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
     return f"{_count(chunks)} ({approximate_size(nbytes)})"

@@ -58,9 +58,9 @@ def vllm_args(
     """Print the vLLM arguments that load FILE.
 
     Append the line, which is quoted for a shell, to 'vllm serve MODEL'. Exits with 2 if another
-    engine has the store open, or if the start would refuse what is in the store.
+    engine has the store open, or if the engine would refuse to start with the store.
     """
-    # Examining stores takes a quarter of a second to import, which `example` does without.
+    # Examining stores takes a quarter of a second to import, and `example` needs none of it.
     from kvtier.doctor import Status, examine_existing_stores  # noqa: PLC0415
     from kvtier.vllm.identity import declared_identity  # noqa: PLC0415
 

@@ -39,7 +39,7 @@ EngineModel = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="The engine's --model; tells which cache in a store is its own.",
+        help="The engine's --model; identifies the engine's cache in a store.",
     ),
 ]
 
@@ -48,7 +48,7 @@ def choice(option: str, value: str, known: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``known``.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: ``value`` is not in ``known``.
     """
     names = list(known)
     if value not in names:
@@ -62,8 +62,8 @@ def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
     """Return the value of ``text``, a number with a unit.
 
     Args:
-        option: Its option, for the error.
-        text: As on the command line.
+        option: Name of the option, for the error.
+        text: The option's text on the command line.
         parse: A function of :mod:`kvtier.units`.
 
     Raises:
@@ -76,10 +76,10 @@ def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def finite(value: float | None) -> float | None:
-    """Return ``value``; a callback for options.
+    """Return ``value`` if it is finite; a callback for options.
 
     Raises:
-        typer.BadParameter: It is infinite or not a number.
+        typer.BadParameter: ``value`` is infinite or not a number.
     """
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter("not a finite number")

@@ -34,7 +34,7 @@ def show_bars() -> Progress:
 
 @contextmanager
 def show_progress(what: str) -> Iterator[Callable[[float], None]]:
-    """Show one bar; yield a function that takes the share that is done, 0 to 1."""
+    """Show one bar; yield a function that sets its completed share, 0 to 1."""
     with show_bars() as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share: progress.update(task, completed=share)
@@ -42,7 +42,7 @@ def show_progress(what: str) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def pulse(progress: Progress, what: str) -> Iterator[Callable[[], None]]:
-    """Show a bar without an end; yield a function that moves it."""
+    """Show a bar for work of unknown length; yield a function that moves the bar."""
     task = progress.add_task(what, total=None)
     yield partial(progress.advance, task)
     progress.update(task, total=1, completed=1)

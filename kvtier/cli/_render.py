@@ -1,4 +1,4 @@
-"""Tables, prose, JSON and progress bars on a terminal or in a pipe."""
+"""Tables, prose and JSON on a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _WIDEST = 1000
 
 
 def show_json(value: object) -> None:
-    """Print ``value``, which is made of plain values."""
+    """Print ``value``, built from plain values, as JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def make_console() -> Console:
-    """Return what prints to stdout, which shows names as they are.
+    """Return a console for stdout that prints names unchanged.
 
-    Lines that nobody reads on a terminal have no end: what is cut out of a file or found with
-    grep is whole. Who exports COLUMNS has asked for lines of that length.
+    A pipe or file gets unwrapped lines, so that ``grep`` and ``cut`` see whole lines. The
+    environment variable COLUMNS sets another width.
     """
     columns = shutil.get_terminal_size((_WIDEST, 0)).columns
     return Console(width=columns, highlight=False, markup=False, emoji=False)
 
 
 def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> Table:
-    """Return an empty table with a column per word and, to their right, one per number.
+    """Return an empty table with text columns, then right-aligned number columns.
 
     Args:
-        *words: Heads of columns of words.
-        numbers: Heads of columns of numbers.
-        narrow: Whether so many columns are to fit a terminal that they stand close together.
+        *words: Headers of the text columns.
+        numbers: Headers of the number columns.
+        narrow: Whether to reduce the space between columns.
     """
     table = Table(
         box=None,
@@ -64,20 +64,20 @@ def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> T
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Print all columns of ``table``: what is narrower breaks the lines and loses nothing."""
+    """Print ``table`` at its full width; a narrower terminal wraps its lines."""
     _show_lines(console, table, _width_of(console, table))
 
 
 def show_tiers_apart(
     console: Console, *words: str, numbers: tuple[str, ...], tiers: Sequence[Sequence[str]]
 ) -> None:
-    """Print a line for each of ``tiers``, or a column where the lines are too long.
+    """Print one row per tier, or one column per tier if the rows are too wide.
 
     Args:
-        console: Where to.
-        *words: Heads of what of a tier is words, its name first.
-        numbers: Heads of its figures.
-        tiers: Of each all of these.
+        console: The console to print to.
+        *words: Headers of the text columns; the first column holds the tier's name.
+        numbers: Headers of the number columns.
+        tiers: The cells of each tier, in the order of the headers.
     """
     table = make_table(*words, numbers=numbers, narrow=True)
     for tier in tiers:
@@ -92,24 +92,24 @@ def show_tiers_apart(
 
 
 def show_line(console: Console, text: str) -> None:
-    """Print a line of prose, which goes on in the next one where it is too long."""
+    """Print a line of prose, wrapped to the width of ``console``."""
     lines = textwrap.fill(text, console.width, subsequent_indent="  ", break_long_words=False)
     console.print(Text(lines), soft_wrap=True)
 
 
 def show_prose(console: Console, table: Table) -> None:
-    """Print ``table``, whose last column is prose that goes on in the next line."""
+    """Print ``table``, wrapped to the width of ``console``."""
     _show_lines(console, table, console.width)
 
 
 def _width_of(console: Console, table: Table) -> int:
-    """Return how many columns of a terminal all of ``table`` takes."""
+    """Return the full width of ``table`` in terminal columns."""
     options = console.options.update(max_width=_WIDEST)
     return Measurement.get(console, options, table).maximum
 
 
 def _show_lines(console: Console, table: Table, width: int) -> None:
-    """Print ``table`` in ``width`` columns, without blanks at the ends of lines."""
+    """Print ``table`` in ``width`` columns, without trailing blanks."""
     options = console.options.update(width=width)
     for segments in console.render_lines(table, options, pad=False):
         line = Text()

@@ -47,9 +47,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     ],
     speedup: Annotated[
         float,
-        typer.Option(
-            min=0.001, callback=finite, metavar="N", help="Compress the trace's times by N."
-        ),
+        typer.Option(min=0.001, callback=finite, metavar="N", help="Replay N times as fast."),
     ] = 1.0,
     requests: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")
@@ -222,7 +220,7 @@ def exit_on_signals() -> Iterator[None]:
 
     def leave(number: int, _: FrameType | None) -> None:
         for one in taken:
-            signal.signal(one, signal.SIG_IGN)  # cleaning up takes a moment
+            signal.signal(one, signal.SIG_IGN)  # a second signal must not end the cleanup
         raise SystemExit(128 + number)
 
     for number in taken:

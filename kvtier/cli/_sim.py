@@ -59,7 +59,7 @@ Order = Annotated[
 ChunkBytes = Annotated[
     str | None,
     typer.Option(
-        "--chunk-bytes", metavar="SIZE", help="Bytes of a chunk; by default 128KiB a token."
+        "--chunk-bytes", metavar="SIZE", help="Bytes of a chunk; by default 128KiB per token."
     ),
 ]
 PrefillRate = Annotated[
@@ -250,7 +250,7 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
 
 
 def chunk_bytes_of(trace: Trace, text: str | None) -> int:
-    """Return the bytes of a chunk that ``--chunk-bytes`` asks for."""
+    """Return the chunk size that ``--chunk-bytes`` gives, in bytes."""
     return chunk_nbytes(trace) if text is None else parse_chunk_bytes(text)
 
 

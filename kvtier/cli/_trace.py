@@ -53,7 +53,7 @@ TokensPerId = Annotated[
         min=1,
         max=1 << 20,
         metavar="N",
-        help="Tokens of one chunk id; by default those of the records.",
+        help="Tokens per chunk id; by default as in the records.",
     ),
 ]
 Output = Annotated[
@@ -112,8 +112,8 @@ def convert(
 ) -> None:
     """Write TRACE in another format.
 
-    Chunks are renumbered in order of appearance. The formats keys and oracle do not keep which
-    references belong to one request.
+    Chunks are renumbered in order of appearance. The formats keys and oracle lose the
+    boundaries between requests.
     """
     choice("--to", to, WRITERS)
     check_outputs({"--output": output}, [trace])
@@ -184,7 +184,7 @@ def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) ->
         traces: Files that the command reads.
 
     Raises:
-        ConfigError: One cannot be written, is one of the traces, or is named twice.
+        ConfigError: An output cannot be written, is one of the traces, or is named twice.
     """
     taken = [(trace, "the trace itself") for trace in traces]
     for option, path in outputs.items():
@@ -201,7 +201,7 @@ def write_output(option: str, path: Path, write: Callable[[Path], None]) -> None
     """Write one file.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         write(path)
@@ -235,7 +235,7 @@ def _is_one_file(path: Path, other: Path) -> bool:
         if path.exists() and other.exists():
             return path.is_file() and path.samefile(other)
         return path.resolve() == other.resolve()
-    except OSError:  # reading the trace reports it
+    except OSError:  # reading the trace reports the error
         return False
 
 

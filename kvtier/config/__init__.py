@@ -1,6 +1,6 @@
-"""Configuration: YAML to strict, frozen models, once.
+"""Configuration: YAML files, parsed once into strict, frozen models.
 
-Nobody else in kvtier sees a dict of options or an environment variable.
+No other package reads a dict of options or an environment variable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What one engine gets of a configuration: its own paths, its load path, its arguments.
+"""One engine's part of a configuration: its paths, its load path, its vLLM arguments.
 
 Data-parallel ranks are independent engines with their own tiers, started with the same file. A
-placeholder in a path gives each its own directory.
+placeholder in a path gives each rank its own directory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfi
     """Return ``config`` with the paths of one engine.
 
     Args:
-        config: The configuration, as its file has it.
+        config: The configuration as read from its file.
         rank: Data-parallel rank of the engine; None for a single engine, which gets the paths
             of rank 0.
 
     Raises:
-        ConfigError: There are several ranks, and a path has no placeholder. One line for each.
+        ConfigError: There are several ranks, and a path has no placeholder; one line per path.
     """
     if rank is not None and (problems := list(_shared_paths(config))):
         raise ConfigError("\n".join(problems))

@@ -52,7 +52,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
-    """Return a validator that reads text with ``parse``; files may hold nothing else."""
+    """Return a validator that parses text with ``parse``; only Python may give a number."""
 
     def read(value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - pydantic's contract
         if isinstance(value, str):
@@ -73,7 +73,7 @@ def refusal(problem: str, remedy: str) -> PydanticCustomError:
 
 
 def path_problem(path: Path) -> tuple[str, str] | None:
-    """Return why a tier may not fill ``path``, and the remedy; None if it may."""
+    """Return the problem and the remedy if a tier may not use ``path``, else None."""
     if not path.is_absolute():
         remedy = "write it from the root: engines start in different directories"
         return "not an absolute path", remedy
@@ -128,7 +128,7 @@ Fraction = Annotated[
 
 FilePath = Annotated[
     Path,
-    Field(strict=False),  # code may give text
+    Field(strict=False),  # Python code may give text
     AfterValidator(_without_other_braces),
     AfterValidator(_without_problem),
 ]

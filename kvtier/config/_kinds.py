@@ -56,7 +56,7 @@ def has_custom_policies(config: KvtierConfig) -> bool:
 
 
 def options_of(kind: str) -> type[TierConfig]:
-    """Return the model of the options of ``kind``.
+    """Return the options model of the tier kind ``kind``.
 
     Args:
         kind: One of :func:`installed_kinds`, or ``module:Class``.
@@ -83,7 +83,7 @@ def load_tier(kind: str) -> Any:  # noqa: ANN401 - of another package
     point = _point(kind)
     try:
         return point.load()
-    except Exception as error:  # importing it runs somebody's code
+    except Exception as error:  # importing a package runs its code
         problem = f"tier kind {point.name} does not load: {error}"
         if point.name != point.value:
             problem = f"tier kind {point.name} ({point.value}) does not load: {error}"

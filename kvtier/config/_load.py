@@ -77,7 +77,7 @@ def load_config(path: Path | str) -> KvtierConfig:
 
 
 def parse_config(text: str, *, source: str) -> KvtierConfig:
-    """Read ``text``; errors call it ``source``.
+    """Parse ``text``, a whole configuration file; errors name it ``source``.
 
     Raises:
         ConfigError: The text is invalid; one line per problem.
@@ -87,7 +87,7 @@ def parse_config(text: str, *, source: str) -> KvtierConfig:
 
 
 def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
-    """Read ``text``, the keys of one tier.
+    """Parse ``text``, the keys of one tier.
 
     Args:
         text: YAML, as below a dash of ``tiers``.
@@ -223,7 +223,7 @@ class _Reader:
         elif details["type"] == "missing":
             name = str(details["loc"][-1])
             self._note(key, "missing", f"add {_EXAMPLES.get(name, f'{name}:')}")
-        elif details["type"] != "default_factory_not_called":  # follows from another problem
+        elif details["type"] != "default_factory_not_called":  # pydantic reports the cause too
             self._note(key, *_describe(details))
 
     def _unknown(self, key: str, name: str, known: Iterable[str]) -> None:

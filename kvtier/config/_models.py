@@ -132,7 +132,7 @@ class TierConfig(_Section):
     def remarks(self) -> Iterable[Remark]:
         """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
 
-        May read the machine, and blocks.
+        May read the machine's files, and blocks.
 
         Raises:
             ConfigError: The tier cannot work here; the message has a remedy.
@@ -187,7 +187,7 @@ class NvmeTierConfig(TierConfig):
             yield Remark("checksum", problem, "xxh3 costs a fraction of a core")
 
 
-_LADDER_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after")
+_TIERED_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after")
 
 
 class PlacementConfig(_Section):
@@ -238,7 +238,7 @@ class PlacementConfig(_Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_policy(self) -> Self:
         if self.policy != "tiered":
-            for name in _LADDER_KEYS:
+            for name in _TIERED_KEYS:
                 if name in self.model_fields_set:
                     _refuse(name, "a key of policy: tiered only", "leave it out")
         return self
@@ -391,7 +391,7 @@ class KvtierConfig(_Section):
 
     @property
     def ram(self) -> RamTierConfig:
-        """The first tier."""
+        """The RAM tier, always the first."""
         return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract

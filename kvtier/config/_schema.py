@@ -45,7 +45,7 @@ def schema() -> dict[str, Any]:
 
 
 def _schema_of_classes() -> dict[str, Any]:
-    """Return the schema of a tier that is named as ``module:Class``; its keys are its own."""
+    """Return the schema of a tier of kind ``module:Class``, which accepts any keys."""
     tier = TierConfig.model_json_schema(mode="serialization")
     tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
     tier["properties"]["eviction"] |= EVICTIONS.schema()
@@ -57,7 +57,7 @@ def _tier_schema(kind: str) -> dict[str, Any]:
     properties = tier["properties"]
     description = properties["kind"].get("description", "")
     properties["kind"] = {"const": kind, "description": description}
-    # A model may give its own kind a default; a file always names it.
+    # A model may have a default for `kind`; a file must state `kind`.
     tier["required"] = ["kind", *(key for key in tier.get("required", ()) if key != "kind")]
     properties["eviction"] |= EVICTIONS.schema()
     return {**tier, "title": f"{kind} tier"}

@@ -81,7 +81,7 @@ class Origin:
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Prefix a ConfigError of the body with the place of ``key``."""
+        """Prefix a ConfigError of the ``with`` block with the place of ``key``."""
         try:
             yield
         except ConfigError as error:
@@ -131,7 +131,7 @@ def read_yaml(text: str, *, source: str) -> Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; only null, true, false and decimal numbers have types."""
+    """A YAML loader that gives types only to null, true, false and decimal numbers."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
@@ -203,7 +203,7 @@ class _Reader:
 
 
 def _refuse_tabs(text: str, source: str) -> None:
-    """YAML forbids tabs in indentation, but PyYAML folds some of them into the value above."""
+    """Refuse tabs in indentation; PyYAML would fold some of them into the value above."""
     for number, line in enumerate(text.splitlines(), start=1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip() and not line.lstrip().startswith("#"):

@@ -36,7 +36,7 @@ _UNBOUNDED: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """How one job ended; its blocks and slots are free for other use.
+    """Result of one job; its blocks and slots are free for other use.
 
     Attributes:
         job_id: The job.
@@ -296,7 +296,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StoreRequest]) -> None:
-        """Start stores as one job, with the number of the first one."""
+        """Start stores as one job, with the id of the first store."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:

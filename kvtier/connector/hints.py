@@ -235,7 +235,7 @@ class HintReader:
         if len(shown) > _SHOWN_CHARS:
             shown = f"{shown[:_SHOWN_CHARS]}..."
         logger.warning(
-            "a request's kv_transfer_params.%s = %s is ignored: %s; %s (said once)",
+            "a request's kv_transfer_params.%s = %s is ignored: %s; %s (logged once)",
             place,
             shown,
             problem,

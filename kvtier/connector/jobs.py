@@ -94,7 +94,7 @@ class JobTable:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Count acknowledgements of ``ranks`` ranks; return the job after the last one.
+        """Count acknowledgements of ``ranks`` ranks; return the job after the last rank's.
 
         A job from before a reset is unknown and ignored.
         """

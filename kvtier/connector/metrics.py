@@ -81,7 +81,7 @@ class _Row(NamedTuple):
     metric: Metric
     field: str
     labels: tuple[str, ...]
-    """Values of the labels that follow those of the owner."""
+    """Values of the labels that follow the owner's labels."""
 
 
 _FAILED: Final = Metric(

@@ -79,7 +79,7 @@ class Notices:
         new, self._skipped = total - self._skipped, total
         self._skipped_due_s = now + _INTERVAL_S
         logger.info(
-            "%d chunks were computed although they are stored since the last such message. "
+            "%d stored chunks were computed instead of loaded since the last such message. "
             "The latest, because %s: %s",
             new,
             _CAUSES[last.cause],

@@ -88,7 +88,7 @@ class Observer:
             tier.clear()
 
     def close(self) -> None:
-        """Record the requests that wait for earlier ones."""
+        """Record the requests that wait for earlier requests."""
         if self._log is not None:
             self._log.close()
 
@@ -141,8 +141,8 @@ def build_observer(
         return None
     if positions is None:
         raise UnsupportedError(
-            "an offloading spec cannot tell which chunks a request has, and trace.record and "
-            "shadow need that: remove them, or use KVTierConnector"
+            "trace.record and shadow need the chunks of each request, which an offloading "
+            "spec does not have: remove these settings, or use KVTierConnector"
         )
     shadows = [
         (tier.name, ShadowTier(capacity, dict.fromkeys((tier.eviction, *config.shadow))))

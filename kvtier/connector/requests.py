@@ -110,7 +110,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Offer all chunks again, from the first one on."""
+        """Offer all chunks again, from the first chunk on."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -193,7 +193,7 @@ def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
         UnsupportedError: ``context`` is not from this scheduler side.
     """
     if not isinstance(context, TrackedRequest):
-        raise UnsupportedError(f"{type(context).__name__} does not say which chunks it has")
+        raise UnsupportedError(f"{type(context).__name__} has no list of its chunks")
     return {
         key: (number + 1) * layout.tokens_per_chunk
         for layout, keys in zip(context.layouts, context.keys, strict=True)

@@ -127,7 +127,7 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond those the engine has.
+        """Return how many tokens can be loaded beyond the engine's cached tokens.
 
         Args:
             request: A request that waits, for the first time or again.
@@ -356,7 +356,7 @@ class ConnectorScheduler:
         return sources
 
     def _update_requests(self, step: Step) -> None:
-        """Record which requests lost their blocks and which ones run from now on."""
+        """Record which requests lost their blocks and which requests run from now on."""
         for req_id in step.preempted:
             tracked = self._requests.get(req_id)
             if tracked is not None:

@@ -331,7 +331,7 @@ class CacheService:
         self._internal_errors += 1
         if self._internal_errors == 1:
             logger.error(
-                "%s: unexpected error, answered as a miss; later ones are only counted",
+                "%s: unexpected error, answered as a miss; later errors are only counted",
                 where,
                 exc_info=error,
             )

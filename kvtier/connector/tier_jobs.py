@@ -86,12 +86,13 @@ class TierJobs:
             resets = {tier.name: tier.reset for tier in self._tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
         except Exception:
-            logger.exception("resetting the tiers")
+            logger.exception("the tiers could not be reset")
             done = False
         if not done:
             logger.error(
                 "not every tier was reset for good: nothing old is served by this engine, but "
-                "reset it again, or remove the stores' directories before another one uses them"
+                "reset it again, or remove the stores' directories before another engine "
+                "uses them"
             )
         return done
 

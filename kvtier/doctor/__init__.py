@@ -1,4 +1,4 @@
-"""One examination of a configuration and of this machine, in two depths.
+"""Checks of a configuration and this machine, with or without disk measurements.
 
 ``kvtier check`` reads the file, the machine and the stores. ``kvtier doctor`` also writes a
 nameless file to each disk and measures it. Both print the same list of findings.

@@ -73,7 +73,7 @@ def check_queues(
         tier: Name of the tier.
         queues: The disks under it.
         piece_nbytes: Bytes of the largest I/O call.
-        threads: I/O calls at once.
+        threads: Concurrent I/O calls.
     """
     if not queues:
         reason = "the kernel names no block device under the file system"

@@ -1,4 +1,4 @@
-"""The examination: all checks in reading order."""
+"""All checks of an examination, in the order of the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def examine(
     """Examine everything that a start with ``config`` needs on this machine; blocks.
 
     Args:
-        config: The configuration, as its file has it.
+        config: The configuration as read from its file.
         identity: The known part of the engine's identity.
         ranks: Data-parallel ranks that run on this machine.
         measure_s: Seconds to read, and to write, each disk. None measures and writes nothing.
@@ -48,7 +48,7 @@ def examine(
 def examine_existing_stores(
     config: KvtierConfig, identity: Mapping[str, str | int]
 ) -> Examination:
-    """Examine only the stores that exist here; the engine may run on another machine."""
+    """Examine only stores that exist on this machine; the engine may run elsewhere."""
     examination = Examination()
     examiner = _stores.StoreExaminer(config, identity)
     for number, tier in enumerate(resolve_rank_paths(config, rank=None).tiers):
@@ -68,7 +68,7 @@ def _with_places(config: KvtierConfig, examination: Examination) -> Examination:
 
 @dataclass(frozen=True, slots=True)
 class _Examiner:
-    """Runs the checks; a check that fails becomes a finding and the others go on."""
+    """Runs all checks; a check that raises becomes a finding."""
 
     config: KvtierConfig
     engines: Sequence[KvtierConfig]
@@ -94,7 +94,7 @@ class _Examiner:
         self._examine_memory(first)
 
     def _add(self, check: str, look: Callable[[], Iterable[Finding]]) -> bool:
-        """Add the findings of ``look``; return whether no PROBLEM is among them."""
+        """Add the findings of ``look``; return False if one is a PROBLEM."""
         found: list[Finding] = []
         try:
             found.extend(look())

@@ -1,4 +1,4 @@
-"""What the file alone shows: classes that do not load, and values without effect."""
+"""Checks of the file alone: classes that do not load, values without effect."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_classes(config: KvtierConfig) -> Iterator[Finding]:
 
 
 def check_remarks(number: int, tier: TierConfig) -> Iterator[Finding]:
-    """Yield the warnings of a tier's own class."""
+    """Yield the warnings that a tier's options report about themselves."""
     check, key = f"{tier.name}: options", f"tiers[{number}]"
     try:
         for name, problem, remedy in tier.remarks():
@@ -89,7 +89,7 @@ def check_remarks(number: int, tier: TierConfig) -> Iterator[Finding]:
 
 
 def check_ranks(config: KvtierConfig, ranks: int) -> Iterator[Finding]:
-    """Report what data-parallel ranks take together."""
+    """Report the memory and disk that all data-parallel ranks need together."""
     check = "data parallelism"
     if ranks > 1:
         ram_nbytes, *others = (tier.capacity_bytes * ranks for tier in config.tiers)

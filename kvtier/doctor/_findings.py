@@ -28,10 +28,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        check: What was looked at, such as ``nvme: free space``.
+        check: Name of the check, such as ``nvme: free space``.
         status: OK, NOTE (good to know), WARNING (works, but not as intended) or PROBLEM (kvtier
             cannot start, or serves nothing).
         reason: What was found.
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Examination:
-    """All findings, and the rates that were measured.
+    """All findings and the measured rates.
 
     Attributes:
         findings: In reading order.

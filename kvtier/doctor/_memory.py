@@ -1,4 +1,4 @@
-"""Memory for the RAM tier: free, lockable, and in which pages."""
+"""Checks of memory for the RAM tier: free memory, locking limit, huge pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENGINE_NBYTES: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the kernel's files are.
+    """Paths of the kernel's file systems.
 
     Attributes:
         proc: Where procfs is mounted.
@@ -33,7 +33,7 @@ class Machine:
     dev: Path = Path("/dev")
 
     def count_gpus(self) -> int:
-        """Return the number of CUDA devices that the driver shows; does not load CUDA."""
+        """Return the number of CUDA devices that the driver reports, without loading CUDA."""
         names = (path.name for path in self.dev.glob("nvidia*"))
         return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
 
@@ -41,12 +41,12 @@ class Machine:
 def check_memory(
     ram_nbytes: int, limits: Sequence[MemoryLimit], *, engine_runs: bool
 ) -> Finding:
-    """Compare the RAM tier with the memory that is left, and leave some for the engine.
+    """Check that the RAM tier fits into free memory and leaves some for the engine.
 
     Args:
         ram_nbytes: Bytes of the RAM tiers of all ranks.
         limits: The limits in force.
-        engine_runs: Whether an engine has a store open: then its RAM tier may be in use.
+        engine_runs: Whether an engine has a store open; its RAM tier may then be in use.
     """
     check, key = "memory", "tiers[0].capacity"
     if not limits:
@@ -70,7 +70,7 @@ def check_memory(
 
 
 def check_locking(ram_nbytes: int, *, gpus: int, locked_nbytes: int | None = -1) -> Finding:
-    """Check that this process may lock the RAM tier in memory, which pinning it needs.
+    """Check that this process may lock enough memory to pin the RAM tier.
 
     Args:
         ram_nbytes: Bytes of the RAM tier.
@@ -108,7 +108,7 @@ def check_huge_pages(ram_nbytes: int, pool: HugePagePool, *, mode: str) -> Findi
     if mode == "off":
         return Finding(check, Status.OK, "off in the file")
     bad = Status.PROBLEM if mode == "require" else Status.NOTE
-    file_nbytes = ram_nbytes + pool.page_nbytes  # a page for what else is in the file
+    file_nbytes = ram_nbytes + pool.page_nbytes  # one page for the other content of the file
     needed = pool.needed(file_nbytes)
     if not needed:
         status = Status.PROBLEM if mode == "require" else Status.OK

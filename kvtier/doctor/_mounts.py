@@ -1,4 +1,4 @@
-"""Which file system a directory is on, and whether it suits a store."""
+"""The file system of a directory, and whether it suits a store."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def parse_mounts(text: str) -> Iterator[Mount]:
 
 
 def find_mount(machine: Machine, place: Path) -> Mount:
-    """Return the mount that the existing directory ``place`` is on.
+    """Return the mount that contains the existing directory ``place``.
 
     Raises:
         OSError: There is no procfs.

@@ -1,4 +1,4 @@
-"""The directory of a tier: who may use it, what a start would do with it, and its room."""
+"""Checks of a tier's directory: permissions, existing caches, free space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPARE_NBYTES: Final = 256 << 20
 
 
 def store_place(path: Path) -> Path | None:
-    """Return ``path`` if it exists, else its parent; None if that is no directory."""
+    """Return ``path`` if it exists, else its parent; None if the result is no directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
         return place if place.is_dir() else None
@@ -33,7 +33,7 @@ def store_place(path: Path) -> Path | None:
 
 
 def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Finding]:
-    """Check that this user, and nobody else, can fill each of ``paths``.
+    """Check that this user can use each of ``paths``, and that no other user can.
 
     An obstacle that several paths share is reported once.
     """
@@ -43,7 +43,7 @@ def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Findi
 
 
 def _obstacle(path: Path) -> tuple[str, str] | None:
-    """Return why a store at ``path`` cannot be used, and the remedy; None if it can."""
+    """Return the problem and the remedy if ``path`` cannot hold a store, else None."""
     try:
         return _path_obstacle(path) or find_exposure(path)
     except OSError as error:  # a directory above may not be entered, or the name is too long
@@ -83,11 +83,11 @@ def _check_mode(check: str, key: str, path: Path) -> Finding:
 
 @dataclass(slots=True)
 class _Disk:
-    """Room that the tiers examined so far take on one disk.
+    """Space that the tiers examined so far need on one disk.
 
     Attributes:
-        nbytes: Bytes they still need.
-        tiers: Their names.
+        nbytes: Bytes that the tiers must still reserve.
+        tiers: Names of the tiers.
     """
 
     nbytes: int = 0
@@ -96,10 +96,10 @@ class _Disk:
 
 @dataclass(slots=True)
 class StoreExaminer:
-    """Examines the stores of one tier after the other; tiers on one disk share its room.
+    """Examines stores, tier by tier; tiers on one disk share its free space.
 
     Attributes:
-        config: The configuration, as its file has it.
+        config: The configuration as read from its file.
         identity: The known part of the engine's identity.
         engine_runs: Whether an engine has one of the stores open.
     """
@@ -110,11 +110,11 @@ class StoreExaminer:
     _disks: dict[int, _Disk] = field(default_factory=dict)
 
     def examine(self, number: int, tiers: Sequence[TierConfig]) -> Iterator[Finding]:
-        """Yield what a start would find in the stores of one tier, and whether there is room.
+        """Yield findings about the stores of one tier and the free space of their disks.
 
         Args:
             number: Position of the tier.
-            tiers: The section of each data-parallel rank.
+            tiers: The tier's section for each data-parallel rank.
         """
         by_disk = dict[int, list[StoreExamination]]()
         for tier in tiers:
@@ -161,7 +161,7 @@ class StoreExaminer:
 def _check_room(
     number: int, tier: TierConfig, stores: Sequence[StoreExamination], disk: _Disk
 ) -> Finding:
-    """Compare the disk's room with what ``stores`` still need, and add that to ``disk``."""
+    """Check that ``stores`` fit on their disk, and add their needs to ``disk``."""
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]

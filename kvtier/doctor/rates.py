@@ -1,7 +1,7 @@
 """Measured rates of a tier's directory.
 
 The measurement uses the tier's own slot file, aligned buffers and number of threads, on pieces
-in random order. Three things would falsify it:
+in random order. Three effects would falsify the result:
 
 * *Unwritten extents.* Reading reserved room that was never written does not reach the disk.
   So pieces are written first, and only written ones are read.
@@ -60,7 +60,7 @@ _FASTER: Final = "name a directory on a local NVMe drive that nothing else keeps
 
 
 class NamelessIo(BlockIo):
-    """I/O on one file that loses its name when it is created, so the disk gets its room back.
+    """I/O on one file that is unlinked at once, so that closing it frees the space.
 
     A slot file is opened twice, the second time with O_DIRECT. The second call opens the
     descriptor of the first.
@@ -80,7 +80,7 @@ class NamelessIo(BlockIo):
     @override
     def close(self, fd: int) -> None:
         if fd == self._fd:
-            self._fd = -1  # the kernel may reuse the number
+            self._fd = -1  # the kernel may reuse the descriptor number
         super().close(fd)
 
     def drop_cached(self) -> None:
@@ -186,7 +186,7 @@ def measure_tier_rates(
 ) -> MeasuredRates:
     """Write, then read, random pieces of a nameless file in ``path``; blocks.
 
-    Takes at most half of the free space and at most 4 GiB, and gives it back.
+    Uses at most half of the free space and at most 4 GiB, and frees it afterwards.
 
     Args:
         path: An existing directory.
@@ -298,7 +298,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def stored_chunk_nbytes(path: Path) -> int | None:
-    """Return the chunk size of the model that used the store last; None if there is none."""
+    """Return the chunk size of the model that used the store last; None if none has."""
     try:
         spaces = find_namespaces(path) if path.exists() else []
     except ConfigError as error:
@@ -333,7 +333,7 @@ def _random_buffers(count: int, nbytes: int) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The calls of one direction.
+    """Times of the calls of one direction.
 
     Attributes:
         latencies_s: Time of each call, in no order.
@@ -362,7 +362,7 @@ def time_pieces(
     *,
     stalled_s: float = _STALLED_S,
 ) -> Timed:
-    """Call ``move`` for the pieces of ``order``, again and again, one thread per buffer.
+    """Move the pieces of ``order`` repeatedly on one thread per buffer; time each call.
 
     Every thread moves at least one piece, unless another failed. The pieces moved are the
     first of ``order``, as many as there were calls.

@@ -30,7 +30,7 @@ from typing import Final
 __all__ = ["ComputeEstimate", "LoadCost", "LoadEstimate", "prompt_tokens"]
 
 _KEEP: Final = 0.8
-"""Weight that earlier samples keep when a new one arrives."""
+"""Weight that earlier samples keep when a new sample arrives."""
 _HALF_LIFE_S: Final = 10.0
 """Time in which an estimate without new samples loses half its weight."""
 _MIN_SPREAD: Final = 1e-2

@@ -221,7 +221,7 @@ class Grants:
         request.tails.clear()  # it offers its chunks again from the root
 
     def end_step(self) -> None:
-        """Settle requests that waited too long, and release settled ones without lookups.
+        """Settle requests that waited too long; release settled requests without lookups.
 
         Promotions have deadlines, so a long wait is for a chunk that another request's worker
         stores. A settled request may be behind other requests in the engine's queue, while
@@ -314,7 +314,7 @@ class Grants:
             self.granted -= 1
 
     def record_arrived(self, copies: Sequence[ChunkCopy]) -> None:
-        """Settle the requests whose last pending chunks are among ``copies``, now whole."""
+        """Settle the requests for which whole ``copies`` are the last pending chunks."""
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))

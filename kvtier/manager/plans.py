@@ -108,12 +108,12 @@ class ManagerLimits:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in one tier since the manager was made; all in chunks."""
+    """Counts of chunks in one tier since the manager was made."""
 
     hits: int = 0
     """Chunks that an engine loaded with bytes from this tier."""
     prompt_hits: int = 0
-    """Hits of the counting group, whose chunks stand for prompt tokens."""
+    """Hits of the counting group, which is used to count prompt tokens."""
     misses: int = 0
     """Misses: one per request, for its first chunk that no tier has. In RAM, promoted chunks
     count too."""
@@ -145,7 +145,7 @@ class TierCounters:
     promoted: int = 0
     """Chunks of this tier promoted to RAM to stay there."""
     demoted: int = 0
-    """Chunks of this tier that arrived in a slower one."""
+    """Chunks of this tier that arrived in a slower tier."""
     stranded: int = 0
     """Chunks of this tier that were computed because no tier had a chunk before them."""
     unretained: int = 0
@@ -174,7 +174,7 @@ _values_of = operator.attrgetter(*(field.name for field in fields(TierCounters))
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
-    """One tier at one moment.
+    """State of one tier at one moment.
 
     Attributes:
         name: The tier's name.
@@ -199,7 +199,7 @@ class TierSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ManagerSnapshot:
-    """The manager at one moment.
+    """State of the manager at one moment.
 
     Attributes:
         tiers: One per tier, fastest first.

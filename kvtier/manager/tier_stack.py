@@ -163,7 +163,7 @@ class TierStack:
         return [copy for _, copy in found], [tier.index for tier, _ in found]
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record a lookup of each of ``keys`` in every tier before the first that has it."""
+        """Record a lookup of each key in every tier faster than the first that has it."""
         if not self.tracks_reuse:
             return
         mask = self._sampling

@@ -21,7 +21,7 @@ from kvtier.units import format_size
 __all__ = ["HugePages", "create_memory"]
 
 HugePages = Literal["auto", "require", "off"]
-"""Whether to use huge pages: if enough are free, or refuse otherwise, or never."""
+"""Whether to use huge pages: if enough are free, always (else refuse to start), or never."""
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -75,7 +75,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
     try:
         _prefault(descriptor, pool.needed(nbytes) * pool.page_nbytes)
     except OSError:
-        # Another process took them, or the control group allows fewer.
+        # Another process took the pages, or the control group allows fewer.
         os.close(descriptor)
         return None
     return descriptor

@@ -44,7 +44,7 @@ _KEPT_NBYTES = 8 << 20
 """Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
 than the copy; and a small buffer stays in the processor's caches."""
 _SHORTEST_NBYTES = 64 << 10
-"""Least bytes that are copied by a call of their own between host and device. A call takes some
+"""Fewest bytes that get a copy call of their own between host and device. A call takes some
 microseconds, in which as many bytes pass through memory that is not page-locked."""
 
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 STRIPES: Final = 8
-"""Number of stripes of a slot whose bytes do not depend on the number of ranks."""
+"""Number of stripes of a portable slot: its bytes do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

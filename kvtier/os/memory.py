@@ -37,7 +37,8 @@ _CLOEXEC: Final = 1  # linux/memfd.h, as the next one
 _HUGETLB: Final = 4
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of linux/mman.h, since 5.14
 _PIECE_NBYTES: Final = 64 << 20
-"""Mapping it takes some milliseconds, the longest that :meth:`PageMapper.close` waits."""
+"""Bytes mapped per call. A call takes some milliseconds, the longest wait of
+:meth:`PageMapper.close`."""
 _M_MMAP_THRESHOLD: Final = -3  # malloc.h
 _LARGE_NBYTES: Final = 1 << 20
 

@@ -39,10 +39,12 @@ _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 
 
 class AdmissionContract(DecisionContract[Admission, bool]):
-    """Inherit as ``TestX`` and implement :meth:`make_admission`.
+    """Tests that every admission policy must pass.
+
+    Inherit as ``TestX`` and implement :meth:`make_admission`.
 
     Attributes:
-        keys_per_slot: Most keys that the policy remembers for a tier, per slot.
+        keys_per_slot: Maximum number of keys that the policy remembers per slot of a tier.
     """
 
     keys_per_slot: ClassVar[int] = 1
@@ -99,7 +101,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= _GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
-        """Return the policy's steps per chunk after more chunks than fit."""
+        """Return the policy's steps per chunk once it has seen more chunks than fit."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
         for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):

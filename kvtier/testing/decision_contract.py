@@ -1,4 +1,4 @@
-"""What placement and admission policies promise alike: they decide, and do nothing else."""
+"""The common contract of placement and admission policies: decide without side effects."""
 
 # ruff: noqa: D102 - the name of a test says what it shows
 from __future__ import annotations
@@ -104,7 +104,7 @@ def sample_queries(count: int) -> Sequence[Query]:
 
 
 class DecisionContract(ABC, Generic[Policy, Answer]):
-    """Tests that the contracts of placements and admissions share."""
+    """Tests that every placement or admission policy must pass."""
 
     @abstractmethod
     def make_policy(self) -> Policy:
@@ -118,7 +118,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
     def answers_one_by_one(
         self, policy: Policy, query: Query, ctx: PolicyContext
     ) -> Sequence[Answer]:
-        """Return the same answers from the methods that take one chunk."""
+        """Return the answers to ``query`` from the methods that take one chunk."""
 
     def test_batches_are_answered_like_single_chunks(self) -> None:
         single, batch = self.make_policy(), self.make_policy()

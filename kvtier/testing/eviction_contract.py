@@ -36,10 +36,12 @@ _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 
 
 class EvictionContract(ABC):
-    """Inherit as ``TestX`` and implement :meth:`make_eviction`.
+    """Tests that every eviction policy must pass.
+
+    Inherit as ``TestX`` and implement :meth:`make_eviction`.
 
     Attributes:
-        ghosts_per_slot: Most keys of absent chunks that the policy remembers, per slot.
+        ghosts_per_slot: Maximum number of absent chunks that the policy remembers, per slot.
     """
 
     ghosts_per_slot: ClassVar[int] = 2
@@ -76,7 +78,7 @@ class EvictionContract(ABC):
 
     def test_it_returns_what_is_declared(self) -> None:
         eviction, copies, ctx = self._filled(8)
-        policy: Any = eviction  # mypy takes it for granted that these return nothing
+        policy: Any = eviction  # mypy assumes that these methods return None
         victims = policy.pick_many(2, _any, ctx)
         staying = [copy for copy in copies if copy not in victims]
         staying[0].state = CopyState.GONE
@@ -152,7 +154,7 @@ class EvictionContract(ABC):
     def test_batch_forms_equal_the_single_forms(self) -> None:
         single, singles, ctx = self._filled(8)
         batch, batches = self.make_eviction(capacity=8), _make_copies(8)
-        batch_ctx = PolicyContext()  # of its own: both may draw the same random numbers
+        batch_ctx = PolicyContext()  # a second one, for equal random numbers
         for copy in batches:
             batch.on_miss(copy.key, batch_ctx)
         batch.on_insert_many(batches, batch_ctx)
@@ -185,7 +187,7 @@ class EvictionContract(ABC):
         for _ in range(400):
             single.pinned = batch.pinned = set(rng.sample(keys, rng.choice((0, 16, 48))))
             allowed, members = single.may_go(), list(single.members)
-            # Asked for more than may go, a batch may leave those that stay in another order.
+            # A batch that asks for too many victims may reorder the remaining copies.
             leaving = min(rng.randrange(8), len(allowed))
             victims = [victim.key for victim in batch.evict_many(leaving)]
             assert victims == [victim.key for victim in single.evict_many(leaving)]
@@ -238,7 +240,7 @@ class EvictionContract(ABC):
 
         for _ in range(members // 2):
             assert eviction.pick(evictable, ctx) is not None
-        # Linear with a generous factor; asking the pinned half each time would be 131,072.
+        # Linear with a generous factor; asking for all pinned copies each time takes 131,072.
         assert calls <= 8 * members
 
     def test_memory_stays_in_proportion_to_the_tier_whatever_passes_through(self) -> None:

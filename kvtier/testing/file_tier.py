@@ -61,7 +61,7 @@ class FileTier(StorageTier):
 
     Args:
         options: The tier's section of the configuration.
-        context: Geometry, meaning and threads.
+        context: Slot size, fingerprint and threads.
     """
 
     Options: ClassVar[type[TierConfig]] = FileTierConfig

@@ -1,4 +1,4 @@
-"""A tier reduced to its eviction policy, and streams of keys to run it on."""
+"""A simulated tier for tests of eviction policies, and streams of accesses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
 class ModelTier(SimulatedTier):
-    """A simulated tier with pins, which checks the victims that it gets.
+    """A simulated tier with pins that checks its policy's victims.
 
     Args:
         eviction: The policy; its capacity is the tier's.
         one_by_one: Whether batches are split into calls for single chunks.
 
     Attributes:
-        pinned: Keys that must stay.
+        pinned: Keys that must not be evicted.
         hits: Accesses that found their chunk.
         asked: How often the policy asked whether a copy is evictable.
     """
@@ -37,7 +37,7 @@ class ModelTier(SimulatedTier):
     def access(
         self, key: ChunkKey, *, parent: ChunkKey | None = None, next_use: int = NEVER
     ) -> bool:
-        """Use ``key``; if it is absent, insert it where there is room or a victim.
+        """Access ``key``; insert it if it is absent and a slot is free or can be freed.
 
         Args:
             key: The chunk.
@@ -79,27 +79,27 @@ class ModelTier(SimulatedTier):
         return victims
 
     def use_many(self, keys: Sequence[ChunkKey]) -> None:
-        """Use resident ``keys`` at once."""
+        """Record hits on the resident ``keys`` in one call."""
         self.hits += len(keys)
         copies = iter([self.members[key] for key in keys])
         self._batches.on_hit_many(self.eviction, copies, self.ctx)
 
     def insert_many(self, keys: Sequence[ChunkKey]) -> None:
-        """Insert absent ``keys`` without parents into free slots at once."""
+        """Insert absent ``keys`` without parents into free slots in one call."""
         for key in keys:
             self.eviction.on_miss(key, self.ctx)
         copies = [self._enter(key, None, 0, None) for key in keys]
         self._batches.on_insert_many(self.eviction, copies, self.ctx)
 
     def remove(self, key: ChunkKey) -> None:
-        """Remove ``key`` for another reason than to make room."""
+        """Remove ``key`` for a reason other than eviction."""
         copy = self.members.pop(key)
         copy.state = CopyState.GONE
         self.eviction.on_remove(copy)
         self._count_child(copy.parent, -1)
 
     def may_go(self) -> set[ChunkKey]:
-        """Return the keys that the policy may pick now."""
+        """Return the keys that the policy may evict now."""
         return {key for key, copy in self.members.items() if self._is_evictable(copy)}
 
     @override
@@ -131,24 +131,24 @@ The tier holds the chunks 0 to ``capacity - 1`` at first.
 
 
 def _scan(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Never repeats a chunk."""
+    """Yield every chunk once."""
     yield from range(capacity, capacity + accesses)
 
 
 def _loop(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Repeats a loop slightly larger than the tier."""
+    """Yield a loop over slightly more chunks than fit, repeatedly."""
     for number in range(accesses):
         yield number % (capacity + capacity // 8)
 
 
 def _skewed(capacity: int, accesses: int, rng: random.Random) -> Iterator[int]:
-    """Uses few chunks often and most rarely."""
+    """Yield few chunks often and most chunks rarely."""
     for _ in range(accesses):
         yield int(4 * capacity * rng.random() ** 3)
 
 
 def _two_in_turn(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Alternates between two chunks."""
+    """Yield two chunks in turn."""
     for number in range(accesses):
         yield capacity // 2 + number % 2
 

@@ -2,7 +2,7 @@
 
 ::
 
-    class TestLadder(PlacementContract):
+    class TestTiered(PlacementContract):
         def make_placement(self, *, tiers: int) -> TieredPlacement:
             return TieredPlacement(tiers)
 """
@@ -40,10 +40,12 @@ _GROWTH: Final = 1.5
 
 
 class PlacementContract(DecisionContract[Placement, object]):
-    """Inherit as ``TestX`` and implement :meth:`make_placement`.
+    """Tests that every placement policy must pass.
+
+    Inherit as ``TestX`` and implement :meth:`make_placement`.
 
     Attributes:
-        most_keys: Most keys that the policy remembers.
+        most_keys: Maximum number of keys that the policy remembers.
     """
 
     most_keys: ClassVar[int] = 0

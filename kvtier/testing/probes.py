@@ -5,9 +5,9 @@ do any amount of work in C, so in the examined packages built-in functions that 
 argument charge a step for each item, and methods that walk through a list or a deque charge its
 length. Slices, ``in`` on a list and comparisons of containers count as one line.
 
-A policy is given time and randomness. One that takes them from elsewhere, or reads a file,
-behaves differently live and in a simulator. Such calls end in C, and the interpreter reports
-calls of C functions.
+A policy gets time and randomness as arguments. A policy that reads a clock, another generator
+or a file behaves differently live and in a simulator. Such calls end in C functions, and the
+interpreter reports calls of C functions.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -
 
 
 def packages_of(item: object) -> frozenset[str]:
-    """Return the packages that hold the classes of ``item``, those of Python left out."""
+    """Return the packages of the classes of ``item``, without Python's own packages."""
     names = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
     return frozenset(names - sys.stdlib_module_names)
 
@@ -131,7 +131,7 @@ class _Counter:
             self._on_pop(owner, event)
 
     def _on_pop(self, owner: list[Any], event: str) -> None:
-        """Charge for the items that move when ``pop`` takes another than the last."""
+        """Charge for the items that move when ``pop`` removes an item before the last."""
         if event == "c_call":
             plain = len(owner) < 2 or owner[-1] is owner[-2]
             self._ends.append(None if plain else owner[-1])

@@ -56,11 +56,13 @@ class _CountingPool(IoPool):
 
 
 class StorageTierContract(ABC):
-    """Inherit as ``TestX``, set :attr:`tier_class` and implement :meth:`section`.
+    """Tests that every storage tier must pass.
+
+    Inherit as ``TestX``, set :attr:`tier_class` and implement :meth:`section`.
 
     Attributes:
         tier_class: The tier.
-        persistent: Whether chunks survive closing; if not, tests of restarts are skipped.
+        persistent: Whether chunks survive closing; if not, restart tests are skipped.
         outlives_process: Whether chunks survive the end of the process.
         slot_nbytes: Slot size of the tests.
         capacity_slots: Number of slots of the tests.
@@ -81,7 +83,7 @@ class StorageTierContract(ABC):
         return f"path: {directory}" if "path" in self.tier_class.Options.model_fields else ""
 
     def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
-        """Open the tier; override it for a tier that needs more than its class."""
+        """Open the tier; override this method if :attr:`tier_class` needs other arguments."""
         return self.tier_class.open(options, context)
 
     @pytest.fixture
@@ -244,7 +246,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A tier may drop it: the weights may have changed by then."""
+        """A tier may drop such a chunk: the weights may have changed by then."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()

@@ -1,4 +1,4 @@
-"""A storage tier under test, with payloads that can be told apart and memory to hold them."""
+"""A harness for a storage tier under test, with distinct payloads and their buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=StorageTier)
 
 
 def make_keys(numbers: Sequence[int]) -> list[ChunkKey]:
-    """Return a key per number, shaped like an engine's."""
+    """Return one key per number, in the form of an engine's keys."""
     return [make_key(random.Random(number).randbytes(32), 0) for number in numbers]
 
 
@@ -38,7 +38,7 @@ def make_payload(key: ChunkKey, nbytes: int) -> bytes:
 
 
 class Arena:
-    """Shared memory for buffers. Nothing is reused before it is closed.
+    """Shared memory for buffers. No buffer is reused until the arena is closed.
 
     Args:
         nbytes: Size; pages that are never touched take no memory.
@@ -69,7 +69,7 @@ class Arena:
 
 
 def make_buffers(count: int, nbytes: int, arena: Arena | None = None) -> list[memoryview]:
-    """Return ``count`` page-aligned, zeroed buffers, neighbours in one mapping."""
+    """Return ``count`` page-aligned, zeroed, adjacent buffers of one mapping."""
     if count == 0:
         return []
     if arena is None:
@@ -90,7 +90,7 @@ def make_sources(
 
 
 class TierHarness(Generic[T]):
-    """A tier under test: opened, filled, read back and verified, restarted.
+    """Opens, fills, reads, verifies and restarts a tier under test.
 
     Args:
         opener: Opens the tier; it may block.

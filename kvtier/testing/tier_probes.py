@@ -1,6 +1,6 @@
 """Probes of the tier contract: blocking calls, held threads, and a process that is killed.
 
-Time would not show blocking: a read from the page cache takes microseconds, and the same read
+Timing hides blocking calls: a read from the page cache takes microseconds, and the same read
 takes seconds when a disk hangs. So blocking calls are found by name: system calls for files,
 sockets and processes, SQL statements, sleeps, and waits for threads. A page fault of mapped
 memory is not seen.
@@ -77,7 +77,7 @@ def blocking_calls() -> Iterator[list[str]]:
 
 
 def _blocking_name(frame: types.FrameType, called: Any) -> str:  # noqa: ANN401 - as sys says
-    """Return the name of a call in C if it blocks, else nothing."""
+    """Return the name of a call in C if it blocks, else an empty string."""
     owner = getattr(called, "__self__", None)
     kind = owner if isinstance(owner, types.ModuleType | type) else type(owner)
     module = getattr(called, "__module__", None) or getattr(kind, "__module__", "")
@@ -97,7 +97,7 @@ def _blocking_name(frame: types.FrameType, called: Any) -> str:  # noqa: ANN401 
 
 
 def _caller(frame: types.FrameType | None) -> str | None:
-    """Return the module and line that make a call; None for Python's own housekeeping."""
+    """Return the module and line of a call; None for calls that Python itself makes."""
     starts_thread = False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -145,7 +145,7 @@ class HeldThreads:
         self._executor = _HeldExecutor(self._gate)
 
     async def __aenter__(self) -> Self:
-        # The executor stays the loop's: once the gate is open it is one like any other.
+        # The loop keeps this executor: with an open gate it works like any other.
         asyncio.get_running_loop().set_default_executor(self._executor)
         waits = [self._gate.wait] * self._pool.threads
         self._held = asyncio.create_task(self._pool.run_all(waits, priority=_FIRST))
@@ -160,7 +160,7 @@ class HeldThreads:
     ) -> None:
         self._gate.set()
         await self._held
-        # Threads meet here only when none of them is in another call.
+        # The barrier opens when no thread of the pool runs another call.
         meeting = threading.Barrier(self._pool.threads)
         await self._pool.run_all([meeting.wait] * self._pool.threads, priority=_LAST)
         wait(self._executor.calls)
@@ -191,7 +191,7 @@ def run_and_kill(
         process.start()
     there.close()
     try:
-        problem = _hear(here)
+        problem = _receive_error(here)
         if problem:
             raise AssertionError(problem)
         meanwhile()
@@ -201,8 +201,8 @@ def run_and_kill(
         process.join(_TIMEOUT_S)
 
 
-def _hear(connection: Connection) -> str:
-    """Return the error of the process; empty for none."""
+def _receive_error(connection: Connection) -> str:
+    """Return the error that the process sends; empty if it sends none."""
     if not connection.poll(_TIMEOUT_S):
         return f"the other process was not done after {_TIMEOUT_S:g} s"
     try:

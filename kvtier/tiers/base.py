@@ -161,7 +161,7 @@ class StorageTier(ABC):
     class as ``module:Class``."""
 
     is_local: ClassVar[bool] = True
-    """Whether the medium is on this host: the locality in requests and events."""
+    """Whether the medium is on this host: requests and events report it as the locality."""
 
     name: str
     capacity_slots: int

@@ -18,7 +18,7 @@ __all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "all_of", "rai
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
-"""A disk reads this in about a millisecond; smaller parts are not worth a call."""
+"""Smallest part of a split job: a disk reads it in about a millisecond."""
 _MOST_NBYTES_IN_PARTS: Final = 16 << 20
 """Longer jobs are read in one part: parts took 0.19 instead of 0.17 core-seconds per GiB."""
 

@@ -152,7 +152,7 @@ class AdapterContents:
             self._warn(name, _CHANGED)
         owner = self._owners.setdefault(request.lora_int_id, known_by)
         if owner != known_by:
-            # vLLM applies the one that is loaded to both.
+            # vLLM applies the adapter that is loaded to requests for both.
             adapter.digest = self._adapters[owner].digest = None
             self._warn(name, _SHARED)
         directory, files, digest = adapter.directory, adapter.files, adapter.digest

@@ -42,7 +42,7 @@ _IMMATERIAL: Final = frozenset(
         "use_cache",
     }
 )
-"""Names within a model's configuration that do not change keys or values."""
+"""Names of settings in a model's configuration that do not change keys or values."""
 
 _ROPES_OF_ANY_LENGTH: Final = frozenset(
     {
@@ -90,7 +90,7 @@ _SOURCES: Final = ("_dir", "_path", "_uri")
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH: Final = 32
-"""Configurations nest a few levels; a deeper one contains itself."""
+"""Deepest nesting of a configuration; a deeper configuration contains itself."""
 
 
 def kv_content(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelFiles", "declared_identity", "fingerprint", "model_files"]
 
 _FORMAT: Final = "kvtier-vllm-2"
-"""Raised when the bytes of a slot are laid out differently."""
+"""Version of a slot's layout: increment it when the layout changes."""
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _READ_NBYTES: Final = 64 << 20
 """Settings up to this size are read as a whole."""
@@ -41,7 +41,8 @@ _LEAST_BLOCKS: Final = 3
 _THREADS: Final = 32
 """Concurrent reads; each waits for a disk or a network."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-"""Its multiples modulo 2**64 are spread evenly and out of step with a model's layers."""
+"""2**64 divided by the golden ratio: its multiples modulo 2**64 are spread evenly, out of step
+with a model's layers."""
 
 
 def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str | int]:

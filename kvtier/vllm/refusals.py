@@ -49,7 +49,7 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
             f"vLLM was started with {engine.blocks_per_chunk}: start it with what "
             "`kvtier vllm-args` prints"
         )
-    # One worker's part is the least that a chunk has. The workers know the rest and check it.
+    # A chunk has at least one worker's bytes. The workers check the full size.
     check_chunk_fits(config, engine.worker_kv_bytes_per_block * engine.blocks_per_chunk)
 
 

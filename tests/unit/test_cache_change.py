@@ -70,7 +70,7 @@ class TestEvict:
         ran = shell("evict", *arguments, store.filled().root)
         assert (ran.code, ran.err) == (
             2,
-            "error: give KEYs, or --older-than, or --all: one of them\n",
+            "error: give exactly one of KEYs, --older-than and --all\n",
         )
 
     def test_a_key_that_is_not_there_stops_everything(self, shell: Shell, store: Store) -> None:

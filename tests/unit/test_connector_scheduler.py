@@ -447,7 +447,7 @@ def test_a_context_of_somebody_else_is_refused() -> None:
         req_id: str = "a"
         kv_transfer_params: None = None
 
-    with pytest.raises(UnsupportedError, match="Foreign does not say"):
+    with pytest.raises(UnsupportedError, match="Foreign has no list"):
         chunk_positions(Foreign())
 
 

@@ -77,7 +77,7 @@ def test_the_latest_decision_is_explained_with_its_numbers(
     log.log_skipped(cost_model, 1.0)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "10 chunks were computed although they are stored since the last such message. The "
+        "10 stored chunks were computed instead of loaded since the last such message. The "
         "latest, because computing is faster than loading: loading 10.0 MB from nvme behind "
         "5.0 MB would have taken 3 s and may take 8 s, computing takes 0.1 s; 1000 tokens are "
         "computed"

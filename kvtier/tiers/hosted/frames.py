@@ -176,7 +176,7 @@ def _needed(kind: type) -> set[str]:
 def decode_error(found: dict[str, str]) -> KvtierError:
     """Return an error of the other process with its message and attributes."""
     kind = getattr(errors, found["kind"])
-    # The constructors compose the text that is already composed here.
+    # Skip the constructor, which would compose the message a second time.
     error: KvtierError = kind.__new__(kind, found["text"])
     for name in _ATTRIBUTES:
         if name in found:

@@ -237,7 +237,7 @@ def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
         transport.abort()
         return
     except (OSError, AttributeError):
-        # A sandbox's kernel or a Python built on an old kernel may lack it.
+        # A sandbox's kernel or a Python built on an old kernel may lack pidfd_open.
         _poll_parent(engine_pid, transport)
         return
 

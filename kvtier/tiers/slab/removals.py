@@ -69,21 +69,21 @@ class RemovalReason(enum.Enum):
     """Why a chunk was removed from the tier; the index stores the value."""
 
     EVICTED = "evicted"
-    """Another chunk was written into its slot."""
+    """Another chunk was written into the chunk's slot."""
     CORRUPT = "corrupt"
-    """Its bytes did not match their checksum."""
+    """The chunk's bytes did not match their checksum."""
     BEYOND = "beyond"
-    """Its slot is past the end of the slot file: the tier shrank, or the file was truncated."""
+    """The slot is past the end of the slot file: the tier shrank, or the file was truncated."""
     DROPPED = "dropped"
-    """An operator removed it."""
+    """An operator removed the chunk."""
     RESET = "reset"
     """The cache was reset."""
     DOUBTED = "doubted"
-    """Without checksums, nothing proved that its bytes were still whole."""
+    """Without checksums, nothing proved that the bytes were still whole."""
     AFTER_RESET = "after-reset"
-    """It was stored after a reset, perhaps from other weights than those of the next engine."""
+    """A chunk stored after a reset, perhaps from other weights than the next engine loads."""
     DAMAGED = "damaged"
-    """The index could not be read; its keys are unknown, so the row has no marks."""
+    """The index could not be read; the keys are unknown, so the row has no marks."""
 
 
 @dataclass(frozen=True, slots=True)

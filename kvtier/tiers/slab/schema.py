@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 RESET_METADATA: Final = "reset"
-"""Name of the metadata that the cache was reset, so later chunks may be of other weights.
+"""Name of the metadata that records a reset: later chunks may be of other weights.
 
 Its value is the time of the reset in seconds since the epoch.
 :mod:`kvtier.tiers.slab.opening` says why.

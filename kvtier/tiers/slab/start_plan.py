@@ -37,13 +37,13 @@ class State(enum.Enum):
     """State of a namespace."""
 
     IDLE = "idle"
-    """No process has it open."""
+    """No process has the namespace open."""
     ENGINE = "engine"
-    """An engine has it open, within a capacity of its own."""
+    """An engine has the namespace open, within a capacity of its own."""
     PASSING = "passing"
-    """A tool or the I/O process of a dead engine has it open, for a short time."""
+    """A tool or the I/O process of a dead engine has the namespace open for a short time."""
     OTHER_VERSION = "other version"
-    """No process has it open; another version of kvtier made it, so it is not removed."""
+    """Another version of kvtier made the namespace, so it stays; no process has it open."""
 
 
 @dataclass(frozen=True, slots=True)
