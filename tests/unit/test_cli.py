@@ -53,7 +53,10 @@ def test_the_version_is_the_package_s(shell: Shell) -> None:
     assert shell("--version") == Ran(0, f"kvtier {kvtier.__version__}\n", "")
 
 
-def test_a_policy_that_cannot_be_made_is_a_problem(shell: Shell, tmp_path: Path) -> None:
+def test_a_policy_that_cannot_be_made_is_a_problem(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # paths of parallel tests are long
     file = tmp_path / "own.yaml"
     file.write_text(
         "tiers: [{kind: ram, capacity: 1MiB}]\n"

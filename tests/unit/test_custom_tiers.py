@@ -299,6 +299,7 @@ class TestItsDirectory:
     ) -> None:
         file = tmp_path / "a.yaml"
         file.write_text(text_of(FILE, f"path: {tmp_path / 'store'}"))
+        monkeypatch.setenv("COLUMNS", "400")  # paths of parallel tests are long
         ran = Shell(monkeypatch, capsys)("check", file)
         assert str(tmp_path / "store") in ran.out
 
