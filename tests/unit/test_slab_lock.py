@@ -60,7 +60,7 @@ def test_io_of_an_engine_that_died_is_waited_for_and_not_for_ever(
         with pytest.raises(StoreLockedError, match=nobody) as caught:
             acquire("nvme", tmp_path, BlockIo(), clock.patience)
     assert 110 <= clock.now_s < 111
-    assert f"fuser -v {tmp_path} names who has it" in str(caught.value)
+    assert f"fuser -v {tmp_path} names the process" in str(caught.value)
     assert "stop the other engine" not in str(caught.value)
 
 
