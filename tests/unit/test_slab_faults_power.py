@@ -241,7 +241,7 @@ def test_every_state_of_a_store_in_use(
     durability: Durability, scenario: Scenario, pool: IoPool
 ) -> None:
     served = judge_every_state(scenario, durability, pool)
-    assert served > 10
+    assert served > 5, "too little survived to prove anything"
 
 
 @pytest.mark.slow
