@@ -30,11 +30,11 @@ FULL = FullAttentionSpec()
 
 @pytest.fixture(autouse=True)
 def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", KINDS)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", KINDS)
 
 
 def stored(*specs: Any, **changes: Any) -> tuple[CacheGroup, ...]:
-    return cache_groups(kv_cache_config(groups_of(*specs), **changes))  # type: ignore[arg-type]
+    return cache_groups(kv_cache_config(groups_of(*specs), **changes))
 
 
 @pytest.mark.parametrize(
