@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Final, Literal
 
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
-from kvtier.types import Purpose
 
 __all__ = [
     "NEVER",
@@ -420,7 +419,6 @@ class Placement(ABC):
         self,
         copy: ChunkCopy,  # noqa: ARG002 - a default that works
         tier: int,  # noqa: ARG002
-        purpose: Purpose,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
         """Return whether ``copy`` may enter ``tier``; a refusal is counted and final.
@@ -437,10 +435,10 @@ class Placement(ABC):
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
         """Call :meth:`admit` for ``copies``."""
-        return [self.admit(copy, tier, purpose, ctx) for copy in copies]
+        return [self.admit(copy, tier, ctx) for copy in copies]
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
@@ -455,7 +453,7 @@ class Placement(ABC):
         """Call :meth:`promote` for ``copies``, at least one."""
         return [self.promote(copy, source, ctx) for copy in copies]
 
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+    def demotion_targets(self, source: int) -> Sequence[int]:
         """Return the tiers that :meth:`demote` may return for victims of ``source``.
 
         The answer never changes. A tier without targets needs no reserve of free slots. A tier
@@ -463,9 +461,8 @@ class Placement(ABC):
 
         Args:
             source: Index of the tier.
-            tiers: Number of tiers.
         """
-        return range(source + 1, tiers)
+        return range(source + 1, self.tiers)
 
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:

@@ -235,7 +235,7 @@ class _Manager(OffloadingManager):
     def __init__(self, cache: CacheService, settings: KvtierConfig) -> None:
         self._cache = cache
         self._tiers = [tier.name for tier in settings.tiers]
-        self._reporter = Reporter(cache) if settings.metrics.enabled else None
+        self._reporter = Reporter(cache)
         self._found: dict[str, list[OffloadKey]] = {}
         self._wanting: set[str] = set()
         self._deferred: set[str] = set()
@@ -347,7 +347,7 @@ class _Manager(OffloadingManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what changed since the last call; vLLM asks once after each step."""
-        changes = self._reporter.take() if self._reporter is not None else ()
+        changes = self._reporter.take()
         if not changes:
             return None
         stats = OffloadingConnectorStats()

@@ -253,7 +253,7 @@ def test_a_file_that_names_a_class_which_does_not_load_is_refused_with_its_line(
 def test_a_policy_of_another_package_may_place(name: str) -> None:
     placement = placed_by(f"policy: {name}")
     assert (type(placement).__name__, placement.tiers) == ("Down", 2)
-    assert placement.demotion_targets(0, 2) == (1,)
+    assert placement.demotion_targets(0) == (1,)
 
 
 @pytest.mark.usefixtures("mine")
