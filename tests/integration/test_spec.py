@@ -372,9 +372,3 @@ def test_a_broken_file_is_refused_with_its_place(file: Path) -> None:
     file.write_text(file.read_text() + "placment:\n  write: through\n")
     with pytest.raises(KvtierError, match=r"kvtier\.yaml:\d+.*did you mean"):
         KVTierOffloadingSpec(offloading_config(file))
-
-
-def test_metrics_can_be_switched_off(file: Path, start: Open) -> None:
-    assert start().manager.get_stats() is not None
-    file.write_text(file.read_text().replace("store", "other") + "metrics: {enabled: false}\n")
-    assert start().manager.get_stats() is None
