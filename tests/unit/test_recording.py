@@ -75,9 +75,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_full_queue_drops_requests_and_counts_them(
-    tmp_path: Path, stopped: threading.Event
+    tmp_path: Path, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = recorder(tmp_path / "trace", queue=4)
+    monkeypatch.setattr(recorder_module, "_MOST_WAITING", 4)
+    writer = recorder(tmp_path / "trace")
     for number in range(20):
         writer.request(RequestRecord(float(number), keys(number), 0, 16))
     assert writer.statistics().dropped >= 20 - 5
