@@ -162,7 +162,6 @@ def _start_engine(
             # promotions of as much as RAM can hold.
             queued_bytes=max(transfer.queue_limit_bytes, region.geometry.payload_nbytes),
             running_bytes=8 * transfer.io_threads * transfer.piece_bytes,
-            breaker_failures=transfer.breaker_failures,
             breaker_backoff_s=transfer.breaker_backoff_s,
         ),
         openers=[tier.aopen for tier in tiers],
