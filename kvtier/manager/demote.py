@@ -321,7 +321,7 @@ class _Targets:
 
     def admitted(self, copies: Sequence[ChunkCopy], target: int) -> Sequence[ChunkCopy]:
         """Return the ``copies`` that may enter tier ``target``."""
-        answers = self._stack.placement.admit_many(copies, target, _DEMOTE, self._stack.ctx)
+        answers = self._stack.placement.admit_many(copies, target, self._stack.ctx)
         return copies if all(answers) else list(compress(copies, answers))
 
     def _place(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
@@ -473,8 +473,7 @@ class _Reclaimer:
         self._targets = targets
         self._jobs = jobs
         self._target_tiers = {
-            tier: stack.placement.demotion_targets(tier.index, len(stack.tiers))
-            for tier in stack.tiers
+            tier: stack.placement.demotion_targets(tier.index) for tier in stack.tiers
         }
         self.tiers = [tier for tier, targets in self._target_tiers.items() if targets]
         self._reserve = [

@@ -9,7 +9,6 @@ run the same code, and a policy tuned on a trace is deployed as is.
 from __future__ import annotations
 
 import random
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,8 @@ from typing import Any, ClassVar, Final, Literal
 
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
-from kvtier.types import Purpose
 
 __all__ = [
-    "NEVER",
     "NO_TERMS",
     "ChunkCopy",
     "CopyState",
@@ -37,9 +34,6 @@ __all__ = [
     "pick_leaf",
     "session_terms",
 ]
-
-NEVER: Final = sys.maxsize
-"""The next use of a chunk that is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +171,12 @@ class PolicyContext:
         rng: The only source of randomness; seeded by the driver.
         request: Id of the request being served; empty if there is none.
         session: The request's session; empty if unknown.
-        next_use: Position in the trace of the chunk's next use. A simulator sets it before each
-            use and insertion, for policies that must know the future.
     """
 
     now: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     request: str = ""
     session: str = ""
-    next_use: int = NEVER
 
 
 class NoVictimError(KvtierError):
@@ -269,9 +260,6 @@ class Eviction(ABC):
     sheds: ClassVar[bool] = False
     """Whether a hit may leave ``surplus`` above zero: that many members should leave. A
     simulator then picks them at once; a live tier does not: an empty slot serves no request."""
-
-    needs_future: ClassVar[bool] = False
-    """Whether ``ctx.next_use`` must be set, which only a simulator can do."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """Order in which the manager reports the chunks that a request used or stored at once.
@@ -420,7 +408,6 @@ class Placement(ABC):
         self,
         copy: ChunkCopy,  # noqa: ARG002 - a default that works
         tier: int,  # noqa: ARG002
-        purpose: Purpose,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
         """Return whether ``copy`` may enter ``tier``; a refusal is counted and final.
@@ -437,10 +424,10 @@ class Placement(ABC):
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
         """Call :meth:`admit` for ``copies``."""
-        return [self.admit(copy, tier, purpose, ctx) for copy in copies]
+        return [self.admit(copy, tier, ctx) for copy in copies]
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
@@ -455,7 +442,7 @@ class Placement(ABC):
         """Call :meth:`promote` for ``copies``, at least one."""
         return [self.promote(copy, source, ctx) for copy in copies]
 
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+    def demotion_targets(self, source: int) -> Sequence[int]:
         """Return the tiers that :meth:`demote` may return for victims of ``source``.
 
         The answer never changes. A tier without targets needs no reserve of free slots. A tier
@@ -463,9 +450,8 @@ class Placement(ABC):
 
         Args:
             source: Index of the tier.
-            tiers: Number of tiers.
         """
-        return range(source + 1, tiers)
+        return range(source + 1, self.tiers)
 
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from kvtier.policies.admission import Admission
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
-from kvtier.types import Purpose
 
 __all__ = ["ConditionalPlacement", "TieredPlacement"]
 
@@ -88,10 +87,10 @@ class TieredPlacement(Placement):
 
     @override
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
         if not self._admits_all:
-            return super().admit_many(copies, tier, purpose, ctx)
+            return super().admit_many(copies, tier, ctx)
         return [True] * len(copies)
 
     @override
@@ -109,7 +108,7 @@ class TieredPlacement(Placement):
         return [_MOVE if self._moves else _COPY] * len(copies)
 
     @override
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+    def demotion_targets(self, source: int) -> Sequence[int]:
         return (source + 1,) if source < self._last else ()
 
     @override
@@ -166,16 +165,16 @@ class ConditionalPlacement(Placement):
         return self._placement.place_many(copies, ctx)
 
     @override
-    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
-        return self._placement.admit(copy, tier, purpose, ctx) and all(
+    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        return self._placement.admit(copy, tier, ctx) and all(
             condition.admits(copy, tier, ctx) for condition in self._conditions
         )
 
     @override
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        answers = list(self._placement.admit_many(copies, tier, purpose, ctx))
+        answers = list(self._placement.admit_many(copies, tier, ctx))
         for condition in self._conditions:
             left = [at for at, admitted in enumerate(answers) if admitted]
             if not left:
@@ -196,8 +195,8 @@ class ConditionalPlacement(Placement):
         return self._placement.promote_many(copies, source, ctx)
 
     @override
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
-        return self._placement.demotion_targets(source, tiers)
+    def demotion_targets(self, source: int) -> Sequence[int]:
+        return self._placement.demotion_targets(source)
 
     @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:

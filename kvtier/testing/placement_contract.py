@@ -30,7 +30,6 @@ from kvtier.testing.probes import (
     noting,
     packages_of,
 )
-from kvtier.types import Purpose
 
 __all__ = ["PlacementContract"]
 
@@ -64,7 +63,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = query.copies, query.tier
         return [
             [tuple(places) for places in policy.place_many(copies, ctx)],
-            list(policy.admit_many(copies, tier, Purpose.DEMOTE, ctx)),
+            list(policy.admit_many(copies, tier, ctx)),
             list(policy.promote_many(copies, tier, ctx)),
             list(policy.demote_many(copies, tier - 1, ctx)),
         ]
@@ -77,7 +76,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = query.copies, query.tier
         return [
             [tuple(policy.place(copy, ctx)) for copy in copies],
-            [policy.admit(copy, tier, Purpose.DEMOTE, ctx) for copy in copies],
+            [policy.admit(copy, tier, ctx) for copy in copies],
             [policy.promote(copy, tier, ctx) for copy in copies],
             [policy.demote(copy, tier - 1, ctx) for copy in copies],
         ]
@@ -112,7 +111,7 @@ class PlacementContract(DecisionContract[Placement, object]):
             ways = placement.promote_many(copies, tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
             assert all(type(way.stay) is type(way.keep_source) is bool for way in ways)
-            answers = placement.admit_many(copies, tier, Purpose.DEMOTE, ctx)
+            answers = placement.admit_many(copies, tier, ctx)
             assert all(isinstance(answer, bool) for answer in answers)
 
     def test_what_holds_for_all_chunks_never_changes(self) -> None:
@@ -156,7 +155,7 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def _check_targets(self, tiers: int, source: int) -> None:
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
-        targets = placement.demotion_targets(source, tiers)
+        targets = placement.demotion_targets(source)
         assert set(targets) <= set(range(source + 1, tiers))
         for query in sample_queries(40):
             query.apply_to(ctx)
@@ -166,5 +165,5 @@ class PlacementContract(DecisionContract[Placement, object]):
 
 
 def _of_all_chunks(placement: Placement) -> list[object]:
-    targets = [tuple(placement.demotion_targets(source, TIERS)) for source in range(TIERS)]
+    targets = [tuple(placement.demotion_targets(source)) for source in range(TIERS)]
     return [placement.places_used, placement.min_chunks, targets]

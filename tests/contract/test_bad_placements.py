@@ -14,7 +14,6 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.testing.placement_contract import PlacementContract
-from kvtier.types import Purpose
 from tests.contract.contract_tests import (
     LIKE_SINGLE_CALLS,
     PURE,
@@ -74,14 +73,14 @@ class SurprisesTheManager(Plain):
     """Says that victims go nowhere, and sends them somewhere."""
 
     @override
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+    def demotion_targets(self, source: int) -> Sequence[int]:
         return ()
 
 
 class TargetsAbove(Plain):
     @override
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
-        return range(tiers)
+    def demotion_targets(self, source: int) -> Sequence[int]:
+        return range(self.tiers)
 
 
 class ChangesTargets(Plain):
@@ -95,8 +94,8 @@ class ChangesTargets(Plain):
         return ()
 
     @override
-    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
-        return range(source + 1, tiers - self._placed)
+    def demotion_targets(self, source: int) -> Sequence[int]:
+        return range(source + 1, self.tiers - self._placed)
 
 
 class ChangesLength(Plain):
@@ -127,7 +126,7 @@ class SaysHowOften(Plain):
     """Answers with a number where yes or no is due."""
 
     @override
-    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
+    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         return copy.hits  # type: ignore[return-value]
 
 
@@ -135,12 +134,12 @@ class AdmitsBatches(Plain):
     """Refuses single chunks only."""
 
     @override
-    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
+    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         return copy.hits > 0
 
     @override
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
         return [True] * len(copies)
 

@@ -20,7 +20,7 @@ def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
 class Choosy(TieredPlacement):
     """Lets nothing but prompt 0 into slower tiers."""
 
-    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
+    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         return copy.key.startswith(b"0.")
 
 

@@ -170,7 +170,7 @@ def test_conditions_change_nothing_else() -> None:
     assert placement.place_many(copies, CTX) == ladder.place_many(copies, CTX)
     assert placement.promote_many(copies, 1, CTX) == ladder.promote_many(copies, 1, CTX)
     assert placement.demote_many(copies, 0, CTX) == ladder.demote_many(copies, 0, CTX)
-    assert placement.demotion_targets(0, 3) == ladder.demotion_targets(0, 3)
+    assert placement.demotion_targets(0) == ladder.demotion_targets(0)
 
 
 # -- the ladder ------------------------------------------------------------------------------
