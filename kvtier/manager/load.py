@@ -4,12 +4,11 @@ Loads are kept per request rather than per chunk: a chunk may be dropped, stored
 loaded by another request while workers still read its former slot for the first request. Each
 load must take back its own pins.
 
-**Direct loads.** A chunk in a slower tier is a hit at once if a RAM slot can be reserved for it
-(:mod:`kvtier.manager.lookup`). Its load, planned in the same step, allocates the slots, plans
-the jobs that fill them, and names the slots and their expected stamps to the workers. A worker
-copies each chunk as soon as its slot has its stamp. So a chunk moves from the disk to the
-device within one job of the worker, with no scheduling step in between. Its copy in RAM stays
-if the placement policy keeps it.
+**Direct loads** (:mod:`kvtier.manager.promote`). The plan names the RAM slots and their
+expected stamps to the workers before the slots are filled. A worker copies each chunk as soon
+as its slot has its stamp. So a chunk moves from the disk to the device within one job of the
+worker, with no scheduling step in between. Its copy in RAM stays if the placement policy keeps
+it.
 
 **Hits.** Only when a load ends is it known which chunks arrived, so hits are counted then: the
 chunks before the first that failed, because the engine computes from there on. With several KV
@@ -37,7 +36,7 @@ _WRITING = CopyState.WRITING
 
 
 @dataclass(slots=True)
-class _Load:
+class _PendingLoad:
     """A load in flight.
 
     Attributes:
@@ -78,7 +77,7 @@ class Loader:
         self._grants = grants
         self._promoter = promoter
         self._demoter = demoter
-        self._loads: dict[str, list[_Load]] = {}
+        self._loads: dict[str, list[_PendingLoad]] = {}
 
     def prepare(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
@@ -115,8 +114,7 @@ class Loader:
         if any(load.origins):
             for copy in copies:
                 copy.origin = 0
-        self._ram.unpin(copies)
-        self._stack.drop_transient(copies)
+        self._stack.unpin(copies)
         self._count_hits(load, loaded)
 
     def in_flight(self) -> Iterator[ChunkCopy]:
@@ -142,13 +140,13 @@ class Loader:
         self._ram.touch(copies, self._stack.ctx)
         self._demoter.record_use(copies)
 
-    def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
+    def _begin(self, load: _PendingLoad, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)
         self._grants.begin_load(request, load.direct)
         if request is not None:
             request.extend(load.copies)
 
-    def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
+    def _count_hits(self, load: _PendingLoad, loaded: Sequence[bool]) -> None:
         """Count the chunks of a load that the engine does not compute."""
         keys = load.keys
         hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
@@ -210,7 +208,7 @@ class Loader:
             for copy, origin in zip(copies, origins, strict=True)
         )
 
-    def _drop_failed(self, load: _Load, failed: Iterable[ChunkCopy]) -> None:
+    def _drop_failed(self, load: _PendingLoad, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load, so that no other request gets them.
 
         A copy that was on its way when ``load`` was planned was only late. The copy may arrive
@@ -246,9 +244,9 @@ class Loader:
 
 def _load_of(
     keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], *, direct: int = 0
-) -> _Load:
+) -> _PendingLoad:
     """Return the load of ``copies``, in the order of ``keys``."""
-    return _Load(
+    return _PendingLoad(
         keys,
         copies,
         [copy.slot for copy in copies],

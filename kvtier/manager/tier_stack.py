@@ -20,6 +20,7 @@ from kvtier.types import Job, JobId, Outcome, Purpose
 __all__ = ["Failure", "JobRecord", "TierStack", "first_resident"]
 
 _RESIDENT = CopyState.RESIDENT
+_LATE = CopyState.LATE
 _DONE = Outcome.DONE
 Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
 """The source copy, the destination copy, and the outcome of the failed transfer."""
@@ -138,6 +139,36 @@ class TierStack:
             and (allowed is None or tier.index in allowed)
         ]
 
+    def find_leading(
+        self, keys: Sequence[ChunkKey], readable: Sequence[TierState]
+    ) -> tuple[list[ChunkCopy], list[int]]:
+        """Find ``keys`` in RAM or else in ``readable``, up to the first missing key.
+
+        Returns:
+            A copy of each key, perhaps on its way to RAM, and the index of its tier.
+        """
+        ram = self.ram
+        copies = ram.leading(keys)
+        tiers = [0] * len(copies)
+        rest = keys[len(copies) :]
+        if readable and ram.copies.keys().isdisjoint(rest):
+            copies += readable[0].leading(rest)
+            tiers += [readable[0].index] * (len(copies) - len(tiers))
+        for key in keys[len(copies) :]:
+            copy = ram.copies.get(key)
+            if copy is None:
+                found = first_resident(readable, key)
+                if found is None:
+                    break
+                tier, copy = found
+                tiers.append(tier.index)
+            elif copy.state == _LATE:
+                break
+            else:
+                tiers.append(0)
+            copies.append(copy)
+        return copies, tiers
+
     def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
         """Return whether ``key`` is in, or was promoted from, a tier in ``allowed``."""
         copy = self.ram.copies.get(key)
@@ -206,6 +237,11 @@ class TierStack:
         if copy.state == _RESIDENT:
             self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
+
+    def unpin(self, copies: Sequence[ChunkCopy]) -> None:
+        """Take back one pin of each RAM copy; drop transient copies with their last pin."""
+        self.ram.unpin(copies)
+        self.drop_transient(copies)
 
     def drop_transient(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop the transient, unpinned RAM ``copies``."""

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
-from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
+from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.load import Loader
 from kvtier.manager.lookup import HitLookup
@@ -147,7 +147,7 @@ class TieredOffloadingManager:
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
         """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
         request = self._requests.get(req_id)
-        if request is not None and request.phase == Phase.OPEN:
+        if request is not None and request.phase == LookupPhase.OPEN:
             self._grants.enqueue(request, keys)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
