@@ -20,19 +20,38 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promote import Promoter
-from kvtier.manager.tier_stack import TierStack
+from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
 
-__all__ = ["Loader"]
+__all__ = ["NO_SLOT", "LoadPlan", "Loader"]
 
+NO_SLOT: Final = -1
+"""Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
+
+
+class LoadPlan(NamedTuple):
+    """The RAM slots of a request's chunks, for a load.
+
+    Attributes:
+        slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` if it has none.
+        generations: Stamp that each slot must have; a worker must not load from a slot with
+            another stamp. :data:`NO_GENERATION` where there is no slot.
+        origins: Index of the tier that each chunk's bytes come from.
+        wait_s: Longest time until all slots have their stamps; 0 if they have them now.
+    """
+
+    slots: Sequence[int]
+    generations: Sequence[int]
+    origins: Sequence[int]
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)

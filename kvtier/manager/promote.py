@@ -32,6 +32,7 @@ from typing import NamedTuple
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
+from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import JobRecord, TierStack, first_resident
@@ -123,10 +124,11 @@ class _Hit(NamedTuple):
 class Promoter:
     """Grants chunks to queued requests, plans promotion jobs and applies their results."""
 
-    def __init__(self, stack: TierStack, grants: Grants) -> None:
+    def __init__(self, stack: TierStack, grants: Grants, demoter: Demoter) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._grants = grants
+        self._demoter = demoter
 
     def prepare(
         self, request: RequestState, keys: Sequence[ChunkKey], readable: Sequence[TierState]
@@ -197,15 +199,11 @@ class Promoter:
             if must_wait or not self._start(request, may_wait=may_wait):
                 is_blocked = True
 
-    def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Apply the result of a promotion job.
-
-        Returns:
-            RAM copies of moved chunks; the copies that they were read from were dropped.
-        """
+    def apply(self, record: JobRecord, result: TransferResult) -> None:
+        """Apply the result of a promotion job."""
         if not result.settled:
             self._expire(record)
-            return []
+            return
         stack, ram = self._stack, self._ram
         tier = stack.tiers[record.source]
         tier.unpin(record.sources.copies)
@@ -230,7 +228,7 @@ class Promoter:
         transient = sum([copy.transient for copy in arrived]) if ram.transient else 0
         tier.counters.promoted += len(arrived) - transient
         stack.drop_transient(arrived)  # those whose request ended
-        return moved
+        self._demoter.add_sole_copies(ram, moved)
 
     # -- deciding ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.copies import CopyList, prompt_order, split_prompts
-from kvtier.manager.plans import TierCounters, TierSnapshot
+from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
