@@ -131,8 +131,7 @@ class Loader:
             if request is not None:
                 self._grants.fail(request)
         if any(load.origins):
-            for copy in copies:
-                copy.origin = 0
+            self._ram.clear_origins(copies)
         self._stack.unpin(copies)
         self._count_hits(load, loaded)
 
@@ -154,8 +153,7 @@ class Loader:
 
     def _use(self, copies: Sequence[ChunkCopy]) -> None:
         """Count a use of resident ``copies``."""
-        for copy in copies:
-            copy.hits += 1
+        self._ram.count_hits(copies)
         self._ram.touch(copies, self._stack.ctx)
         self._demoter.record_use(copies)
 
@@ -206,8 +204,7 @@ class Loader:
         load = _load_of(keys, [copy for copy in chosen if copy is not None], direct=direct)
         load.coming = {copy for copy in load.copies if copy.state != _RESIDENT}
         self._ram.pin(load.coming)
-        for copy in load.coming:
-            copy.hits += 1
+        self._ram.count_hits(load.coming)
         plan = LoadPlan(load.slots, load.generations, load.origins)
         if None in chosen:
             load.lead = chosen.index(None)

@@ -353,8 +353,7 @@ class Promoter:
         )
         stack.tiers[index].pin(sources.copies)
         moved = self._apply_placement(index, sources.copies, copies)
-        for source in sources.copies:
-            source.hits += 1
+        stack.tiers[index].count_hits(sources.copies)
         job_id = stack.jobs.add(
             JobRecord(
                 source=index,

@@ -328,8 +328,12 @@ class TierStack:
         """Count and drop a copy with wrong bytes in a slower tier."""
         tier.counters.corrupt += 1
         if copy.state == _RESIDENT:
-            self.corrupt.append((tier.index, copy.slot))
+            self.record_corrupt(tier.index, (copy,))
             self.drop(tier, copy)
+
+    def record_corrupt(self, tier: int, copies: Iterable[ChunkCopy]) -> None:
+        """Record that a restart must not recover the slots of ``copies``."""
+        self.corrupt += [(tier, copy.slot) for copy in copies]
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return the corrupt slots since the last call."""

@@ -485,8 +485,6 @@ class _Quarantine:
             return
         if record.destination:
             # It may have written after the reset emptied the tier.
-            self._stack.corrupt.extend(
-                (record.destination, copy.slot) for copy in record.destinations
-            )
+            self._stack.record_corrupt(record.destination, record.destinations)
         self._stack.tiers[record.source].unpin(record.sources.copies)
         self._stack.tiers[record.destination].unpin(record.destinations)
