@@ -158,8 +158,6 @@ class NvmeTierConfig(TierConfig):
     `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
-    checksum: Literal["xxh3", "off"] = "xxh3"
-    """Checksum that every read verifies; `off` trusts the disk."""
     durability: Literal["process", "power"] = "process"
     """Whether chunks survive a killed `process` or also loss of `power` (fsync, slower)."""
     keep_after_reset: bool = False
@@ -178,12 +176,6 @@ class NvmeTierConfig(TierConfig):
     @override
     def local_store(self) -> LocalStore:
         return LocalStore(self.path, direct_io=self.direct_io)
-
-    @override
-    def remarks(self) -> Iterable[Remark]:
-        if self.checksum == "off":
-            problem = "a flipped bit on the disk becomes a wrong token"
-            yield Remark("checksum", problem, "xxh3 costs a fraction of a core")
 
 
 _TIERED_KEYS = ("write", "write_after", "promote")

@@ -218,7 +218,7 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
         )
 
 
-class _SlotSpec(LoadStoreSpec):
+class _SlotLoadStoreSpec(LoadStoreSpec):
     """RAM slots of a job's chunks, with the stamps that a store leaves or a load requires."""
 
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
@@ -281,7 +281,7 @@ class _Manager(OffloadingManager):
     ) -> LoadStoreSpec:
         """Pin chunks that were hits in this step and return where they are."""
         plan = self._cache.prepare_load(list(keys), req_context.req_id)
-        return _SlotSpec(plan.slots, plan.generations)
+        return _SlotLoadStoreSpec(plan.slots, plan.generations)
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -303,7 +303,7 @@ class _Manager(OffloadingManager):
             return None
         return PrepareStoreOutput(
             keys_to_store=[OffloadKey(key) for key in plan.keys],
-            store_spec=_SlotSpec(plan.slots, [plan.generation] * len(plan.slots)),
+            store_spec=_SlotLoadStoreSpec(plan.slots, [plan.generation] * len(plan.slots)),
             evicted_keys=[OffloadKey(key) for key in plan.evicted],
         )
 
@@ -443,7 +443,7 @@ class _Worker(OffloadingWorker):
     def _submit(
         self, job_id: int, purpose: Purpose, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> None:
-        assert isinstance(chunks, _SlotSpec)
+        assert isinstance(chunks, _SlotLoadStoreSpec)
         try:
             plan: BlockCopyPlan = self._device.plan(
                 blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots

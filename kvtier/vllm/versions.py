@@ -11,18 +11,24 @@ release  what it added, and what kvtier does without it
 0.32     ``CacheHitSource``: vLLM's own metrics do not tell where hits came from before
 =======  ================================================================================
 
-Where the changes of a new release go:
+Every new release changes three files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
+``[tool.kvtier.vllm]``, the releases that nox runs), this one (``NEWEST``) and
+``docs/reference/versions.md``. What changed in vLLM decides which others:
 
 ==========================  ============================================================
-change                      file
+vLLM changed                file
 ==========================  ============================================================
-connector methods           ``connector.py``
+connector calls, KV events  ``connector.py``
+connector statistics        ``metrics.py``
 ``SchedulerOutput``         ``steps.py``
 kinds of KV cache           ``kinds.py``
 layout of the KV memory     ``pages.py``
+``VllmConfig``: sizes       ``engine.py``
 settings that change KV     ``content.py``
-release to test             ``VLLM_TORCH`` in ``noxfile.py``, and the page on versions
-supported range             ``OLDEST`` and ``NEWEST`` here
+features to refuse          ``refusals.py``
+``LoRARequest``             ``adapters.py``
+``OffloadingSpec``          ``spec.py``
+plugins                     ``plugin.py``
 ==========================  ============================================================
 """
 
