@@ -23,9 +23,8 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CONSTRAINTS = ".ci/constraints.txt"
 # An environment is installed again when one of these files changes.
 INPUTS = ("noxfile.py", "pyproject.toml", CONSTRAINTS)
-VLLM = "0.32.0"
-# The torch that vLLM's CPU build of each release was built against.
-VLLM_TORCH = {"0.30.0": "2.13.0", "0.31.0": "2.13.0", "0.32.0": "2.13.0"}
+VLLM: str = PROJECT["tool"]["kvtier"]["vllm"]["tests"]
+VLLM_TORCH: dict[str, str] = PROJECT["tool"]["kvtier"]["vllm"]["torch"]
 # A nightly test may take longer.
 PATIENCE = ("-o", "faulthandler_timeout=1200")
 

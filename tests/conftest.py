@@ -41,7 +41,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dev")
 
 
-NEEDS_VLLM = ("kvtier/vllm", "tests/integration")
+NEEDS_VLLM = (
+    "kvtier/vllm/connector.py",
+    "kvtier/vllm/metrics.py",
+    "kvtier/vllm/spec.py",
+    "tests/integration",
+)
 VLLM_IS_MISSING = importlib.util.find_spec("vllm") is None
 
 

@@ -133,16 +133,20 @@ def vllm_transfer_config(
     Args:
         path: The file ``config`` was read from. Every engine process reads it again, from
             whatever directory it runs in, so the path is made absolute.
-        config: The configuration; chunk size and offload scope must be equal on both sides.
+        config: The configuration. vLLM needs the chunk size too, and the spec entry point also
+            whether chunks of generated tokens are stored.
         entry_point: How vLLM loads kvtier.
     """
     extra: dict[str, Any] = {
         "kvtier_config": str(Path(path).absolute()),
         "blocks_per_chunk": config.engine.blocks_per_chunk,
-        "offload_prompt_only": not config.engine.store_decode,
     }
     if entry_point is VllmEntryPoint.SPEC:
-        spec = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
+        spec = {
+            "spec_name": "KVTierOffloadingSpec",
+            "spec_module_path": "kvtier.vllm",
+            "offload_prompt_only": not config.engine.store_decode,
+        }
         return {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",

@@ -37,7 +37,6 @@ __all__ = [
     "IdentityConfig",
     "KvtierConfig",
     "LocalStore",
-    "MetricsConfig",
     "NvmeTierConfig",
     "PlacementConfig",
     "RamTierConfig",
@@ -159,8 +158,6 @@ class NvmeTierConfig(TierConfig):
     `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
-    checksum: Literal["xxh3", "off"] = "xxh3"
-    """Checksum that every read verifies; `off` trusts the disk."""
     durability: Literal["process", "power"] = "process"
     """Whether chunks survive a killed `process` or also loss of `power` (fsync, slower)."""
     keep_after_reset: bool = False
@@ -179,12 +176,6 @@ class NvmeTierConfig(TierConfig):
     @override
     def local_store(self) -> LocalStore:
         return LocalStore(self.path, direct_io=self.direct_io)
-
-    @override
-    def remarks(self) -> Iterable[Remark]:
-        if self.checksum == "off":
-            problem = "a flipped bit on the disk becomes a wrong token"
-            yield Remark("checksum", problem, "xxh3 costs a fraction of a core")
 
 
 _TIERED_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after")
@@ -215,8 +206,6 @@ class PlacementConfig(_Section):
     """Bytes a day that may be written to each slower tier; more is not demoted."""
     pin_budget: Fraction = 0.5
     """Share of RAM that chunks promoted for waiting requests may hold."""
-    clean_reserve: Fraction = 0.1
-    """Share of RAM kept free, ahead of need (`write: evict`)."""
     backlog_limit: Fraction = 0.5
     """Share of RAM that may wait for demotion; newer chunks then stay in RAM only."""
     retain_quota: Fraction = 0.0
@@ -285,8 +274,6 @@ class TransferConfig(_Section):
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
     """Longest time for demoting the remaining chunks, and for each later part of closing."""
-    breaker_failures: int = Field(default=5, ge=1)
-    """Failed jobs in a row that take a tier out of service."""
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )
@@ -301,13 +288,6 @@ class TransferConfig(_Section):
         return self
 
 
-class MetricsConfig(_Section):
-    """Counters for Prometheus."""
-
-    enabled: bool = True
-    """Publish kvtier's counters through the engine's metrics endpoint."""
-
-
 class TraceConfig(_Section):
     """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
 
@@ -320,8 +300,6 @@ class TraceConfig(_Section):
     """Bytes per file of the recording."""
     files: int = Field(default=8, ge=1)
     """Number of files; the oldest is removed first."""
-    queue: int = Field(default=4096, ge=1)
-    """Records that may wait to be written; more are dropped and counted."""
 
 
 class EngineConfig(_Section):
@@ -371,8 +349,6 @@ class KvtierConfig(_Section):
     """Rules for copying chunks between tiers."""
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     """Limits and deadlines of transfers."""
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-    """Counters for Prometheus."""
     trace: TraceConfig = Field(default_factory=TraceConfig)
     """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
     shadow: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()

@@ -1,6 +1,6 @@
 """The table of all figures that kvtier reports: name, meaning, kind and source.
 
-The annotation of a field is its row in the table. Prometheus metrics, the exporter and
+The annotation of a field is its row in the table. Prometheus metrics and
 ``docs/reference/metrics.md`` follow from it (:mod:`kvtier.connector.metrics`), so a new figure
 of a tier is one new field of :class:`TierFigures` and one row of that page.
 """
@@ -21,7 +21,7 @@ __all__ = [
     "EngineStatistics",
     "Figure",
     "Kind",
-    "ShadowFigures",
+    "ShadowPolicyFigures",
     "StoreInfo",
     "TierFigures",
     "collect_statistics",
@@ -238,7 +238,7 @@ class StoreInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowFigures:
+class ShadowPolicyFigures:
     """One shadow policy in one tier, since the engine started."""
 
     tier: str
@@ -286,7 +286,7 @@ class EngineStatistics:
     ]
     trace_records: Annotated[int, _counter("", "Records written to the trace.")]
     trace_dropped: Annotated[int, _counter("", "Records of the trace that were dropped.")]
-    shadows: Sequence[ShadowFigures]
+    shadows: Sequence[ShadowPolicyFigures]
     stores: Sequence[StoreInfo] = ()
 
 
@@ -340,7 +340,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
     *,
     tokens_per_chunk: int,
     internal_errors: int,
-    shadows: Sequence[ShadowFigures],
+    shadows: Sequence[ShadowPolicyFigures],
     recorder: RecorderStatistics | None,
     recovered: Mapping[str, int],
     stores: Sequence[StoreInfo],

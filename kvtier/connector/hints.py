@@ -85,7 +85,7 @@ def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
 _Tiers = Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)]
 
 
-class _Fields(BaseModel):
+class _HintFields(BaseModel):
     """The ``kvtier`` object in a request's ``kv_transfer_params``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -133,7 +133,7 @@ class HintReader:
         raw, natures = params.get(HINTS_KEY), params.get(LOAD_TIERS_KEY)
         if raw is None and natures is None:
             return NO_HINTS
-        fields = _Fields() if raw is None else self._fields(raw)
+        fields = _HintFields() if raw is None else self._fields(raw)
         terms = RequestTerms(
             load_tiers=_common(
                 _NOWHERE if fields.skip_load else None,
@@ -148,24 +148,24 @@ class HintReader:
         )
         return RequestHints(fields.retain_s, terms)
 
-    def _fields(self, raw: object) -> _Fields:
+    def _fields(self, raw: object) -> _HintFields:
         """Return the readable fields of ``raw``."""
         if not isinstance(raw, Mapping):
             remedy = 'write {"retain_s": 600}, or another field'
             self._warn(HINTS_KEY, raw, "not an object", remedy)
-            return _Fields()
+            return _HintFields()
         if len(raw) > _MAX_FIELDS:
             self._warn(HINTS_KEY, "...", f"{len(raw)} fields", "write those you mean")
-            return _Fields()
+            return _HintFields()
         fields = self._readable(raw)
         try:
-            return _Fields.model_validate(fields)
+            return _HintFields.model_validate(fields)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
                 name = str(problem["loc"][0])
                 if name in fields:
                     self._warn_of(name, fields.pop(name), problem["msg"])
-        return _Fields.model_validate(fields)
+        return _HintFields.model_validate(fields)
 
     def _readable(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
         """Return the entries of ``raw`` that name a field and are short enough to check."""
@@ -244,7 +244,7 @@ class HintReader:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _HintedRequest:
     """The hints of one request and its jobs in flight."""
 
     hints: RequestHints
@@ -265,7 +265,7 @@ class HintTable:
     def __init__(self, tiers: Sequence[TierNature], *, retain_s: float) -> None:
         self._reader = HintReader(tiers)
         self._retain_s = retain_s
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _HintedRequest] = {}
         """Only requests with hints have an entry."""
 
     def __len__(self) -> int:
@@ -276,7 +276,7 @@ class HintTable:
         self._entries.pop(request.req_id, None)
         hints = self._reader.read(request.kv_transfer_params)
         if hints != NO_HINTS:
-            self._entries[request.req_id] = _Entry(hints)
+            self._entries[request.req_id] = _HintedRequest(hints)
         return hints
 
     def end(self, req_id: str) -> None:
@@ -312,7 +312,7 @@ class HintTable:
         asked = self.get(req_id).retain_s
         return self._retain_s if asked is None else asked
 
-    def _drop(self, req_id: str, entry: _Entry) -> None:
+    def _drop(self, req_id: str, entry: _HintedRequest) -> None:
         if entry.has_ended and not entry.jobs:
             del self._entries[req_id]
 

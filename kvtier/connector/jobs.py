@@ -10,7 +10,7 @@ from kvtier.connector.requests import TrackedRequest
 from kvtier.keys import ChunkKey
 from kvtier.types import JobId
 
-__all__ = ["JobState", "JobTable"]
+__all__ = ["JobState", "WorkerJobs"]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class JobState:
     has_failed: bool = False
 
 
-class JobTable:
+class WorkerJobs:
     """Keeps every job from its first step until all ranks acknowledged it.
 
     The engine may reuse the blocks that a store reads: after a window leaves them behind, after

@@ -1,7 +1,7 @@
 """kvtier's figures as Prometheus metrics: names, labels, changes and reading times.
 
-Names follow from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics``, kvtier's
-own exporter and the manual all use them.
+Names follow from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics`` and the
+manual use them.
 
 Reading every figure takes some hundred microseconds after a forward pass, and vLLM's front end
 then handles them, while a step of a small model takes a few milliseconds. So figures are read
@@ -23,7 +23,7 @@ from kvtier.connector.figures import (
     EngineStatistics,
     Figure,
     Kind,
-    ShadowFigures,
+    ShadowPolicyFigures,
     TierFigures,
     figures_of,
 )
@@ -31,9 +31,9 @@ from kvtier.connector.transfers import Transfers
 
 __all__ = [
     "METRICS",
-    "Change",
     "Kind",
     "Metric",
+    "MetricChange",
     "Publisher",
     "Reporter",
     "StatisticsSource",
@@ -61,7 +61,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-class Change(NamedTuple):
+class MetricChange(NamedTuple):
     """The change of one series since the last report; a plain value.
 
     Attributes:
@@ -75,7 +75,7 @@ class Change(NamedTuple):
     value: Any
 
 
-class _Row(NamedTuple):
+class _SourcedMetric(NamedTuple):
     """A metric whose value is an attribute of a tier, a shadow policy or the engine."""
 
     metric: Metric
@@ -92,18 +92,20 @@ _FAILED: Final = Metric(
 )
 
 
-def _row(prefix: str, labels: tuple[str, ...], field: str, figure: Figure) -> _Row:
+def _row(prefix: str, labels: tuple[str, ...], field: str, figure: Figure) -> _SourcedMetric:
     if figure.cause:
-        return _Row(_FAILED, field, (figure.cause,))
-    return _Row(Metric(f"kvtier_{prefix}{field}", figure.kind, figure.help, labels), field, ())
+        return _SourcedMetric(_FAILED, field, (figure.cause,))
+    return _SourcedMetric(
+        Metric(f"kvtier_{prefix}{field}", figure.kind, figure.help, labels), field, ()
+    )
 
 
-def _rows(owner: type[Any], prefix: str, labels: tuple[str, ...]) -> tuple[_Row, ...]:
+def _rows(owner: type[Any], prefix: str, labels: tuple[str, ...]) -> tuple[_SourcedMetric, ...]:
     return tuple(_row(prefix, labels, *each) for each in figures_of(owner))
 
 
 _TIER: Final = _rows(TierFigures, "", ("tier",))
-_SHADOW: Final = _rows(ShadowFigures, "shadow_", ("tier", "policy"))
+_SHADOW: Final = _rows(ShadowPolicyFigures, "shadow_", ("tier", "policy"))
 _ENGINE: Final = _rows(EngineStatistics, "", ())
 _INFO: Final = Metric(
     "kvtier_info",
@@ -205,7 +207,7 @@ class Reporter:
         """Return whether :meth:`take` reads the source now. Cheap enough for every step."""
         return self._clock() >= self._due_s or not self._source.is_active
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[MetricChange]:
         """Return the changes since the last reading; none if the last reading is too recent.
 
         The first reading has every counter and gauge, those at 0 too: a series that appears
@@ -217,7 +219,7 @@ class Reporter:
         now = self._source.statistics()
         return [*self._changes(now), *self._observations(now)]
 
-    def _changes(self, now: EngineStatistics) -> Iterator[Change]:
+    def _changes(self, now: EngineStatistics) -> Iterator[MetricChange]:
         for tier in now.tiers:
             yield from self._grown(_TIER, _read_tier(tier), tier.name)
         yield from self._grown(_ENGINE, _read_engine(now))
@@ -226,11 +228,11 @@ class Reporter:
         for store in now.stores:
             if store not in self._last:
                 self._last[store] = (1.0,)
-                yield Change(_INFO.name, (__version__, *store), 1.0)
+                yield MetricChange(_INFO.name, (__version__, *store), 1.0)
 
     def _grown(
-        self, rows: Sequence[_Row], after: tuple[float, ...], *owner: str
-    ) -> Iterator[Change]:
+        self, rows: Sequence[_SourcedMetric], after: tuple[float, ...], *owner: str
+    ) -> Iterator[MetricChange]:
         before = self._last.get(owner)
         if before == after:
             return
@@ -242,9 +244,9 @@ class Reporter:
                     continue
                 if row.metric.kind is Kind.COUNTER:
                     change = value - before[number]
-            yield Change(row.metric.name, (*owner, *row.labels), change)
+            yield MetricChange(row.metric.name, (*owner, *row.labels), change)
 
-    def _observations(self, now: EngineStatistics) -> Iterator[Change]:
+    def _observations(self, now: EngineStatistics) -> Iterator[MetricChange]:
         source = self._source
         gaps = zip(now.tiers, source.take_reuse_gaps(), strict=True)
         observed: list[tuple[Metric, tuple[str, ...], Sequence[float]]] = [
@@ -253,16 +255,16 @@ class Reporter:
         ]
         transfers = source.take_transfers()
         for transfer_type, (nbytes, seconds) in transfers.totals().items():
-            yield Change(_TRANSFER_BYTES.name, (transfer_type,), nbytes)
-            yield Change(_TRANSFER_TIME.name, (transfer_type,), seconds)
+            yield MetricChange(_TRANSFER_BYTES.name, (transfer_type,), nbytes)
+            yield MetricChange(_TRANSFER_TIME.name, (transfer_type,), seconds)
         for transfer_type, records in transfers.by_type.items():
             observed.append((_TRANSFER_SIZE, (transfer_type,), [size for size, _ in records]))
         for metric, labels, values in observed:
             if values:
-                yield Change(metric.name, labels, list(values))
+                yield MetricChange(metric.name, labels, list(values))
 
 
-def _reader(rows: Sequence[_Row]) -> Callable[[object], tuple[float, ...]]:
+def _reader(rows: Sequence[_SourcedMetric]) -> Callable[[object], tuple[float, ...]]:
     """Return a function that reads the fields of ``rows`` at once; there are at least two."""
     read: Callable[[Any], tuple[float, ...]] = operator.attrgetter(*(row.field for row in rows))
     return read
@@ -301,7 +303,7 @@ class Publisher:
         """Apply changes.
 
         Args:
-            changes: Each a :class:`Change`, or a sequence of the same values.
+            changes: Each a :class:`MetricChange`, or a sequence of the same values.
             label_values: Values of the labels that come before those of each metric.
         """
         for name, labels, value in changes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.config import KvtierConfig
-from kvtier.connector.figures import ShadowFigures
+from kvtier.connector.figures import ShadowPolicyFigures
 from kvtier.connector.protocols import RequestContext
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, group_filter
@@ -92,18 +92,18 @@ class Observer:
         if self._log is not None:
             self._log.close()
 
-    def figures(self) -> list[ShadowFigures]:
+    def figures(self) -> list[ShadowPolicyFigures]:
         """Return the figures of the shadow policies."""
         return [
-            ShadowFigures(
+            ShadowPolicyFigures(
                 tier=name,
-                policy=ghost.policy,
-                asked_chunks=ghost.references,
-                hit_chunks=ghost.hits,
-                hit_ratio=ghost.hits / max(ghost.references, 1),
+                policy=policy,
+                asked_chunks=tier.references,
+                hit_chunks=hits,
+                hit_ratio=hits / max(tier.references, 1),
             )
             for name, tier in self._shadows
-            for ghost in tier.figures()
+            for policy, hits in tier.hits().items()
         ]
 
     def _chunks(self, context: RequestContext) -> list[ChunkKey]:

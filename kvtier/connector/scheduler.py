@@ -24,7 +24,7 @@ from typing import Final
 
 from kvtier.connector.figures import EngineStatistics
 from kvtier.connector.groups import SchedulerOptions, build_layouts, ceil_div
-from kvtier.connector.jobs import JobState, JobTable
+from kvtier.connector.jobs import JobState, WorkerJobs
 from kvtier.connector.metadata import (
     BlockSpec,
     ConnectorMetadata,
@@ -91,7 +91,7 @@ class ConnectorScheduler:
         self._recompute_tokens = 0 if reads_all else 1
         self._requests: dict[str, TrackedRequest] = {}
         self._offers = OfferQueue()
-        self._jobs = JobTable(options.ranks)
+        self._jobs = WorkerJobs(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._store_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()

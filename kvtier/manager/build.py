@@ -27,6 +27,8 @@ from kvtier.policies.admission import WriteBudget
 __all__ = ["build_manager", "build_tiers", "check_policies"]
 
 _MAX_QUEUE_S: Final = 1.0
+_RESERVE: Final = 0.1
+"""Share of a tier's slots that write-on-evict keeps free: room for the stores of some steps."""
 _JOB_CHUNKS: Final = 256
 _JOB_NBYTES: Final = 64 << 20
 """Size of one job: large enough to merge into few large I/O calls; small enough that an urgent
@@ -88,7 +90,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         placement=_build_placement(config, tiers, slot_nbytes),
         limits=ManagerLimits(
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
-            reserve=placement.clean_reserve,
+            reserve=_RESERVE,
             queue=max(transfer.queue_limit_bytes // slot_nbytes, 1),
             batch=min(max(_JOB_NBYTES // slot_nbytes, 1), _JOB_CHUNKS),
             retained=int(placement.retain_quota * tiers[0].slots.capacity),

@@ -25,6 +25,8 @@ __all__ = ["Recorder", "RecorderStatistics"]
 logger = get_logger(__name__)
 
 _STOP: Final = None
+_MOST_WAITING: Final = 4096
+"""Records that can wait for the disk, seconds of a busy engine; more are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Recorder:
 
     Args:
         directory: Directory of the files; created if its parent exists.
-        options: Limits of files and queue.
+        options: Limits of the files.
 
     Raises:
         OSError: The directory cannot be created.
@@ -56,7 +58,7 @@ class Recorder:
         self._directory = directory
         self._file_bytes = options.file_size_bytes
         self._requests = NumberedFiles(directory, "requests", keep=options.files)
-        self._waiting: queue.Queue[RequestRecord | None] = queue.Queue(options.queue)
+        self._waiting: queue.Queue[RequestRecord | None] = queue.Queue(_MOST_WAITING)
         # Each count is changed by one thread only.
         self._written = 0
         self._refused = 0

@@ -161,8 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = ConnectorScheduler(self._cache, options)
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
-        enabled = settings.metrics.enabled
-        self._reporter = Reporter(self._scheduler) if enabled else None
+        self._reporter = Reporter(self._scheduler)
         warn_of_weak_hashes(self._vllm, settings)
 
     @override
@@ -298,7 +297,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role is not KVConnectorRole.SCHEDULER:
             return None
         self._cache.step_ended()
-        if self._reporter is None or not self._reporter.is_due():
+        if not self._reporter.is_due():
             return None
         changes = self._reporter.take()
         return KVTierStats.of(changes) if changes else None

@@ -11,10 +11,9 @@ their KV, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its mana
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
-
-from vllm.v1 import kv_cache_interface
 
 from kvtier.connector.groups import CacheGroup
 from kvtier.errors import UnsupportedError
@@ -54,7 +53,8 @@ def require_known_specs(specs: Mapping[str, KVCacheSpec]) -> None:
     Raises:
         UnsupportedError: A layer is of an unknown kind; the message names both.
     """
-    known = {getattr(kv_cache_interface, name, None) for name in (*_REACH, *_NOT_STORED)}
+    kinds = importlib.import_module("vllm.v1.kv_cache_interface")
+    known = {getattr(kinds, name, None) for name in (*_REACH, *_NOT_STORED)}
     for layer, spec in specs.items():
         own = type(spec)
         if own not in known:

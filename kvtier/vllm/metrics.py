@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvtier.connector.metrics import METRICS, Change, Kind, Publisher
+from kvtier.connector.metrics import METRICS, Kind, MetricChange, Publisher
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,14 +31,14 @@ class KVTierStats(KVConnectorStats):
     """The changes of one engine since the last report."""
 
     @classmethod
-    def of(cls, changes: Sequence[Change]) -> KVTierStats:
+    def of(cls, changes: Sequence[MetricChange]) -> KVTierStats:
         """Return statistics with these changes."""
         return cls(data={"changes": list(changes)})
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MetricChange]:
         """The changes; a serialised report has them as plain sequences."""
-        changes: list[Change] = self.data.setdefault("changes", [])
+        changes: list[MetricChange] = self.data.setdefault("changes", [])
         return changes
 
     @override

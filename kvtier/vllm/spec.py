@@ -218,7 +218,7 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
         )
 
 
-class _SlotSpec(LoadStoreSpec):
+class _SlotLoadStoreSpec(LoadStoreSpec):
     """RAM slots of a job's chunks, with the stamps that a store leaves or a load requires."""
 
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
@@ -235,7 +235,7 @@ class _Manager(OffloadingManager):
     def __init__(self, cache: CacheService, settings: KvtierConfig) -> None:
         self._cache = cache
         self._tiers = [tier.name for tier in settings.tiers]
-        self._reporter = Reporter(cache) if settings.metrics.enabled else None
+        self._reporter = Reporter(cache)
         self._found: dict[str, list[OffloadKey]] = {}
         self._wanting: set[str] = set()
         self._deferred: set[str] = set()
@@ -281,7 +281,7 @@ class _Manager(OffloadingManager):
     ) -> LoadStoreSpec:
         """Pin chunks that were hits in this step and return where they are."""
         plan = self._cache.prepare_load(list(keys), req_context.req_id)
-        return _SlotSpec(plan.slots, plan.generations)
+        return _SlotLoadStoreSpec(plan.slots, plan.generations)
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -303,7 +303,7 @@ class _Manager(OffloadingManager):
             return None
         return PrepareStoreOutput(
             keys_to_store=[OffloadKey(key) for key in plan.keys],
-            store_spec=_SlotSpec(plan.slots, [plan.generation] * len(plan.slots)),
+            store_spec=_SlotLoadStoreSpec(plan.slots, [plan.generation] * len(plan.slots)),
             evicted_keys=[OffloadKey(key) for key in plan.evicted],
         )
 
@@ -347,7 +347,7 @@ class _Manager(OffloadingManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what changed since the last call; vLLM asks once after each step."""
-        changes = self._reporter.take() if self._reporter is not None else ()
+        changes = self._reporter.take()
         if not changes:
             return None
         stats = OffloadingConnectorStats()
@@ -443,7 +443,7 @@ class _Worker(OffloadingWorker):
     def _submit(
         self, job_id: int, purpose: Purpose, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> None:
-        assert isinstance(chunks, _SlotSpec)
+        assert isinstance(chunks, _SlotLoadStoreSpec)
         try:
             plan: BlockCopyPlan = self._device.plan(
                 blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots

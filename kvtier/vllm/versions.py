@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.30 to 0.33, and what kvtier needs of every release.
+"""What differs between the supported vLLM releases, and what kvtier needs of every release.
 
 A release is recognised by its features, never by its version string: forks and nightlies carry
 any version. A vLLM without what kvtier needs is refused at start with the missing names.
@@ -11,17 +11,24 @@ release  what it added, and what kvtier does without it
 0.32     ``CacheHitSource``: vLLM's own metrics do not tell where hits came from before
 =======  ================================================================================
 
-Where the changes of a new release go:
+Every new release changes three files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
+``[tool.kvtier.vllm]``, the releases that nox runs), this one (``NEWEST``) and
+``docs/reference/versions.md``. What changed in vLLM decides which others:
 
 ==========================  ============================================================
-change                      file
+vLLM changed                file
 ==========================  ============================================================
-connector methods           ``connector.py``
+connector calls, KV events  ``connector.py``
+connector statistics        ``metrics.py``
 ``SchedulerOutput``         ``steps.py``
 kinds of KV cache           ``kinds.py``
 layout of the KV memory     ``pages.py``
+``VllmConfig``: sizes       ``engine.py``
 settings that change KV     ``content.py``
-release to test             ``VLLM_TORCH`` in ``noxfile.py``, and the page on versions
+features to refuse          ``refusals.py``
+``LoRARequest``             ``adapters.py``
+``OffloadingSpec``          ``spec.py``
+plugins                     ``plugin.py``
 ==========================  ============================================================
 """
 
@@ -33,9 +40,12 @@ from typing import Any, Final
 
 from kvtier.errors import UnsupportedError
 
-__all__ = ["SUPPORTED", "hit_sources", "require_supported_vllm"]
+__all__ = ["NEWEST", "OLDEST", "SUPPORTED", "hit_sources", "require_supported_vllm"]
 
-SUPPORTED: Final = "kvtier works with vLLM 0.30 to 0.33"
+OLDEST: Final = "0.30"
+NEWEST: Final = "0.33"
+SUPPORTED: Final = f"kvtier works with vLLM {OLDEST} to {NEWEST}"
+"""A test compares the page on versions and pyproject.toml with this range."""
 _CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 _NEEDED: Final[Mapping[str, Sequence[str]]] = {
     f"{_CONNECTORS}.base": (

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,7 +25,9 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
 
 from kvtier.config import load_config, vllm_transfer_config
+from kvtier.connector import storage
 from kvtier.connector.metrics import METRICS, Kind
+from kvtier.transfer.channel import EngineLimits
 from tests.demo.connection import Connection
 from tests.demo.model import BLOCK_TOKENS
 from tests.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
@@ -330,6 +333,9 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     source, target = map(Path, arguments)
     scenario = Scenario.model_validate_json(source.read_text())
+    if scenario.breaker_failures is not None:
+        limits = partial(EngineLimits, breaker_failures=scenario.breaker_failures)
+        setattr(storage, "EngineLimits", limits)  # noqa: B010 - mypy takes it for a type
     llm = open_engine(scenario)
     events.write("ready\n")
     driver = Driver(llm, timed=scenario.timed)

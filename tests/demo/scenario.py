@@ -104,6 +104,8 @@ class Scenario(_Value):
     """Most tokens the engine computes in one step."""
     events: str | None = None
     """Where to publish what is cached, as a ZeroMQ endpoint."""
+    breaker_failures: int | None = None
+    """Failed jobs in a row that take a tier out of service; None for kvtier's own number."""
     load_failures: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose KV could not be loaded."""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.connector.exporter import MetricsExporter
 from tests.docs.pages import ROOT, prose_of
 from tests.docs.test_links import anchors
-from tests.unit.test_exporter import Source, scrape
+from tests.unit.test_connector_metrics import Published, Source, engine, tier
 
 DASHBOARD = json.loads((ROOT / "configs/grafana/kvtier.json").read_text())
 (GROUP,) = yaml.safe_load((ROOT / "configs/prometheus/kvtier.rules.yaml").read_text())["groups"]
@@ -39,14 +38,19 @@ VLLM = {
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """Return the labels of all that an engine's ``/metrics`` has, by the name on the wire."""
-    source = Source(gaps=[[1.0], [1.0]], waits=[1.0])
-    source.transfers.record("ram", "nvme", nbytes=1, seconds=1.0)
-    labels = dict.fromkeys(set().union(*VLLM.values()), "any")
     found = {name: {*has, *TARGET} for name, has in VLLM.items()}
-    with MetricsExporter(source, 0, labels=labels) as exporter:
-        for name, values in scrape(exporter):
-            found.setdefault(name, set(TARGET)).update(label for label, _ in values)
+    for name, values in published().series():
+        found.setdefault(name, set(TARGET)).update(label for label, _ in values)
     return found
+
+
+def published() -> Published:
+    """Return the metrics of an engine with two tiers, after an observation of each kind."""
+    two_tiers = engine(tier("ram"), tier("nvme"))
+    source = Source(now=two_tiers, gaps=[[1.0], [1.0]], waits=[1.0])
+    source.transfers.record("ram", "nvme", nbytes=1, seconds=1.0)
+    labels = dict.fromkeys(sorted(set().union(*VLLM.values())), "any")
+    return Published(source, labels)
 
 
 def expressions() -> dict[str, str]:
@@ -86,9 +90,7 @@ def test_every_expression_asks_for_metrics_and_labels_that_are_exported(
 
 
 def test_every_bound_of_a_bucket_is_one_that_is_exported() -> None:
-    source = Source(gaps=[[1.0], [1.0]], waits=[1.0])
-    with MetricsExporter(source, 0) as exporter:
-        bounds = {(name, dict(labels).get("le")) for name, labels in scrape(exporter)}
+    bounds = {(name, dict(labels).get("le")) for name, labels in published().series()}
     asked = [
         (name, bound)
         for expression in expressions().values()
@@ -139,7 +141,7 @@ def test_every_variable_is_a_label_and_all_also_means_those_without_it(
         assert found is not None
         assert found[2] == name
         assert name in exported[found[1]]
-        assert variable["allValue"] == ".*", "an exporter of kvtier's own has no model_name"
+        assert variable["allValue"] == ".*", "a job of another kind has no model_name"
 
 
 def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:

@@ -18,18 +18,18 @@ NATURES = [TierNature("ram", "CPU", "LOCAL"), TierNature("nvme", "STORAGE", "LOC
 
 def test_every_field_has_a_row_and_every_row_a_field() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
-    assert rows == list(hints._Fields.model_fields)
+    assert rows == list(hints._HintFields.model_fields)
 
 
 def test_every_field_is_explained_below() -> None:
     below = PAGE.read_text().partition("## What they do")[2]
-    for field in hints._Fields.model_fields:
+    for field in hints._HintFields.model_fields:
         assert f"**`{field}`**" in below, field
 
 
 def test_the_bounds_on_the_page_are_those_of_the_fields() -> None:
     text = PAGE.read_text()
-    properties = hints._Fields.model_json_schema()["properties"]
+    properties = hints._HintFields.model_json_schema()["properties"]
     (retain_s, _) = properties["retain_s"]["anyOf"]
     assert f"seconds, at most {retain_s['maximum']:.0f}" in text
     assert f"text, at most {properties['session']['maxLength']} characters" in text

@@ -133,7 +133,6 @@ class Setup:
         return (
             "tiers:\n- {kind: ram, capacity: 1GiB}\n"
             f"- {{kind: nvme, path: {store}, capacity: 1GiB}}\n"
-            "metrics: {enabled: false}\n"
             f"engine: {{blocks_per_chunk: {self.blocks_per_chunk}, "
             f"store_decode: {str(self.store_decode).lower()}}}\n"
         )

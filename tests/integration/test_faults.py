@@ -67,7 +67,7 @@ class SickSite:
         monkeypatch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
 
     def scenario(
-        self, waves: Sequence[Wave], *, entry_point: str, breaker_failures: int = NEVER
+        self, waves: Sequence[Wave], *, entry_point: str, breaker_failures: int | None = NEVER
     ) -> Scenario:
         """Return a scenario with little memory over the faulty tier."""
         scenario = through(entry_point, little_memory(self.site, waves))
@@ -82,13 +82,12 @@ class SickSite:
         }
         settings["transfer"] |= {
             "load_timeout": f"{LOAD_TIMEOUT_S}s",
-            "breaker_failures": breaker_failures,
             "breaker_backoff": "200ms",
             # A read that stalls keeps a thread, and none that is well shall wait for one.
             "io_threads": 64,
         }
         scenario.config.write_text(yaml.safe_dump(settings))
-        return scenario
+        return scenario.model_copy(update={"breaker_failures": breaker_failures})
 
     def sick(self, wave: Wave, plan: FaultPlan) -> Wave:
         """Return ``wave``, sent to a disk that does as ``plan`` says."""
@@ -275,7 +274,7 @@ def test_a_disk_that_fails_on_and_on_is_left_alone(
     plan = FaultPlan(name="all", fault=DiskFault.FAIL, one_in=1)
     healthy = few(talk, PROMPTS)
     waves = [healthy, sick_site.sick(healthy, plan), sick_site.well(healthy)]
-    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=5)
+    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
     report = run_engine(scenario, site.directory, entry_point)
     site.reference.assert_equal(report, waves=waves)
     sick = report.waves[1]
@@ -300,10 +299,10 @@ def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
     talk = few(site.reference.conversations[0], PROMPTS)
     plan = FaultPlan(name="half", fault=DiskFault.STALL, one_in=2)
     waves = [talk, sick_site.sick(there_and_back(talk), plan), sick_site.well(talk)]
-    scenario = sick_site.scenario(waves, entry_point=entry_point)
+    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
-    for key in ("breaker_failures", "breaker_backoff", "io_threads"):
+    for key in ("breaker_backoff", "io_threads"):
         del settings["transfer"][key]
     scenario.config.write_text(yaml.safe_dump(settings))
     with EngineProcess(scenario, site.directory, entry_point, timeout_s=LONG_S) as engine:
@@ -394,7 +393,7 @@ def test_a_tier_that_stops_answering_is_passed_over_and_used_again(
         talk.model_copy(update={"files": {resume: "resumed"}}),
         talk,
     )
-    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=5)
+    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"]["store_timeout"] = f"{LOAD_TIMEOUT_S}s"

@@ -346,6 +346,14 @@ def test_an_engine_whose_kv_vllm_mixes_up_is_refused(
         start(worker_config)
 
 
+def test_the_start_warns_of_resets_that_end_the_engine(
+    start: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    warning = "reset_running_requests while requests load, end the engine"
+    assert [warning in record.getMessage() for record in caplog.records].count(True) == 1
+
+
 def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(start: Open) -> None:
     start()
     with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
@@ -364,9 +372,3 @@ def test_a_broken_file_is_refused_with_its_place(file: Path) -> None:
     file.write_text(file.read_text() + "placment:\n  write: through\n")
     with pytest.raises(KvtierError, match=r"kvtier\.yaml:\d+.*did you mean"):
         KVTierOffloadingSpec(offloading_config(file))
-
-
-def test_metrics_can_be_switched_off(file: Path, start: Open) -> None:
-    assert start().manager.get_stats() is not None
-    file.write_text(file.read_text().replace("store", "other") + "metrics: {enabled: false}\n")
-    assert start().manager.get_stats() is None

@@ -86,12 +86,12 @@ def test_a_warning_does_not_fail(shell: Shell, config: Path) -> None:
 
 
 def test_every_problem_is_an_error_line_without_a_traceback(shell: Shell, config: Path) -> None:
-    config.write_text("tiers: [{kind: ram, capacity: 32M}]\nmetric: {}\n")
+    config.write_text("tiers: [{kind: ram, capacity: 32M}]\nshadows: []\n")
     ran = shell("check", config)
     assert (ran.code, ran.out) == (2, "")
     first, second = ran.err.splitlines()
     assert first.startswith(f"error: {config}:1: tiers[0].capacity = 32M: 'M' is not a unit")
-    assert second.startswith(f"error: {config}:2: metric: unknown key; did you mean metrics?")
+    assert second.startswith(f"error: {config}:2: shadows: unknown key; did you mean shadow?")
 
 
 @pytest.mark.parametrize("command", ["check", "doctor", "vllm-args"])

@@ -187,6 +187,10 @@ def test_the_engine_is_told_the_chunk_size_and_whether_to_keep_decoded_tokens() 
     )
     for stored in ("true", "false"):
         config = parse_config(text % stored, source="a.yaml")
-        extra = vllm_transfer_config("a.yaml", config)["kv_connector_extra_config"]
-        assert extra["blocks_per_chunk"] == 4
-        assert extra["offload_prompt_only"] is (stored == "false")
+        for entry_point in VllmEntryPoint:
+            printed = vllm_transfer_config("a.yaml", config, entry_point=entry_point)
+            extra = printed["kv_connector_extra_config"]
+            assert extra["blocks_per_chunk"] == 4
+            # The connector reads the file, and vLLM's half reads its own option.
+            wanted = stored == "false" if entry_point is VllmEntryPoint.SPEC else None
+            assert extra.get("offload_prompt_only") is wanted

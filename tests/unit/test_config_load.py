@@ -66,10 +66,10 @@ def test_what_is_dumped_as_a_file_reads_back_equal() -> None:
 
 
 def test_off_is_a_word_and_not_false() -> None:
-    text = f"{RAM}{NVME}    direct_io: off\n    checksum: off\n"
+    text = f"{RAM}{NVME}    direct_io: off\n"
     nvme = parse_config(text, source="a.yaml").tiers[1]
     assert isinstance(nvme, NvmeTierConfig)
-    assert (nvme.direct_io, nvme.checksum) == ("off", "off")
+    assert nvme.direct_io == "off"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("metrics: {}\n", "a.yaml: tiers: missing; add tiers:"),
+        ("engine: {}\n", "a.yaml: tiers: missing; add tiers:"),
         ("tiers: []\n", "a.yaml:1: tiers: not a list of tiers"),
         ("tiers: {kind: ram}\n", "a.yaml:1: tiers: not a list of tiers"),
         ("tiers:\n  - ram\n", "a.yaml:2: tiers[0] = ram: not a tier; write {kind: ram"),
@@ -183,7 +183,7 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
     ("lines", "message"),
     [
         ("enigne: {}", "a.yaml:4: enigne: unknown key; did you mean engine?"),
-        ("zzz: 1", "a.yaml:4: zzz = 1: unknown key; known: engine, identity, metrics"),
+        ("zzz: 1", "a.yaml:4: zzz = 1: unknown key; known: engine, identity, placement"),
         ("transfer:", "a.yaml:4: transfer: not a section; put keys below it, or leave it out"),
         (
             "transfer:\n  io_treads: 4",
@@ -211,8 +211,8 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
         ("placement:\n  pin_budget: true", "= true: not a value such as 50%; write one"),
         ("placement:\n  pin_budget: 5GiB", "no percent sign; write 5%"),
         ("placement:\n  write: throguh", "write through or evict; did you mean through?"),
-        ("metrics:\n  enabled: yes", "= yes: not true or false; write true or false"),
-        ("metrics:\n  enabled: 1", "= 1: not true or false; write true or false"),
+        ("engine:\n  store_decode: yes", "= yes: not true or false; write true or false"),
+        ("engine:\n  store_decode: 1", "= 1: not true or false; write true or false"),
         ("identity:\n  model_revision: 12", "= 12: not text; put it in quotes"),
         ("identity:\n  weights_epoch: -1", "= -1: less than 0; write at least 0"),
     ],

@@ -22,7 +22,7 @@ SECTIONS = {
     },
     **{
         f"## {name}": DEFINITIONS[f"{name.capitalize()}Config"]["properties"]
-        for name in ("placement", "transfer", "metrics", "trace", "engine", "identity")
+        for name in ("placement", "transfer", "trace", "engine", "identity")
     },
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,12 +12,21 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvtier.connector.figures import (
     EngineStatistics,
-    ShadowFigures,
+    ShadowPolicyFigures,
     StoreInfo,
     TierFigures,
 )
-from kvtier.connector.metrics import METRICS, Change, Kind, Publisher, Reporter
+from kvtier.connector.metadata import WorkerOutput
+from kvtier.connector.metrics import (
+    METRICS,
+    Kind,
+    MetricChange,
+    Publisher,
+    Reporter,
+    StatisticsSource,
+)
 from kvtier.connector.transfers import Transfers
+from tests.unit.toy_engine import TOKENS, ToyEngine
 
 ZEROS = dict.fromkeys(TierFigures._fields[1:], 0)
 
@@ -26,7 +36,7 @@ def tier(name: str, **figures: float) -> TierFigures:
 
 
 def engine(*tiers: TierFigures, **figures: int) -> EngineStatistics:
-    shadow = ShadowFigures("ram", "arc", asked_chunks=4, hit_chunks=1, hit_ratio=0.25)
+    shadow = ShadowPolicyFigures("ram", "arc", asked_chunks=4, hit_chunks=1, hit_ratio=0.25)
     nothing = {
         "waiting_requests": 0,
         "granted_chunks": 0,
@@ -65,6 +75,47 @@ class Source:
 
     def take_transfers(self) -> Transfers:
         return self.transfers.take()
+
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Published:
+    """The metrics that Prometheus gets of a source.
+
+    Args:
+        source: The source.
+        labels: Labels of every series.
+    """
+
+    def __init__(
+        self, source: StatisticsSource, labels: Mapping[str, str] | None = None
+    ) -> None:
+        labels = labels or {}
+        self._reporter = Reporter(source)
+        self._values = tuple(labels.values())
+        self.registry = CollectorRegistry()
+        kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+        makers = {kind: partial(make, registry=self.registry) for kind, make in kinds.items()}
+        self._publisher = Publisher(makers, list(labels))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Publish what changed since the last call."""
+        self._publisher.publish(self._reporter.take(), self._values)
+
+    def series(self) -> dict[Series, float]:
+        """Return the value of each series, without the times of creation."""
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the value of one series."""
+        return self.series()[name, tuple(sorted(labels.items()))]
 
 
 def taken(reporter: Reporter) -> dict[tuple[str, tuple[str, ...]], object]:
@@ -194,13 +245,93 @@ def test_an_engine_that_may_not_step_again_is_read_at_once() -> None:
 
 
 def test_changes_that_crossed_a_process_boundary_are_published() -> None:
-    registry = CollectorRegistry()
-    kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
-    makers = {kind: partial(make, registry=registry) for kind, make in kinds.items()}
-    publisher = Publisher(makers, ["engine"])
-    change = Change("kvtier_hit_chunks", ("ram",), 3)
+    published = Published(Source(), {"engine": "0"})
+    change = MetricChange("kvtier_hit_chunks", ("ram",), 3)
     plain: Any = ["kvtier_hit_chunks", ["ram"], 3]
-    publisher.publish([change], ["0"])
-    publisher.publish([plain, plain], ["0"])
-    labels = {"engine": "0", "tier": "ram"}
-    assert registry.get_sample_value("kvtier_hit_chunks_total", labels) == 9
+    published._publisher.publish([change], ["0"])
+    published._publisher.publish([plain, plain], ["0"])
+    assert published.value("kvtier_hit_chunks_total", engine="0", tier="ram") == 9
+
+
+def test_every_declared_metric_is_described_also_before_anything_was_observed() -> None:
+    families = Published(Source()).registry.collect()
+    assert {(each.name, each.type, each.documentation) for each in families} == {
+        (name, metric.kind.value, metric.help) for name, metric in METRICS.items()
+    }
+
+
+def test_observations_add_up_over_readings() -> None:
+    source = Source(is_active=False, now=engine(tier("ram"), tier("nvme")))
+    source.transfers.record("ram", "nvme", nbytes=3_000_000, seconds=0.5)
+    source.gaps, source.waits = [[0.5, 3.0], []], [0.2]
+    published = Published(source)
+    source.transfers.record("ram", "nvme", nbytes=5_000_000, seconds=0.25)
+    source.transfers.record("nvme", "ram", nbytes=300_000_000, seconds=1.0)
+    source.gaps, source.waits = [[2.0], [1e9]], [0.3, 7.0]
+    published.refresh()
+    value = published.value
+    down = {"transfer_type": "ram_to_nvme"}
+    assert value("kvtier_kv_offload_total_bytes_total", **down) == 8_000_000
+    assert value("kvtier_kv_offload_total_time_total", **down) == 0.75
+    assert value("kvtier_kv_offload_size_bucket", le="1e+06", **down) == 0
+    # A bucket holds what is equal to its bound.
+    assert value("kvtier_kv_offload_size_bucket", le="5e+06", **down) == 2
+    up = {"transfer_type": "nvme_to_ram"}
+    assert value("kvtier_kv_offload_size_bucket", le="2e+08", **up) == 0
+    assert value("kvtier_kv_offload_size_bucket", le="+Inf", **up) == 1
+    gap = "kvtier_evict_reuse_gap_seconds"
+    assert value(f"{gap}_bucket", le="2.0", tier="ram") == 2
+    assert value(f"{gap}_sum", tier="nvme") == 1e9
+    assert value("kvtier_load_wait_seconds_bucket", le="0.25") == 1
+    assert value("kvtier_load_wait_seconds_bucket", le="0.5") == 2
+
+
+def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> Transfers:
+    transfers = Transfers()
+    transfers.record(*way, nbytes=nbytes, seconds=seconds)
+    return transfers
+
+
+def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
+    toy = ToyEngine(slots=(8, 16))
+    published = Published(toy.connector)
+    toy.fill("a", 2 * TOKENS)
+    for _ in range(3):  # until the chunks are demoted: a busy engine is not read at every step
+        toy.step()
+    for copies in (
+        copied(8192, 0.5, ("gpu", "ram")),
+        copied(1024, 0.25, ("ram", "gpu")),
+        copied(4096, 0.25, ("gpu", "ram")),
+    ):
+        toy.connector.update_connector_output(WorkerOutput(transfers=copies))
+    toy.cache.service._jobs.transfers.record("ram", "nvme", nbytes=2048, seconds=0.5)
+    published.refresh()
+    assert published.value("kvtier_stored_chunks_total", tier="ram") == 2
+    for transfer_type, nbytes, count in (
+        ("gpu_to_ram", 12288, 2),
+        ("ram_to_gpu", 1024, 1),
+        ("ram_to_nvme", 2048, 1),
+    ):
+        labels = {"transfer_type": transfer_type}
+        assert published.value("kvtier_kv_offload_total_bytes_total", **labels) == nbytes
+        assert published.value("kvtier_kv_offload_size_count", **labels) == count
+
+
+def test_a_scheduler_side_is_active_until_its_cache_and_its_workers_are_done() -> None:
+    toy = ToyEngine()
+    seen = []
+
+    def look() -> None:
+        seen.append((toy.connector.is_active, toy.cache.service.is_active))
+
+    look()
+    request = toy.arrive("a", TOKENS)
+    look()
+    toy.schedule(request)
+    toy.step()
+    toy.finish(request)
+    toy.step()
+    look()  # the workers still copy, and their figures are to come
+    toy.acknowledge()
+    look()
+    assert seen == [(False, False), (True, True), (True, False), (False, False)]

@@ -75,9 +75,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_full_queue_drops_requests_and_counts_them(
-    tmp_path: Path, stopped: threading.Event
+    tmp_path: Path, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = recorder(tmp_path / "trace", queue=4)
+    monkeypatch.setattr(recorder_module, "_MOST_WAITING", 4)
+    writer = recorder(tmp_path / "trace")
     for number in range(20):
         writer.request(RequestRecord(float(number), keys(number), 0, 16))
     assert writer.statistics().dropped >= 20 - 5
@@ -265,7 +266,7 @@ def test_a_request_without_a_whole_chunk_is_not_written_and_one_aborted_early_is
         ("trace: {files: 0}", "trace.files = 0: less than 1"),
         ("shadow: arc", "f:2: shadow = arc: not a list of policies; write shadow: [arc"),
         ("shadow: [acr]", "no such eviction policy is installed"),
-        ("shadow: [belady]", "must know the future"),
+        ("shadow: [belady]", "shadow[0] = belady: "),
         ("shadow: [3]", "shadow[0] = 3: not text"),
         ("shadow: [arc, arc]", "a policy is named twice; name each once"),
     ],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
+from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState, build
 from kvtier.manager.build import build_manager, build_tiers
 from kvtier.policies import (
     ConditionalPlacement,
@@ -105,8 +105,10 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
     chains: list[list[int]], write: str
 ) -> None:
     trace = trace_of(chains, every_s=1000.0)
-    config = ladder(14, 1000, write=write, pin_budget="100%", clean_reserve="50%")
-    result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
+    config = ladder(14, 1000, write=write, pin_budget="100%")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_RESERVE", 0.5)  # so that every chain finds room
+        result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
     assert sum(tier.hits for tier in result.tiers) == leading_hits(chains, 10**6)
     nvme = result.tiers[1]
     assert nvme.chunks_promoted == nvme.hits

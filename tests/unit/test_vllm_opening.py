@@ -1,0 +1,62 @@
+"""The memory and the tiers of one engine, opened as its workers and its scheduler do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import KvtierConfig, load_config
+from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.manager.hits import GroupReach
+from kvtier.memory import HostRegion
+from kvtier.memory.slot_layout import RankShare
+from kvtier.vllm.opening import offer_region, open_cache, require_same_file
+from kvtier.vllm.pages import SlotShape
+from tests.unit.test_vllm_content import FACTS
+
+SHAPE = SlotShape(stripes=1, stripe_nbytes=1 << 16, share=RankShare((0,)), is_portable=False)
+
+
+def config(tmp_path: Path, ram: str = "1MiB") -> KvtierConfig:
+    file = tmp_path / f"{ram}.yaml"
+    file.write_text(
+        f"tiers:\n- {{kind: ram, capacity: {ram}, huge_pages: 'off'}}\n"
+        f"- {{kind: nvme, path: {tmp_path / 'store'}, capacity: 2MiB, own_process: false}}\n"
+        "engine: {blocks_per_chunk: 4}\ntransfer: {load_path: direct}\n"
+    )
+    return load_config(file)
+
+
+def test_the_scheduler_attaches_to_the_memory_of_its_workers(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    first = replace(FACTS, engine_id=f"opening-{tmp_path.name}", rank=0)
+    created = offer_region(first, settings, SHAPE, content="layers")
+    attached = offer_region(replace(first, rank=1), settings, SHAPE, content="layers")
+    try:
+        assert attached.geometry == created.geometry
+        assert created.geometry.slots == 16
+        cache = open_cache(first, settings, [GroupReach(first.chunk_tokens)])
+        assert [tier.name for tier in cache.statistics().tiers] == ["ram", "nvme"]
+        cache.shutdown()
+    finally:
+        attached.close()
+        created.close()
+
+
+def test_memory_from_another_file_is_refused(tmp_path: Path) -> None:
+    engine = replace(FACTS, engine_id=f"other-{tmp_path.name}", rank=0, world_size=1)
+    region: HostRegion = offer_region(engine, config(tmp_path), SHAPE, content="layers")
+    try:
+        require_same_file(region.geometry, engine, config(tmp_path))
+        with pytest.raises(UnsupportedError, match="must read the same configuration file"):
+            open_cache(engine, config(tmp_path, "2MiB"), [GroupReach(engine.chunk_tokens)])
+    finally:
+        region.close()
+
+
+def test_a_tier_that_is_smaller_than_all_ranks_chunk_is_refused(tmp_path: Path) -> None:
+    engine = replace(FACTS, rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="smaller than one chunk"):
+        offer_region(engine, config(tmp_path, "8KiB"), SHAPE, content="layers")

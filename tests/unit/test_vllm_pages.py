@@ -1,0 +1,244 @@
+"""Where the pages of a block are, and whose part of a slot they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.vllm.pages import SlotShape, find_pages, share_slots
+from tests.unit.vllm_kv import (
+    BLOCKS,
+    FullAttentionSpec,
+    Group,
+    MambaSpec,
+    MLAAttentionSpec,
+    kv_cache_config,
+)
+
+LAYERS = ("a", "b")
+HEADS = 8
+ATTENTION = FullAttentionSpec(num_kv_heads=HEADS)
+PAGE_NBYTES = ATTENTION.page_size_bytes
+
+
+@dataclass
+class Tensor:
+    """vLLM's ``KVCacheTensor``: where layers of one allocation begin."""
+
+    layers: Sequence[str]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+class Memory:
+    """The KV memory of some layers in one allocation.
+
+    Args:
+        spec: The kind of every layer.
+        tensor: Where the layers are; one after the other unless given.
+        nbytes: Bytes of the allocation.
+    """
+
+    def __init__(
+        self, spec: Any = ATTENTION, *, tensor: Tensor | None = None, nbytes: int = 0
+    ) -> None:
+        page = spec.page_size_bytes
+        self.tensor = tensor or Tensor(LAYERS, BLOCKS * page, page)
+        self.spec = spec
+        self.config: Any = kv_cache_config([Group(list(LAYERS), spec)], [self.tensor])
+        self.bytes = torch.zeros(nbytes or len(LAYERS) * BLOCKS * page, dtype=torch.int8)
+        self.caches: dict[str, Any] = {
+            layer: self.bytes[self.tensor.offset + number * self.tensor.layer_stride :]
+            for number, layer in enumerate(LAYERS)
+        }
+
+    def find(self) -> Any:
+        return find_pages(self.caches, self.config, (0,))
+
+    def share(
+        self,
+        views: Mapping[str, Any],
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        heads: int = HEADS,
+    ) -> SlotShape:
+        vllm_config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=ranks, world_size=ranks, rank=rank
+            ),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
+        )
+        return share_slots(
+            vllm_config, self.config, views, self.find(), (0,), blocks_per_chunk=2
+        )
+
+
+def heads_outermost(heads: int) -> dict[str, torch.Tensor]:
+    return dict.fromkeys(LAYERS, torch.zeros((BLOCKS, heads, 16, 4)))
+
+
+def test_layers_one_after_the_other_are_two_tensors_of_pages() -> None:
+    memory = Memory()
+    kv = memory.find()
+    assert kv.groups == [[(0, PAGE_NBYTES), (1, PAGE_NBYTES)]]
+    kv.tensors[1][3] = 7
+    start = (BLOCKS + 3) * PAGE_NBYTES
+    assert memory.bytes.nonzero().flatten().tolist() == list(range(start, start + PAGE_NBYTES))
+
+
+def test_layers_side_by_side_in_a_block_keep_their_own_pages() -> None:
+    placed = Tensor(LAYERS, PAGE_NBYTES, len(LAYERS) * PAGE_NBYTES)
+    memory = Memory(tensor=placed)
+    kv = memory.find()
+    assert kv.groups == [[(0, PAGE_NBYTES), (1, PAGE_NBYTES)]]
+    kv.tensors[1][0] = 7
+    assert memory.bytes.nonzero().flatten().tolist() == list(
+        range(PAGE_NBYTES, 2 * PAGE_NBYTES)
+    )
+
+
+def test_interleaved_heads_make_the_pages_of_all_layers_one_part() -> None:
+    placed = Tensor(LAYERS, PAGE_NBYTES // HEADS, len(LAYERS) * PAGE_NBYTES)
+    assert Memory(tensor=placed).find().groups == [[(0, 2 * PAGE_NBYTES)]]
+
+
+def test_padding_is_not_copied() -> None:
+    padded = FullAttentionSpec(num_kv_heads=HEADS, page_size_padded=PAGE_NBYTES + 512)
+    assert Memory(padded).find().groups == [[(0, PAGE_NBYTES), (1, PAGE_NBYTES)]]
+
+
+def test_layers_of_groups_that_are_not_stored_are_left_out() -> None:
+    memory = Memory()
+    memory.config.kv_cache_groups = [Group(["a"], ATTENTION), Group(["b"], ATTENTION)]
+    kv = find_pages(memory.caches, memory.config, (1,))
+    assert kv.groups == [[(0, PAGE_NBYTES)]]
+    kv.tensors[0][0] = 7
+    assert int(memory.bytes.nonzero()[0]) == BLOCKS * PAGE_NBYTES
+
+
+def test_a_layer_that_vllm_registers_as_several_tensors_begins_at_the_first() -> None:
+    memory = Memory()
+    memory.caches = {layer: [view, view[1:]] for layer, view in memory.caches.items()}
+    assert memory.find().groups == [[(0, PAGE_NBYTES), (1, PAGE_NBYTES)]]
+
+
+def test_a_layer_without_a_place_is_refused() -> None:
+    memory = Memory(tensor=Tensor(["a"], BLOCKS * PAGE_NBYTES, PAGE_NBYTES))
+    with pytest.raises(UnsupportedError, match="does not say where layer b keeps its KV"):
+        memory.find()
+
+
+def test_a_layer_without_memory_is_refused() -> None:
+    memory = Memory()
+    del memory.caches["b"]
+    with pytest.raises(UnsupportedError, match="registered no KV cache for layer b"):
+        memory.find()
+
+
+def test_memory_that_begins_elsewhere_is_refused_with_both_places() -> None:
+    memory = Memory()
+    memory.caches["a"] = memory.bytes[64:]
+    with pytest.raises(UnsupportedError, match=r"of layer a does not .* byte 64 instead of 0"):
+        memory.find()
+
+
+def test_pages_beyond_the_memory_are_refused() -> None:
+    memory = Memory(nbytes=2 * BLOCKS * PAGE_NBYTES - 1)
+    with pytest.raises(UnsupportedError, match="of layer b ends beyond its memory"):
+        memory.find()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "share"),
+    [
+        (1, 0, RankShare(tuple(range(8)), writers=1, writer=0)),
+        (2, 1, RankShare((4, 5, 6, 7), writers=1, writer=0)),
+        (8, 3, RankShare((3,), writers=1, writer=0)),
+        (16, 7, RankShare((3,), writers=2, writer=1)),  # two ranks have the same head
+    ],
+)
+def test_heads_outermost_give_slots_for_any_number_of_ranks(
+    ranks: int, rank: int, share: RankShare
+) -> None:
+    heads = max(HEADS // ranks, 1)
+    memory = Memory(FullAttentionSpec(num_kv_heads=heads))
+    shape = memory.share(heads_outermost(heads), ranks=ranks, rank=rank)
+    assert shape.is_portable
+    assert shape.stripes == STRIPES
+    assert shape.share == share
+    assert shape.stripes * shape.stripe_nbytes == 2 * len(LAYERS) * PAGE_NBYTES
+
+
+def test_latent_attention_is_written_by_ranks_in_turn() -> None:
+    shape = Memory(MLAAttentionSpec()).share(dict.fromkeys(LAYERS), ranks=4, rank=3)
+    assert shape.share == RankShare(tuple(range(STRIPES)), writers=4, writer=3)
+
+
+CONTIGUOUS = heads_outermost(HEADS)
+REFUSED: list[tuple[str, Any, Any, int]] = [
+    ("layer a keeps MambaSpec, which is not split by heads", MambaSpec(), CONTIGUOUS, HEADS),
+    (
+        "layer a keeps MLAAttentionSpec, which is not split by heads",
+        MLAAttentionSpec(tokens_per_state=4),
+        CONTIGUOUS,
+        HEADS,
+    ),
+    (
+        "layer a keeps scales beside its heads",
+        FullAttentionSpec(num_kv_heads=HEADS, has_scales=True),
+        CONTIGUOUS,
+        HEADS,
+    ),
+    ("9 KV heads over 2 ranks are not whole 8ths", ATTENTION, CONTIGUOUS, 9),
+    (
+        "the heads of layer a are not outermost in a block",
+        FullAttentionSpec(num_kv_heads=4),
+        dict.fromkeys(LAYERS, torch.zeros((BLOCKS, 16, 4, 4)).transpose(1, 2)),
+        HEADS,
+    ),
+    (
+        "a page of layer a of 1100 bytes has no 8 parts",
+        type("MLAAttentionSpec", (MLAAttentionSpec,), {"unpadded_page_size_bytes": 1100})(
+            page_size_padded=1200
+        ),
+        CONTIGUOUS,
+        HEADS,
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "spec", "views", "heads"), REFUSED)
+def test_other_slots_belong_to_one_number_of_ranks_and_the_log_gives_the_reason(
+    reason: str, spec: Any, views: Any, heads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory(spec)
+    with caplog.at_level(logging.INFO):
+        shape = memory.share(views, ranks=2, rank=1, heads=heads)
+    assert not shape.is_portable
+    assert shape.share == shard_of(1)
+    assert shape.stripes == 2
+    assert f"--tensor-parallel-size 2 only: {reason}" in caplog.text
+
+
+def test_layers_that_are_split_in_different_ways_bind_a_store_to_its_ranks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = Memory()
+    latent = MLAAttentionSpec(block_size=16)
+    memory.config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(
+        kv_cache_specs={"a": FullAttentionSpec(num_kv_heads=4), "b": latent}
+    )
+    with caplog.at_level(logging.INFO):
+        shape = memory.share(heads_outermost(4), ranks=2, rank=0)
+    assert not shape.is_portable
+    assert "layers are split over the ranks in different ways" in caplog.text

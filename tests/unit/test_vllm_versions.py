@@ -1,0 +1,120 @@
+"""Which vLLM kvtier accepts, by modules of plain values; the same of a vLLM is elsewhere."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.errors import UnsupportedError
+from kvtier.vllm import plugin, versions
+from kvtier.vllm.versions import (
+    NEWEST,
+    OLDEST,
+    SUPPORTED,
+    hit_sources,
+    require_supported_vllm,
+)
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+FREE_OF_VLLM = {"__init__", "identity", "opening", "versions"}
+
+
+class Connector:
+    """A connector of a vLLM that shows its block tables."""
+
+    bind_kv_cache_manager = None
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the modules of a vLLM that has all that kvtier needs, by name."""
+    found: dict[str, Any] = {}
+    for name, needed in versions._NEEDED.items():
+        found[name] = ModuleType(name)
+        vars(found[name]).update(dict.fromkeys(needed))
+        monkeypatch.setitem(sys.modules, name, found[name])
+    return found
+
+
+def test_a_vllm_with_everything_is_supported(modules: dict[str, Any]) -> None:
+    require_supported_vllm(Connector)
+
+
+def test_a_missing_name_is_named_with_its_module(modules: dict[str, Any]) -> None:
+    del modules[BASE].KVConnectorTransferResults
+    with pytest.raises(UnsupportedError) as caught:
+        require_supported_vllm(Connector)
+    assert str(caught.value) == (
+        f"this vLLM has no KVConnectorTransferResults in {BASE}: {SUPPORTED}"
+    )
+
+
+def test_all_that_is_missing_is_named_at_once(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Newer(abc.ABC):
+        @abc.abstractmethod
+        def cancel(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, BASE, None)
+    with pytest.raises(UnsupportedError) as caught:
+        require_supported_vllm(Newer)
+    first, *others = str(caught.value).removesuffix(f": {SUPPORTED}").split("; it ")
+    assert first.startswith(f"this vLLM has no usable {BASE} (")
+    assert others == ["asks connectors for cancel", "has no bind_kv_cache_manager"]
+
+
+def test_sources_of_hits_are_unknown_to_an_older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.v1.metrics.cache_hit_source"
+    monkeypatch.setitem(sys.modules, name, None)
+    assert hit_sources() == (None, None)
+    sources: Any = SimpleNamespace(CacheHitSource=SimpleNamespace(HOST="host", DISK="disk"))
+    monkeypatch.setitem(sys.modules, name, sources)
+    assert hit_sources() == ("host", "disk")
+
+
+def test_the_connector_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, tuple[str, str]] = {}
+
+    class Factory:
+        @staticmethod
+        def register_connector(name: str, module: str, connector: str) -> None:
+            if name in known:
+                raise ValueError(name)
+            known[name] = module, connector
+
+    factory: Any = SimpleNamespace(KVConnectorFactory=Factory)
+    name = "vllm.distributed.kv_transfer.kv_connector.factory"
+    monkeypatch.setitem(sys.modules, name, factory)
+    plugin.register()
+    plugin.register()
+    assert known == {"KVTierConnector": ("kvtier.vllm", "KVTierConnector")}
+
+
+def test_every_file_that_reads_vllm_has_a_row_in_the_table_of_changes() -> None:
+    files = {path.stem for path in (ROOT / "kvtier/vllm").glob("*.py")}
+    rows = re.findall(r"^.+  ``(\w+)\.py``$", versions.__doc__ or "", re.MULTILINE)
+    assert sorted(rows) == sorted(files - FREE_OF_VLLM)
+
+
+def test_the_releases_that_nox_runs_are_supported() -> None:
+    run = PROJECT["tool"]["kvtier"]["vllm"]
+    oldest, newest = (int(release.split(".")[1]) for release in (OLDEST, NEWEST))
+    assert run["tests"] in run["torch"]
+    assert all(oldest <= int(release.split(".")[1]) <= newest for release in run["torch"])
+
+
+def test_names_of_the_package_are_loaded_when_they_are_used() -> None:
+    package = importlib.import_module("kvtier.vllm")
+    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
+        _ = package.Other
