@@ -36,7 +36,7 @@ from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
-from kvtier.sim.single import SingleResult, TouchOrder, simulate_single
+from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.timing import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
@@ -101,7 +101,8 @@ def run(  # noqa: PLR0913 - each is an option of the command
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Eviction policy of a single tier: {', '.join(EVICTIONS.built_in)}, "
+            help="Eviction policy of a single tier: "
+            f"{', '.join(sorted([*EVICTIONS.built_in, BELADY]))}, "
             "an installed one, or module:Class.",
         ),
     ] = None,

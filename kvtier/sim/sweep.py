@@ -23,7 +23,7 @@ from typing import Any, Final
 import kvtier
 from kvtier.policies import build_eviction
 from kvtier.sim.capacity import parse_capacity
-from kvtier.sim.single import SEED, Progress, TouchOrder, simulate_single
+from kvtier.sim.single import BELADY, SEED, Progress, TouchOrder, simulate_single
 from kvtier.sim.traces import Trace
 
 __all__ = ["COLUMNS", "Cell", "SweepResult", "sweep", "write_csv"]
@@ -114,7 +114,8 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         ConfigError: A policy does not exist, or a size is invalid.
     """
     for name in policies:
-        build_eviction(name, capacity=1, future=True)
+        if name != BELADY:
+            build_eviction(name, capacity=1)
     cells = [
         Cell(
             number,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.errors import UnsupportedError
-from kvtier.keys import make_key
+from kvtier.keys import group_of, make_key
 from tests.integration.engine_world import EngineWorld, arrange
 from tests.integration.odd_models import write_adapter
 from tests.integration.scheduler_setup import Setup, random_tokens
@@ -213,6 +214,27 @@ def test_a_request_that_ends_well_stores_all_it_computed(make_world: MakeWorld) 
     world.submit(tokens(world, 100), 13)
     world.settle()
     assert world.seen["stored"] == 7, "112 tokens of 16 each"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_request_aborted_amid_its_prompt_leaves_a_window_that_can_be_loaded(
+    make_world: MakeWorld, asynchronous: bool
+) -> None:
+    groups = ((16, None), (16, 40))
+    world = make_world(groups=groups, long_prefill_tokens=32, asynchronous=asynchronous)
+    prompt = tokens(world, 160)
+    request = world.submit(prompt, 4)
+    world.submit(tokens(world, 10), 8)  # or there would be no limit to the first one's step
+    while request.num_computed_tokens < 96:
+        world.step()
+    world.abort(request)
+    world.settle()
+    world.scheduler.reset_prefix_cache()
+    whole = request.num_computed_tokens // 16
+    world.submit(prompt, 4)
+    world.settle()
+    loaded = Counter(group_of(key) for key in world.loaded)
+    assert loaded == {0: whole, 1: 3}, "40 tokens of the window are in three blocks"
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,14 @@ def test_an_engine_whose_kv_vllm_mixes_up_is_refused(
         start(worker_config)
 
 
+def test_the_start_warns_of_resets_that_end_the_engine(
+    start: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    warning = "reset_running_requests while requests load, end the engine"
+    assert [warning in record.getMessage() for record in caplog.records].count(True) == 1
+
+
 def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(start: Open) -> None:
     start()
     with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):

@@ -21,7 +21,6 @@ from kvtier.policies import (
 )
 from kvtier.policies.admission import WriteBudget
 from kvtier.policies.eviction import Lru
-from kvtier.policies.eviction.scored import Belady
 from kvtier.policies.registry import (
     ADMISSIONS,
     EVICTIONS,
@@ -29,7 +28,7 @@ from kvtier.policies.registry import (
     PolicyRole,
 )
 from kvtier.policies.shadow import ShadowTier
-from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.single import BELADY, TouchOrder, simulate_single
 from kvtier.sim.traces import generate
 from tests.support.fakes import FakeSlotStatus
 
@@ -67,10 +66,6 @@ class Deep(Admission):
         return copy.depth > 3
 
 
-class Seer(Lru):
-    needs_future = True
-
-
 class Wrong:
     pass
 
@@ -88,8 +83,6 @@ class Uninitialised(Lru):
 class Adrift(TieredPlacement):
     def __init__(self, tiers):
         pass
-
-    min_chunks = 1
 
 
 class Boundless(Deep):
@@ -160,8 +153,7 @@ def test_every_built_in_policy_loads_and_a_file_may_name_it(role: PolicyRole[Any
     for name in role.built_in:
         assert issubclass(role.load(name), role.base)
         assert role.make(name, 3)
-    assert set(role.installed()) >= role.built_in.keys() - role.simulated
-    assert not role.simulated & set(role.installed())
+    assert set(role.installed()) >= role.built_in.keys()
 
 
 def test_the_schema_has_the_names_and_takes_any_class() -> None:
@@ -176,8 +168,8 @@ def test_the_schema_has_the_names_and_takes_any_class() -> None:
         assert set(pattern) == {"pattern"}
 
 
-@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in.keys() - EVICTIONS.simulated))
-def test_every_policy_but_belady_may_order_a_live_tier(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in))
+def test_every_built_in_policy_may_order_a_live_tier(name: str) -> None:
     config = parse_config(with_eviction(name), source="a.yaml")
     built = build_eviction(config.tiers[0].eviction, capacity=3)
     assert (type(built), built.capacity) == (EVICTIONS.load(name), 3)
@@ -192,22 +184,9 @@ def test_a_policy_of_another_package_may_order_a_tier(name: str) -> None:
     assert isinstance(built, Lru)
 
 
-def test_only_who_knows_the_future_may_have_belady() -> None:
-    assert isinstance(build_eviction("belady", capacity=3, future=True), Belady)
-    with pytest.raises(
-        ConfigError, match=r"'belady' must know the future; use it in kvtier sim"
-    ):
-        build_eviction("belady", capacity=3)
-    with pytest.raises(
-        ConfigError, match=r"^a\.yaml:4: tiers\[0\]\.eviction = belady: .*future; use it with"
-    ):
-        parse_config(with_eviction("belady"), source="a.yaml")
-
-
-@pytest.mark.usefixtures("mine")
-def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
-    with pytest.raises(ConfigError, match="must know the future"):
-        build_eviction("kvtier_mine:Seer", capacity=3)
+def test_no_live_tier_may_have_belady() -> None:
+    with pytest.raises(ConfigError, match=r"^a\.yaml:4: tiers\[0\]\.eviction = belady: "):
+        parse_config(with_eviction(BELADY), source="a.yaml")
 
 
 @pytest.mark.usefixtures("mine")
@@ -301,7 +280,10 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
         ),
         (
             ["policy: kvtier_mine:Greedy"],
-            "cannot be made from one number: missing a required argument: 'appetite';",
+            (
+                "cannot be made from one number: missing a required argument: 'appetite'; "
+                "`__init__` must accept one number, like kvtier.policies.Placement"
+            ),
         ),
         (
             ["admit: secnd-touch"],
@@ -323,8 +305,8 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
             "a.yaml:9: placement.write = through: a key of policy: tiered only; leave it out",
         ),
         (
-            ["policy: down", "promote_after: 1"],
-            "a.yaml:9: placement.promote_after = 1: a key of policy: tiered only; leave it out",
+            ["policy: down", "write_after: 1"],
+            "a.yaml:9: placement.write_after = 1: a key of policy: tiered only; leave it out",
         ),
     ],
 )
