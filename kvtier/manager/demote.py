@@ -40,7 +40,6 @@ class Demoter:
         self._reclaimer = _Reclaimer(stack, self._targets, self._jobs)
         self._queues: list[deque[CopyList]] = [deque() for _ in stack.tiers]
         self._queued = [0] * len(stack.tiers)
-        self._min_chunks = stack.placement.min_chunks
 
     @property
     def queued(self) -> int:
@@ -58,10 +57,7 @@ class Demoter:
         self._stack.publish(self._ram, copies)
         if len(self._stack.tiers) == 1 or not copies:
             return
-        if self._min_chunks > 1:
-            self._place(copies)
-        else:
-            self._place_listed(listed)
+        self._place_listed(listed)
 
     def record_use(self, copies: Sequence[ChunkCopy]) -> None:
         """Apply the placement policy to chunks that were loaded from RAM."""
@@ -134,9 +130,7 @@ class Demoter:
         self._jobs.clear()
 
     def _place(self, copies: Iterable[ChunkCopy]) -> None:
-        """Apply :meth:`_place_listed` to the clean ``copies`` in long enough prefixes."""
-        if self._min_chunks > 1:
-            copies = dict.fromkeys(self._in_long_prefixes(copies))
+        """Apply :meth:`_place_listed` to the clean ``copies``."""
         clean = [copy for copy in copies if not copy.dirty]
         if clean:
             self._place_listed(self._ram.list_of(clean))
@@ -150,33 +144,6 @@ class Demoter:
                 self._ram.begin_demotion(fitting.copies)
                 self._enqueue(target, fitting)
         self.add_sole_copies(self._ram, others)
-
-    def _in_long_prefixes(self, copies: Iterable[ChunkCopy]) -> Iterator[ChunkCopy]:
-        """Yield the RAM ``copies`` whose prefix has ``min_chunks`` chunks.
-
-        If a copy makes its prefix long enough, the copies before it are yielded too: a slower
-        tier cannot use the copy without them.
-        """
-        for copy in copies:
-            length = copy.depth + 1
-            if length == self._min_chunks:
-                yield from self._before(copy)
-            if length >= self._min_chunks:
-                yield copy
-
-    def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
-        """Return the unbroken chain of RAM copies before ``copy``, root to leaf."""
-        before: list[ChunkCopy] = []
-        while copy.depth and copy.parent is not None:
-            parent = self._ram.copies.get(copy.parent)
-            if parent is None or parent.state != _RESIDENT:
-                break
-            if parent.depth != copy.depth - 1:  # stored again since, behind another chunk
-                break
-            before.append(parent)
-            copy = parent
-        before.reverse()
-        return before
 
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
         """Return the part of ``listed`` that fits the backlog of tier ``target``, if any."""
@@ -291,14 +258,13 @@ class _Targets:
         return parts, others
 
     def of_victims(
-        self, copies: Sequence[ChunkCopy], source: int, *, min_chunks: int = 1
+        self, copies: Sequence[ChunkCopy], source: int
     ) -> dict[int | None, Sequence[ChunkCopy]]:
         """Group ``copies``, absent from slower tiers, by the tier that must receive them.
 
         Args:
             copies: Copies in one tier.
             source: Index of that tier.
-            min_chunks: Shortest prefix whose clean copies are demoted; dirty ones always are.
 
         Returns:
             Copies by the index of the receiving tier; under None, copies that stay in no tier.
@@ -306,11 +272,6 @@ class _Targets:
         if not copies:
             return {}
         targets = self._stack.placement.demote_many(copies, source, self._stack.ctx)
-        if min_chunks > 1:
-            targets = [
-                target if copy.dirty or copy.depth + 1 >= min_chunks else None
-                for copy, target in zip(copies, targets, strict=True)
-            ]
         if not self._stack.restricts_stores and targets.count(targets[0]) == len(copies):
             return {targets[0]: copies}
         groups: dict[int | None, list[ChunkCopy]] = {}
@@ -479,7 +440,6 @@ class _Reclaimer:
         self._reserve = [
             int(stack.limits.reserve * tier.slots.capacity) for tier in stack.tiers
         ]
-        self._min_chunks = stack.placement.min_chunks
 
     @property
     def is_needed(self) -> bool:
@@ -544,7 +504,7 @@ class _Reclaimer:
             sole = [victim for victim in sole if victim.key not in slower.copies]
         evicted = list(without(victims.copies, sole))
         batches: dict[int, Sequence[ChunkCopy]] = {}
-        groups = self._targets.of_victims(sole, tier.index, min_chunks=self._min_chunks)
+        groups = self._targets.of_victims(sole, tier.index)
         for target, group in groups.items():
             admitted: Sequence[ChunkCopy] = ()
             if target is not None:

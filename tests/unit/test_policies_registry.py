@@ -84,8 +84,6 @@ class Adrift(TieredPlacement):
     def __init__(self, tiers):
         pass
 
-    min_chunks = 1
-
 
 class Boundless(Deep):
     def __init__(self, capacity):
@@ -307,8 +305,8 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
             "a.yaml:9: placement.write = through: a key of policy: tiered only; leave it out",
         ),
         (
-            ["policy: down", "promote_after: 1"],
-            "a.yaml:9: placement.promote_after = 1: a key of policy: tiered only; leave it out",
+            ["policy: down", "write_after: 1"],
+            "a.yaml:9: placement.write_after = 1: a key of policy: tiered only; leave it out",
         ),
     ],
 )
