@@ -49,7 +49,6 @@ _REASONS: Final = {
     "beyond": "its slot is past the end of slots.bin: a smaller tier, or a file cut short",
     "dropped": "removed by an operator",
     "reset": "gone with a reset of the cache",
-    "doubted": "distrusted: without checksums nothing proved that its bytes were whole",
     "after-reset": "dropped at a start: it was stored after a reset of the cache",
     "damaged": "lost with an index that could not be read",
 }
@@ -209,7 +208,6 @@ def verification_document(check: Check, limit: int) -> dict[str, Any]:
     found = check.found
     return {
         **_place(check.space),
-        "verified": found.verified,
         "chunks": found.chunks,
         "good": _good(found),
         "changed": found.changed,
@@ -330,8 +328,6 @@ def _verification_lines(found: Verification) -> dict[str, str]:
     }
     if found.changed:
         lines["changed"] = f"{_count(found.changed)}, by the engine meanwhile"
-    if not found.verified:
-        lines["note"] = "stored with checksum: off, so only readability was checked"
     return lines
 
 

@@ -23,9 +23,7 @@ _CHECK: Final = "configuration"
 _SLOWER_TIER_KEYS: Final = (
     "write",
     "write_after",
-    "min_chunks",
     "promote",
-    "promote_after",
     "admit",
     "write_budget_per_day_bytes",
 )

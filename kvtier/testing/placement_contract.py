@@ -118,8 +118,6 @@ class PlacementContract(DecisionContract[Placement, object]):
         placement, ctx = self.make_policy(), PolicyContext()
         before = _of_all_chunks(placement)
         assert isinstance(placement.places_used, bool)
-        assert isinstance(placement.min_chunks, int)
-        assert placement.min_chunks >= 1
         for query in sample_queries(60):
             self.answers(placement, query, ctx)
             assert _of_all_chunks(placement) == before
@@ -166,4 +164,4 @@ class PlacementContract(DecisionContract[Placement, object]):
 
 def _of_all_chunks(placement: Placement) -> list[object]:
     targets = [tuple(placement.demotion_targets(source)) for source in range(TIERS)]
-    return [placement.places_used, placement.min_chunks, targets]
+    return [placement.places_used, targets]

@@ -324,11 +324,6 @@ def test_placement_without_a_slower_tier_is_a_warning_per_key(tmp_path: Path) ->
     assert warnings(config_of(tmp_path, more=f"\n{placement}")) == []
 
 
-def test_a_store_without_checksums_is_a_warning(tmp_path: Path) -> None:
-    (line,) = warnings(config_of(tmp_path, more="checksum: off"))
-    assert line.startswith("a.yaml:7: tiers[1].checksum = off: a flipped bit")
-
-
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:
     nowhere = Machine(tmp_path / "proc", tmp_path / "sys", tmp_path / "dev")
     examination = examine(config_of(tmp_path), machine=nowhere)

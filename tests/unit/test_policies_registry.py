@@ -86,8 +86,6 @@ class Adrift(TieredPlacement):
     def __init__(self, tiers):
         pass
 
-    min_chunks = 1
-
 
 class Boundless(Deep):
     def __init__(self, capacity):
@@ -312,8 +310,8 @@ def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy:
             "a.yaml:9: placement.write = through: a key of policy: tiered only; leave it out",
         ),
         (
-            ["policy: down", "promote_after: 1"],
-            "a.yaml:9: placement.promote_after = 1: a key of policy: tiered only; leave it out",
+            ["policy: down", "write_after: 1"],
+            "a.yaml:9: placement.write_after = 1: a key of policy: tiered only; leave it out",
         ),
     ],
 )
