@@ -25,7 +25,7 @@ from kvtier.config import (
     resolve_rank_paths,
 )
 from kvtier.errors import ConfigError
-from kvtier.sim.timing import TierSpeed, parse_speed
+from kvtier.sim.time_model import TierSpeed, parse_speed
 from kvtier.units import approximate_rate, approximate_size, parse_size
 
 if TYPE_CHECKING:

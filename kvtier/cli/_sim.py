@@ -39,7 +39,7 @@ from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
-from kvtier.sim.timing import TimeModel, parse_speed
+from kvtier.sim.time_model import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size, parse_size
 
