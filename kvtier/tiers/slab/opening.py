@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, Remark
 from kvtier.errors import (
     ConfigError,
     StoreDamagedError,
@@ -27,7 +27,6 @@ from kvtier.errors import (
 )
 from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
 from kvtier.tiers.slab.index import (
     IndexDatabase,
@@ -35,8 +34,16 @@ from kvtier.tiers.slab.index import (
     StoredRows,
     no_rows,
 )
-from kvtier.tiers.slab.lock import PATIENCE
+from kvtier.tiers.slab.lock import PATIENCE, read_holder
 from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
+from kvtier.tiers.slab.neighbours import (
+    Found,
+    Neighbour,
+    State,
+    describe,
+    find_directories,
+    unusable,
+)
 from kvtier.tiers.slab.removals import RemovalReason, mark_keys
 from kvtier.tiers.slab.schema import (
     IndexDamagedError,
@@ -44,7 +51,8 @@ from kvtier.tiers.slab.schema import (
     damage_raised,
     is_full,
 )
-from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
+from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec, no_room
+from kvtier.tiers.slab.start_plan import Opening, plan_start, wanted_nbytes
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "open_store", "release_store", "slots_within"]
@@ -103,7 +111,7 @@ def open_store(
         with contextlib.ExitStack() as stack:
             namespace = _open_namespace(options, context, capacity_slots, io, stack)
             file_spec = _file_spec(options, context, namespace, capacity_slots)
-            file = SlotFile.open_as_found(file_spec, io)
+            file = SlotFile.open(file_spec, io)
             stack.callback(file.close)
             # On a full disk the index uses the room that a lower capacity frees. The file's
             # size still says which slots exist, whenever this is interrupted.
@@ -172,12 +180,17 @@ def _open_namespace(
         stack.callback(namespace.close)
     if options.durability == "power":
         namespace.sync()  # if this fails, nothing has been removed yet
-    _make_room(options, namespace, _file_spec(options, context, namespace, capacity_slots), io)
+    spec = _file_spec(options, context, namespace, capacity_slots)
+    _make_room(options, namespace, Opening(context.fingerprint.fields, spec.nbytes), spec, io)
     return namespace
 
 
 def _make_room(
-    options: NvmeTierConfig, namespace: Namespace, spec: SlotFileSpec, io: BlockIo
+    options: NvmeTierConfig,
+    namespace: Namespace,
+    opening: Opening,
+    spec: SlotFileSpec,
+    io: BlockIo,
 ) -> None:
     """Make room, waiting for processes that have namespaces open for a short time.
 
@@ -189,7 +202,7 @@ def _make_room(
 
     def attempt(*, patient: bool) -> Occupied | None:
         with open_root(options.name, options.path, io):
-            return make_room(namespace, spec, options, io, patient=patient)
+            return _remove_others(options, namespace, opening, spec, io, patient=patient)
 
     for _ in PATIENCE.attempts():
         if attempt(patient=True) is None:
@@ -201,6 +214,107 @@ def _make_room(
             occupied.holder,
             "the capacity is not enough beside it: let that finish, or end it, and start again",
         )
+
+
+def _remove_others(
+    options: NvmeTierConfig,
+    own: Namespace,
+    opening: Opening,
+    spec: SlotFileSpec,
+    io: BlockIo,
+    *,
+    patient: bool,
+) -> Occupied | None:
+    """Remove idle namespaces until the rest and this slot file fit the capacity.
+
+    The capacity limits the slot files. The index beside each takes some 120 bytes a slot and 20
+    MiB, which must be free when a slot file is created or grows. Nothing is removed if the disk
+    could not hold the file anyway.
+
+    Args:
+        options: The tier's options.
+        own: The namespace that is being opened.
+        opening: Its identity and size.
+        spec: Its slot file.
+        io: System calls.
+        patient: Whether to wait for a holder whose process is not found, because it may be the
+            I/O process of an engine that died. Otherwise it counts as an engine, because it may
+            run in another container.
+
+    Returns:
+        None if everything is within the capacity now. Otherwise the namespace to wait for; then
+        nothing was removed.
+
+    Raises:
+        ConfigError: The disk has too little room even without the idle namespaces; or one that
+            must be removed is protected, or was made by another version.
+        OSError: The file system failed.
+    """
+    root = own.directory.parent
+    found = [each for each in find_directories(root, io) if each.directory != own.directory]
+    with contextlib.ExitStack() as stack:
+        around = _Surroundings(stack, io, patient=patient)
+        neighbours = [around.enter(each) for each in found if each.is_namespace]
+        plan = plan_start(opening, neighbours, options)
+        if plan.refusals:
+            raise ConfigError("\n".join(_line(options, each) for each in plan.refusals))
+        if plan.awaited is not None:
+            return around.occupied[plan.awaited.directory]
+        for remark in unusable(found):
+            logger.warning("%s", _line(options, remark))
+        _require_room(own, spec, plan.reclaimed_nbytes, io)
+        for remark in plan.warnings:
+            logger.warning("%s", _line(options, remark))
+        for each in plan.removed:
+            if not each.slots_nbytes:
+                logger.info("tier %s: removing the rest of %s", options.name, each.directory)
+            around.locked[each.directory].remove()
+    return None
+
+
+class _Surroundings:
+    """The other namespaces of a store: those locked by this start, and those to wait for."""
+
+    def __init__(self, stack: contextlib.ExitStack, io: BlockIo, *, patient: bool) -> None:
+        self.locked: dict[Path, Namespace] = {}
+        self.occupied: dict[Path, Occupied] = {}
+        self._stack = stack
+        self._io = io
+        self._patient = patient
+
+    def enter(self, found: Found) -> Neighbour:
+        """Lock a namespace if it is idle, and return what is known about it."""
+        directory = found.directory
+        other = Namespace.open_idle(directory, self._io)
+        if isinstance(other, Namespace):
+            self._stack.callback(other.close)
+            if found.is_other_version:
+                return describe(found, State.OTHER_VERSION, "")
+            self.locked[directory] = other
+            return describe(found, State.IDLE, "")
+        if (
+            other is not None
+            and not found.is_other_version
+            and (self._patient or other.by_tool)
+        ):
+            self.occupied[directory] = other
+            return describe(found, State.PASSING, other.holder)
+        return describe(found, State.ENGINE, read_holder(directory) or "another process")
+
+
+def _line(options: NvmeTierConfig, remark: Remark) -> str:
+    return f"tier {options.name}: {remark.problem}; {remark.remedy}"
+
+
+def _require_room(
+    own: Namespace, spec: SlotFileSpec, reclaimed_nbytes: int, io: BlockIo
+) -> None:
+    """Raise ConfigError if the disk cannot hold the slot file and its index."""
+    wanted = wanted_nbytes(spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes)
+    free_nbytes = io.free_nbytes(own.directory)
+    if free_nbytes is not None and free_nbytes + reclaimed_nbytes < wanted:
+        index_nbytes = max(wanted - (spec.nbytes - own.slots_nbytes), 0)
+        raise no_room(spec, free_nbytes, index_nbytes)
 
 
 def _file_spec(
