@@ -21,7 +21,7 @@ from kvtier.tiers.slab.inspect import (
     present_holder,
     store_locked,
 )
-from kvtier.tiers.slab.lock import Patience, is_tool, passing_holder
+from kvtier.tiers.slab.lock import Patience, is_tool
 from kvtier.tiers.slab.namespace import INDEX, nbytes_of
 from kvtier.tiers.slab.neighbours import (
     Found,
@@ -35,8 +35,8 @@ from kvtier.tiers.slab.start_plan import (
     Opening,
     describe_difference,
     plan_start,
+    room_needed,
     slab_options,
-    wanted_nbytes,
 )
 
 __all__ = ["examine_store"]
@@ -71,7 +71,7 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
         problem = f"{error.filename or options.path}: {error.strerror}"
         raise ConfigError(f"{problem}; run this as the user that runs the engine") from error
     slots_nbytes = own.slots_nbytes if own else 0
-    wanted = wanted_nbytes(opening.nbytes, slots, slots_nbytes, index_nbytes)
+    grown_nbytes, added_nbytes = room_needed(opening.nbytes, slots, slots_nbytes, index_nbytes)
     return StoreExamination(
         refusals=[
             *_foreign(found, identity),
@@ -83,8 +83,8 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
         notes=list(_cost_of_change(own, opening, options)),
         holders=[each.holder for each in neighbours if each.holder],
         free_nbytes=free_nbytes,
-        wanted_nbytes=wanted,
-        index_nbytes=max(wanted - (opening.nbytes - slots_nbytes), 0),
+        wanted_nbytes=grown_nbytes + added_nbytes,
+        index_nbytes=added_nbytes,
         reclaimed_nbytes=plan.reclaimed_nbytes,
         own_nbytes=slots_nbytes + index_nbytes,
     )
@@ -97,17 +97,9 @@ def _neighbours(root: Path, found: Sequence[Found]) -> list[Neighbour]:
         for each in found:
             if each.is_namespace:
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    neighbours.append(_neighbour(each))
+                    is_locked = present_holder(each.directory) is not None
+                    neighbours.append(describe(each, is_locked=is_locked))
     return neighbours
-
-
-def _neighbour(found: Found) -> Neighbour:
-    holder = present_holder(found.directory) or ""
-    state = State.OTHER_VERSION if found.is_other_version else State.IDLE
-    if holder:
-        is_passing = passing_holder(found.directory) and not found.is_other_version
-        state = State.PASSING if is_passing else State.ENGINE
-    return describe(found, state, holder)
 
 
 def _foreign(found: Sequence[Found], identity: Fields) -> Iterator[Remark]:

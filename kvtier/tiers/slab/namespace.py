@@ -26,9 +26,7 @@ from kvtier.tiers.slab.lock import (
     PATIENCE,
     Patience,
     acquire,
-    is_tool,
     name_holder,
-    passing_holder,
     try_acquire,
 )
 from kvtier.types import LayoutFingerprint
@@ -41,7 +39,6 @@ __all__ = [
     "Layout",
     "LayoutVersionError",
     "Namespace",
-    "Occupied",
     "find_foreign_file",
     "has_namespace_name",
     "nbytes_of",
@@ -132,22 +129,6 @@ class Layout:
                 raise ValueError("it does not describe a kvtier store")
 
 
-@dataclass(frozen=True, slots=True)
-class Occupied:
-    """A namespace that is locked, but not by a running engine.
-
-    Attributes:
-        directory: Its directory.
-        holder: Holder of the lock, for people.
-        by_tool: Whether the holder is a tool; otherwise it seems to be the I/O process of an
-            engine that died.
-    """
-
-    directory: Path
-    holder: str
-    by_tool: bool
-
-
 class Namespace:
     """A namespace whose lock this object holds.
 
@@ -191,17 +172,10 @@ class Namespace:
         return namespace
 
     @classmethod
-    def open_idle(cls, directory: Path, io: BlockIo) -> Self | Occupied | None:
-        """Lock the namespace ``directory`` if no engine has it open.
-
-        Returns:
-            The locked namespace; or :class:`Occupied` if its holder will release it soon; None
-            if an engine has it open, or it cannot be locked.
-        """
+    def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
+        """Lock the namespace ``directory``; return None if it is locked or cannot be."""
         try:
-            with contextlib.suppress(BlockingIOError):
-                return cls(directory, try_acquire(directory, io), io)
-            return _occupied(directory)
+            return cls(directory, try_acquire(directory, io), io)
         except OSError:
             return None
 
@@ -399,13 +373,6 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
     """
     _require_own_files("", directory)
     return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
-
-
-def _occupied(directory: Path) -> Occupied | None:
-    holder = passing_holder(directory)
-    if not holder:
-        return None
-    return Occupied(directory, holder, is_tool(holder))
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:

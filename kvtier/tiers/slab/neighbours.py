@@ -17,7 +17,7 @@ from kvtier.errors import StoreDamagedError
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import WAL, StoredNamespace, count_chunks
-from kvtier.tiers.slab.lock import LOCK, last_opened
+from kvtier.tiers.slab.lock import LOCK, is_tool, last_opened, passing_holder, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,
     LAYOUT,
@@ -121,13 +121,26 @@ def find_directories(root: Path, io: BlockIo) -> list[Found]:
     return [_look_at(path, io) for path in root.iterdir() if has_namespace_name(path)]
 
 
-def describe(found: Found, state: State, holder: str) -> Neighbour:
+def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
     """Return what is known about a namespace; chunks are counted only if it is idle.
+
+    Args:
+        found: The namespace.
+        is_locked: Whether another process has it locked.
+        patient: Whether a holder whose process is not found counts as the I/O process of an
+            engine that died. Otherwise it counts as an engine, because it may run in another
+            container.
 
     Raises:
         OSError: Its files cannot be looked at.
     """
     directory, layout = found.directory, found.layout
+    state, holder = State.OTHER_VERSION if found.is_other_version else State.IDLE, ""
+    if is_locked:
+        holder = passing_holder(directory)
+        is_passing = is_tool(holder) or (patient and bool(holder))
+        state = State.PASSING if is_passing and layout is not None else State.ENGINE
+        holder = holder or read_holder(directory) or "another process"
     slots_nbytes = nbytes_of(directory / SLOTS)
     chunks = None
     if layout is not None and state is State.IDLE and slots_nbytes:

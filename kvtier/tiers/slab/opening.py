@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import sqlite3
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.config import NvmeTierConfig, Remark
 from kvtier.errors import (
@@ -34,12 +35,11 @@ from kvtier.tiers.slab.index import (
     StoredRows,
     no_rows,
 )
-from kvtier.tiers.slab.lock import PATIENCE, read_holder
-from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
+from kvtier.tiers.slab.lock import PATIENCE
+from kvtier.tiers.slab.namespace import SLOTS, Layout, Namespace, open_root
 from kvtier.tiers.slab.neighbours import (
     Found,
     Neighbour,
-    State,
     describe,
     find_directories,
     unusable,
@@ -52,7 +52,7 @@ from kvtier.tiers.slab.schema import (
     is_full,
 )
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec, no_room
-from kvtier.tiers.slab.start_plan import Opening, plan_start, wanted_nbytes
+from kvtier.tiers.slab.start_plan import Opening, plan_start, room_needed
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "open_store", "release_store", "slots_within"]
@@ -106,21 +106,26 @@ def open_store(
         StoreDamagedError: The path has no store of this layout.
         TierUnavailableError: The medium failed.
     """
-    capacity_slots = slots_within(options, context)
+    spec = SlotFileSpec(
+        tier=options.name,
+        path=options.path / context.fingerprint.namespace() / SLOTS,
+        capacity_slots=slots_within(options, context),
+        slot_nbytes=context.slot_nbytes,
+        direct_io=options.direct_io,
+    )
     try:
         with contextlib.ExitStack() as stack:
-            namespace = _open_namespace(options, context, capacity_slots, io, stack)
-            file_spec = _file_spec(options, context, namespace, capacity_slots)
-            file = SlotFile.open(file_spec, io)
+            namespace = _open_namespace(options, context, spec, io, stack)
+            file = SlotFile.open(spec, io)
             stack.callback(file.close)
             # On a full disk the index uses the room that a lower capacity frees. The file's
             # size still says which slots exist, whenever this is interrupted.
-            file.truncate(file_spec)
+            file.truncate(spec)
             database, rows = _open_index(options, context, namespace, file, io)
             stack.callback(database.close)
             # Rows without slots are deleted durably before the file grows. After that its size
             # no longer says which slots were written, and their chunks would all be misses.
-            file.reserve(file_spec)
+            file.reserve(spec)
             if options.durability == "power":
                 namespace.sync()
             stack.pop_all()
@@ -168,7 +173,7 @@ def release_store(store: OpenStore) -> None:
 def _open_namespace(
     options: NvmeTierConfig,
     context: TierContext,
-    capacity_slots: int,
+    spec: SlotFileSpec,
     io: BlockIo,
     stack: contextlib.ExitStack,
 ) -> Namespace:
@@ -180,7 +185,6 @@ def _open_namespace(
         stack.callback(namespace.close)
     if options.durability == "power":
         namespace.sync()  # if this fails, nothing has been removed yet
-    spec = _file_spec(options, context, namespace, capacity_slots)
     _make_room(options, namespace, Opening(context.fingerprint.fields, spec.nbytes), spec, io)
     return namespace
 
@@ -192,7 +196,7 @@ def _make_room(
     spec: SlotFileSpec,
     io: BlockIo,
 ) -> None:
-    """Make room, waiting for processes that have namespaces open for a short time.
+    """Remove other namespaces, waiting for processes that have one open for a short time.
 
     The store's lock is released between attempts, because those processes may need it.
 
@@ -200,20 +204,53 @@ def _make_room(
         StoreLockedError: A process takes longer than PATIENCE.
     """
 
-    def attempt(*, patient: bool) -> Occupied | None:
-        with open_root(options.name, options.path, io):
-            return _remove_others(options, namespace, opening, spec, io, patient=patient)
+    def attempt(*, patient: bool) -> Neighbour | None:
+        with open_root(options.name, options.path, io), contextlib.ExitStack() as stack:
+            around = _lock_others(namespace, io, stack, patient=patient)
+            return _remove_others(options, namespace, opening, spec, io, around)
 
     for _ in PATIENCE.attempts():
         if attempt(patient=True) is None:
             return
-    if (occupied := attempt(patient=False)) is not None:
+    if (awaited := attempt(patient=False)) is not None:
         raise StoreLockedError(
             options.name,
-            occupied.directory,
-            occupied.holder,
+            awaited.directory,
+            awaited.holder,
             "the capacity is not enough beside it: let that finish, or end it, and start again",
         )
+
+
+class _Surroundings(NamedTuple):
+    """The other namespaces of a store.
+
+    Attributes:
+        found: The directories.
+        neighbours: The namespaces.
+        locked: Those that this start has locked.
+    """
+
+    found: Sequence[Found]
+    neighbours: Sequence[Neighbour]
+    locked: Mapping[Path, Namespace]
+
+
+def _lock_others(
+    own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
+) -> _Surroundings:
+    """Lock the idle namespaces beside ``own`` until ``stack`` ends."""
+    root = own.directory.parent
+    found = [each for each in find_directories(root, io) if each.directory != own.directory]
+    neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
+    for each in found:
+        if not each.is_namespace:
+            continue
+        other = Namespace.open_idle(each.directory, io)
+        if other is not None:
+            stack.callback(other.close)
+            locked[each.directory] = other
+        neighbours.append(describe(each, is_locked=other is None, patient=patient))
+    return _Surroundings(found, neighbours, locked)
 
 
 def _remove_others(
@@ -222,24 +259,13 @@ def _remove_others(
     opening: Opening,
     spec: SlotFileSpec,
     io: BlockIo,
-    *,
-    patient: bool,
-) -> Occupied | None:
+    around: _Surroundings,
+) -> Neighbour | None:
     """Remove idle namespaces until the rest and this slot file fit the capacity.
 
     The capacity limits the slot files. The index beside each takes some 120 bytes a slot and 20
     MiB, which must be free when a slot file is created or grows. Nothing is removed if the disk
     could not hold the file anyway.
-
-    Args:
-        options: The tier's options.
-        own: The namespace that is being opened.
-        opening: Its identity and size.
-        spec: Its slot file.
-        io: System calls.
-        patient: Whether to wait for a holder whose process is not found, because it may be the
-            I/O process of an engine that died. Otherwise it counts as an engine, because it may
-            run in another container.
 
     Returns:
         None if everything is within the capacity now. Otherwise the namespace to wait for; then
@@ -250,56 +276,21 @@ def _remove_others(
             must be removed is protected, or was made by another version.
         OSError: The file system failed.
     """
-    root = own.directory.parent
-    found = [each for each in find_directories(root, io) if each.directory != own.directory]
-    with contextlib.ExitStack() as stack:
-        around = _Surroundings(stack, io, patient=patient)
-        neighbours = [around.enter(each) for each in found if each.is_namespace]
-        plan = plan_start(opening, neighbours, options)
-        if plan.refusals:
-            raise ConfigError("\n".join(_line(options, each) for each in plan.refusals))
-        if plan.awaited is not None:
-            return around.occupied[plan.awaited.directory]
-        for remark in unusable(found):
-            logger.warning("%s", _line(options, remark))
-        _require_room(own, spec, plan.reclaimed_nbytes, io)
-        for remark in plan.warnings:
-            logger.warning("%s", _line(options, remark))
-        for each in plan.removed:
-            if not each.slots_nbytes:
-                logger.info("tier %s: removing the rest of %s", options.name, each.directory)
-            around.locked[each.directory].remove()
+    plan = plan_start(opening, around.neighbours, options)
+    if plan.refusals:
+        raise ConfigError("\n".join(_line(options, each) for each in plan.refusals))
+    if plan.awaited is not None:
+        return plan.awaited
+    for remark in unusable(around.found):
+        logger.warning("%s", _line(options, remark))
+    _require_room(own, spec, plan.reclaimed_nbytes, io)
+    for remark in plan.warnings:
+        logger.warning("%s", _line(options, remark))
+    for each in plan.removed:
+        if not each.slots_nbytes:
+            logger.info("tier %s: removing the rest of %s", options.name, each.directory)
+        around.locked[each.directory].remove()
     return None
-
-
-class _Surroundings:
-    """The other namespaces of a store: those locked by this start, and those to wait for."""
-
-    def __init__(self, stack: contextlib.ExitStack, io: BlockIo, *, patient: bool) -> None:
-        self.locked: dict[Path, Namespace] = {}
-        self.occupied: dict[Path, Occupied] = {}
-        self._stack = stack
-        self._io = io
-        self._patient = patient
-
-    def enter(self, found: Found) -> Neighbour:
-        """Lock a namespace if it is idle, and return what is known about it."""
-        directory = found.directory
-        other = Namespace.open_idle(directory, self._io)
-        if isinstance(other, Namespace):
-            self._stack.callback(other.close)
-            if found.is_other_version:
-                return describe(found, State.OTHER_VERSION, "")
-            self.locked[directory] = other
-            return describe(found, State.IDLE, "")
-        if (
-            other is not None
-            and not found.is_other_version
-            and (self._patient or other.by_tool)
-        ):
-            self.occupied[directory] = other
-            return describe(found, State.PASSING, other.holder)
-        return describe(found, State.ENGINE, read_holder(directory) or "another process")
 
 
 def _line(options: NvmeTierConfig, remark: Remark) -> str:
@@ -310,23 +301,12 @@ def _require_room(
     own: Namespace, spec: SlotFileSpec, reclaimed_nbytes: int, io: BlockIo
 ) -> None:
     """Raise ConfigError if the disk cannot hold the slot file and its index."""
-    wanted = wanted_nbytes(spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes)
-    free_nbytes = io.free_nbytes(own.directory)
-    if free_nbytes is not None and free_nbytes + reclaimed_nbytes < wanted:
-        index_nbytes = max(wanted - (spec.nbytes - own.slots_nbytes), 0)
-        raise no_room(spec, free_nbytes, index_nbytes)
-
-
-def _file_spec(
-    options: NvmeTierConfig, context: TierContext, namespace: Namespace, capacity_slots: int
-) -> SlotFileSpec:
-    return SlotFileSpec(
-        tier=options.name,
-        path=namespace.slots_path,
-        capacity_slots=capacity_slots,
-        slot_nbytes=context.slot_nbytes,
-        direct_io=options.direct_io,
+    slots_nbytes, index_nbytes = room_needed(
+        spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes
     )
+    free_nbytes = io.free_nbytes(own.directory)
+    if free_nbytes is not None and free_nbytes + reclaimed_nbytes < slots_nbytes + index_nbytes:
+        raise no_room(spec, free_nbytes, index_nbytes)
 
 
 def _open_index(

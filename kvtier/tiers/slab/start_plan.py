@@ -26,8 +26,8 @@ __all__ = [
     "StartPlan",
     "describe_difference",
     "plan_start",
+    "room_needed",
     "slab_options",
-    "wanted_nbytes",
 ]
 
 
@@ -112,7 +112,9 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
     return options
 
 
-def wanted_nbytes(nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int) -> int:
+def room_needed(
+    nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int
+) -> tuple[int, int]:
     """Return the disk room that a slot file and its index still need.
 
     Args:
@@ -122,8 +124,9 @@ def wanted_nbytes(nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbyt
         own_index_nbytes: Present bytes of the index.
     """
     if nbytes <= own_slots_nbytes:
-        return 0
-    return nbytes - own_slots_nbytes + max(index_room_nbytes(slots) - own_index_nbytes, 0)
+        return 0, 0
+    index_nbytes = max(index_room_nbytes(slots) - own_index_nbytes, 0)
+    return nbytes - own_slots_nbytes, index_nbytes
 
 
 def describe_difference(theirs: Fields | None, ours: Fields) -> str:
