@@ -307,10 +307,10 @@ def _time_model(
 def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
     """Print the result of one policy."""
     if as_json:
-        show_json(result.as_dict() | trace.reading())
+        show_json(asdict(result) | trace.reading())
         return
     table = make_table("", numbers=("",))
-    for name, value in result.as_dict().items():
+    for name, value in asdict(result).items():
         table.add_row(name.replace("_", " "), _text(value))
     show_table(make_console(), table)
     show_assumptions(trace)
