@@ -97,13 +97,13 @@ class Observer:
         return [
             ShadowPolicyFigures(
                 tier=name,
-                policy=ghost.policy,
-                asked_chunks=ghost.references,
-                hit_chunks=ghost.hits,
-                hit_ratio=ghost.hits / max(ghost.references, 1),
+                policy=policy,
+                asked_chunks=tier.references,
+                hit_chunks=hits,
+                hit_ratio=hits / max(tier.references, 1),
             )
             for name, tier in self._shadows
-            for ghost in tier.figures()
+            for policy, hits in tier.hits().items()
         ]
 
     def _chunks(self, context: RequestContext) -> list[ChunkKey]:

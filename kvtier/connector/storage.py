@@ -22,7 +22,6 @@ from kvtier.os.iopool import IoPool, start_thread
 from kvtier.os.memory import paused_garbage_collection
 from kvtier.recording import Recorder
 from kvtier.tiers.base import StorageTier, TierContext
-from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import (
     BetweenTiers,
@@ -116,7 +115,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     recorder: Recorder | None = None
     try:
         tiers.extend(open_tier(options, context) for options in config.tiers[1:])
-        if not all(isinstance(tier, HostedTier) for tier in tiers):
+        if any(tier.moves_in_process for tier in tiers):
             region.map_pages()
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
         recorder = _open_recorder(config)
@@ -257,6 +256,5 @@ def _recover(
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:
     namespace = fingerprint.namespace()
-    return [
-        StoreInfo(tier.name, namespace, str(getattr(tier, "path", ""))) for tier in config.tiers
-    ]
+    places = [(tier.name, tier.local_store()) for tier in config.tiers]
+    return [StoreInfo(name, namespace, str(at.path) if at else "") for name, at in places]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvtier.policies.admission import Admission
 from kvtier.policies.base import (
-    NEVER,
     ChunkCopy,
     CopyState,
     Evictable,
@@ -17,7 +16,6 @@ from kvtier.policies.placement import ConditionalPlacement, TieredPlacement
 from kvtier.policies.registry import build_admission, build_eviction, build_placement
 
 __all__ = [
-    "NEVER",
     "Admission",
     "ChunkCopy",
     "ConditionalPlacement",

@@ -9,7 +9,6 @@ run the same code, and a policy tuned on a trace is deployed as is.
 from __future__ import annotations
 
 import random
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
 
 __all__ = [
-    "NEVER",
     "NO_TERMS",
     "ChunkCopy",
     "CopyState",
@@ -36,9 +34,6 @@ __all__ = [
     "pick_leaf",
     "session_terms",
 ]
-
-NEVER: Final = sys.maxsize
-"""The next use of a chunk that is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +171,12 @@ class PolicyContext:
         rng: The only source of randomness; seeded by the driver.
         request: Id of the request being served; empty if there is none.
         session: The request's session; empty if unknown.
-        next_use: Position in the trace of the chunk's next use. A simulator sets it before each
-            use and insertion, for policies that must know the future.
     """
 
     now: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     request: str = ""
     session: str = ""
-    next_use: int = NEVER
 
 
 class NoVictimError(KvtierError):
@@ -268,9 +260,6 @@ class Eviction(ABC):
     sheds: ClassVar[bool] = False
     """Whether a hit may leave ``surplus`` above zero: that many members should leave. A
     simulator then picks them at once; a live tier does not: an empty slot serves no request."""
-
-    needs_future: ClassVar[bool] = False
-    """Whether ``ctx.next_use`` must be set, which only a simulator can do."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """Order in which the manager reports the chunks that a request used or stored at once.
@@ -388,17 +377,9 @@ class Placement(ABC):
     def places_used(self) -> bool:
         """Whether :meth:`place` is also called for chunks that were loaded from RAM.
 
-        This and :attr:`min_chunks` are constant for the life of the object.
+        Constant for the life of the object.
         """
         return False
-
-    @property
-    def min_chunks(self) -> int:
-        """Length of the shortest prefix worth copying to slower tiers, in chunks.
-
-        Chunks of a shorter prefix wait in RAM until the prefix is long enough.
-        """
-        return 1
 
     @abstractmethod
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
@@ -437,7 +418,9 @@ class Placement(ABC):
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admit` for ``copies``."""
+        """Call :meth:`admit` for ``copies``; the default of that admits all at once."""
+        if type(self).admit is Placement.admit:
+            return [True] * len(copies)
         return [self.admit(copy, tier, ctx) for copy in copies]
 
     @abstractmethod

@@ -58,7 +58,6 @@ class PolicyRole(Generic[PolicyT]):
         base: The class that every policy derives from.
         state: Attributes that the base's constructor sets.
         built_in: The built-in policies: name to ``module:Class``.
-        simulated: Names of the built-in policies that only a simulator can drive.
     """
 
     what: str
@@ -66,19 +65,16 @@ class PolicyRole(Generic[PolicyT]):
     base: type[Any]
     state: tuple[str, ...]
     built_in: Mapping[str, str]
-    simulated: frozenset[str] = frozenset()
 
     def installed(self) -> tuple[str, ...]:
         """Return every name that a configuration may give, sorted."""
-        return tuple(sorted({*self.built_in, *self._registered()} - self.simulated))
+        return tuple(sorted({*self.built_in, *self._registered()}))
 
     def obstacle(self, name: str) -> tuple[str, str] | None:
         """Return why a configuration cannot name the policy ``name``, and a remedy.
 
         The caller checks names outside :meth:`installed`. Built-in policies are not imported.
         """
-        if name in self.simulated:
-            return "a policy that must know the future", "use it with kvtier sim run --policy"
         point = None if name in self.built_in else self._point(name)
         if point is None:
             return None
@@ -106,7 +102,7 @@ class PolicyRole(Generic[PolicyT]):
         """
         point = self._point(name)
         if point is None:
-            known = sorted({*self.built_in, *self._registered()})
+            known = self.installed()
             remedy = f"or name a class as module:Class{did_you_mean(name, known)}"
             problem = f"unknown {self.what} {name!r}; installed: {', '.join(known)}"
             raise ConfigError(f"{problem}; {remedy}")
@@ -180,7 +176,6 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     {
         "2q": "kvtier.policies.eviction.two_q:TwoQ",
         "arc": "kvtier.policies.eviction.arc:Arc",
-        "belady": "kvtier.policies.eviction.scored:Belady",
         "fifo": "kvtier.policies.eviction.lru:Fifo",
         "gdsf": "kvtier.policies.eviction.scored:Gdsf",
         "hedged-lhd": "kvtier.policies.eviction.hedged_lhd:HedgedLhd",
@@ -195,7 +190,6 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
         "w-tinylfu": "kvtier.policies.eviction.w_tinylfu:WTinyLfu",
         "w-tinylfu-exact": "kvtier.policies.eviction.w_tinylfu:WTinyLfuExact",
     },
-    simulated=frozenset({"belady"}),
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
     "placement policy",
@@ -217,20 +211,16 @@ ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
 )
 
 
-def build_eviction(name: str, *, capacity: int, future: bool = False) -> Eviction:
+def build_eviction(name: str, *, capacity: int) -> Eviction:
     """Build the eviction policy called ``name`` for a tier of ``capacity`` slots.
 
     Args:
         name: A built-in policy, a registered name of an installed package, or ``module:Class``.
         capacity: Slots of the tier.
-        future: Whether the caller sets ``ctx.next_use``, as a simulator can.
 
     Raises:
-        ConfigError: There is no such policy, it cannot be made, or it needs ``ctx.next_use``.
+        ConfigError: There is no such policy, or it cannot be made.
     """
-    if EVICTIONS.load(name).needs_future and not future:
-        problem = f"eviction policy {name!r} must know the future"
-        raise ConfigError(f"{problem}; use it in kvtier sim, another policy in a live tier")
     return EVICTIONS.make(name, capacity)
 
 
@@ -244,11 +234,7 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    placement = PLACEMENTS.make(name, tiers)
-    with PLACEMENTS.making(name):
-        if not isinstance(placement.min_chunks, int):
-            raise TypeError(f"min_chunks is {placement.min_chunks!r}, which is not an int")
-    return placement
+    return PLACEMENTS.make(name, tiers)
 
 
 def build_admission(name: str, *, capacity: int) -> Admission:

@@ -17,32 +17,16 @@ of its key is read. A sample interrupts leading hits, so hits of single chunks a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.registry import build_eviction
 from kvtier.policies.simulated_tier import SimulatedTier
 
-__all__ = ["ShadowFigures", "ShadowTier"]
+__all__ = ["ShadowTier"]
 
 _MAX_CHUNKS: Final = 4096
 _HASH_NBYTES: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowFigures:
-    """Simulated hits of one policy in one tier since the start.
-
-    Attributes:
-        policy: The policy's name.
-        references: Requested chunks in the sample.
-        hits: Requested chunks that the shadow held.
-    """
-
-    policy: str
-    references: int
-    hits: int
 
 
 class ShadowTier:
@@ -52,15 +36,18 @@ class ShadowTier:
         capacity: Slots of the tier.
         policies: Names of the policies, each once.
 
+    Attributes:
+        references: Requested chunks in the sample since the start.
+
     Raises:
-        ConfigError: There is no such policy, or it needs ``ctx.next_use``.
+        ConfigError: There is no such policy.
     """
 
     def __init__(self, capacity: int, policies: Iterable[str]) -> None:
         shift = max((max(capacity, 1) - 1) // _MAX_CHUNKS, 0).bit_length()
         self._mask = (1 << shift) - 1
         self._capacity = max(capacity >> shift, 1)
-        self._references = 0
+        self.references = 0
         self._hits = dict.fromkeys(policies, 0)
         self.clear()
 
@@ -82,16 +69,14 @@ class ShadowTier:
             ]
         if not chain:
             return
-        self._references += len(chain)
+        self.references += len(chain)
         for policy, tier in self._tiers.items():
             _, hits, _ = tier.serve(chain, now, request=request, session=session)
             self._hits[policy] += hits
 
-    def figures(self) -> list[ShadowFigures]:
-        """Return the figures of every policy."""
-        return [
-            ShadowFigures(policy, self._references, hits) for policy, hits in self._hits.items()
-        ]
+    def hits(self) -> dict[str, int]:
+        """Return how many of :attr:`references` the shadow of each policy held, by name."""
+        return dict(self._hits)
 
     def clear(self) -> None:
         """Forget every chunk and keep the counts, for a reset of the cache."""

@@ -13,7 +13,7 @@ leading hits are one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import (
@@ -36,8 +36,6 @@ class SimulatedTier:
     Args:
         eviction: The policy, without members. Its capacity is the tier's.
         touch_order: ``forward`` or ``reverse``; by default the policy's own order.
-        next_uses: For each access, in order, the position of the chunk's next use; for policies
-            that need ``ctx.next_use``.
 
     Attributes:
         eviction: The policy.
@@ -45,20 +43,12 @@ class SimulatedTier:
         members: The resident copies by key.
     """
 
-    def __init__(
-        self,
-        eviction: Eviction,
-        *,
-        touch_order: str | None = None,
-        next_uses: Iterator[int] | None = None,
-    ) -> None:
+    def __init__(self, eviction: Eviction, *, touch_order: str | None = None) -> None:
         self.eviction = eviction
         self.ctx = PolicyContext()
         self.members: dict[ChunkKey, ChunkCopy] = {}
         self._is_reverse = (touch_order or eviction.touch_order) == "reverse"
-        self._next_uses = next_uses
-        self._uses_singly = eviction.sheds or next_uses is not None
-        self._is_plain = not (self._uses_singly or eviction.leaf_only or eviction.insert_first)
+        self._is_plain = not (eviction.sheds or eviction.leaf_only or eviction.insert_first)
         self._terms = NO_TERMS
         self._child_counts: dict[ChunkKey, int] = {}
 
@@ -100,8 +90,6 @@ class SimulatedTier:
 
     def use(self, copy: ChunkCopy) -> None:
         """Record a use of a member."""
-        if self._next_uses is not None:
-            self.ctx.next_use = next(self._next_uses)
         copy.hits += 1
         self.eviction.on_hit(copy, self.ctx)
         while self.eviction.surplus and self.evict() is not None:
@@ -129,8 +117,6 @@ class SimulatedTier:
             if victim is None:
                 return False
         copy = self._enter(key, parent, depth, victim)
-        if self._next_uses is not None:
-            self.ctx.next_use = next(self._next_uses)
         eviction.on_insert(copy, self.ctx)
         return not (is_full and competes) or self.evict() is not None
 
@@ -176,7 +162,7 @@ class SimulatedTier:
             self.members[parent].child_count = count
 
     def _use_many(self, copies: Sequence[ChunkCopy]) -> None:
-        if self._uses_singly:
+        if self.eviction.sheds:
             for copy in copies:
                 self.use(copy)
         elif copies:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.sim.single import BELADY
 from kvtier.sim.sweep import SweepResult
 
 __all__ = ["check_plot", "write_page", "write_plot"]
@@ -64,7 +65,7 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
                 marker="o",
                 markersize=3,
                 linewidth=1.2,
-                linestyle="--" if policy == "belady" else "-",
+                linestyle="--" if policy == BELADY else "-",
                 label=policy,
             )
         panel.set(

@@ -1,4 +1,4 @@
-"""One tier: replays a trace against a live eviction policy.
+"""One tier: replays a trace against a live eviction policy, or against the optimum.
 
 The definitions are those of other cache simulators: the cache starts empty, the whole trace
 counts, and all chunks have the same size.
@@ -8,19 +8,23 @@ counts, and all chunks have the same size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
-from kvtier.policies import NEVER, build_eviction
+from kvtier.policies import Eviction, PolicyContext, build_eviction
+from kvtier.policies.eviction.scored import ScoredEviction
 from kvtier.policies.simulated_tier import SimulatedTier
 from kvtier.sim.traces import Trace
 
 __all__ = [
+    "BELADY",
     "SEED",
+    "Belady",
     "Progress",
     "SingleResult",
     "TouchOrder",
@@ -34,6 +38,9 @@ Progress = Callable[[float], None]
 
 SEED: Final = 0
 """Seed of the random numbers that policies may draw."""
+
+BELADY: Final = "belady"
+"""The name of :class:`Belady`, which no live tier can have."""
 
 _REPORTS: Final = 64
 
@@ -74,9 +81,31 @@ class SingleResult:
     seconds: float
     refs_per_second: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return asdict(self)
+
+class Belady(ScoredEviction):
+    """Evicts the copy whose next use is farthest away; every new chunk is inserted.
+
+    No policy that inserts every new chunk has more hits. Hits behind a missing ancestor count
+    too, so Belady's prefix hits are no upper bound for other policies.
+
+    Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
+    Journal 5(2), 1966.
+
+    Args:
+        capacity: Slots of the tier.
+        next_uses: For each access, in order, the position of the chunk's next access.
+    """
+
+    falling: ClassVar[bool] = True
+    touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
+
+    def __init__(self, capacity: int, next_uses: Iterator[int]) -> None:
+        super().__init__(capacity)
+        self._next_uses = next_uses
+
+    @override
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        return -next(self._next_uses)
 
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:
@@ -99,7 +128,7 @@ def simulate_single(
 
     Args:
         trace: The trace.
-        policy: Name of an eviction policy; ``belady`` is allowed.
+        policy: Name of an eviction policy, or :data:`BELADY`.
         capacity: Chunks the tier holds, at least 1.
         touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
         progress: Called with the share done.
@@ -108,13 +137,9 @@ def simulate_single(
         ConfigError: There is no such policy.
     """
     begun = time.perf_counter()
-    eviction = build_eviction(policy, capacity=capacity, future=True)
+    eviction = _make_eviction(trace, policy, capacity, touch_order)
     order = eviction.touch_order if touch_order == "policy" else touch_order
-    next_uses = None
-    if eviction.needs_future:
-        following = trace.next_uses(backwards=order == "reverse").tolist()
-        next_uses = iter([NEVER if at == trace.refs else at for at in following])
-    tier = SimulatedTier(eviction, touch_order=order, next_uses=next_uses)
+    tier = SimulatedTier(eviction, touch_order=order)
     tier.ctx.rng.seed(SEED)
     key_of = chunk_keys(trace.distinct).__getitem__
     inputs = trace.input_tokens.tolist()
@@ -149,3 +174,12 @@ def simulate_single(
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
     )
+
+
+def _make_eviction(
+    trace: Trace, policy: str, capacity: int, touch_order: TouchOrder
+) -> Eviction:
+    if policy != BELADY:
+        return build_eviction(policy, capacity=capacity)
+    following = trace.next_uses(backwards=touch_order == "reverse")
+    return Belady(capacity, iter(following.tolist()))

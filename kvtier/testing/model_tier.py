@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction
+from kvtier.policies import ChunkCopy, CopyState, Eviction
 from kvtier.policies.simulated_tier import SimulatedTier
 
 __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
@@ -34,20 +34,16 @@ class ModelTier(SimulatedTier):
         self.hits = 0
         self.asked = 0
 
-    def access(
-        self, key: ChunkKey, *, parent: ChunkKey | None = None, next_use: int = NEVER
-    ) -> bool:
+    def access(self, key: ChunkKey, *, parent: ChunkKey | None = None) -> bool:
         """Access ``key``; insert it if it is absent and a slot is free or can be freed.
 
         Args:
             key: The chunk.
             parent: The chunk before it.
-            next_use: Time of its next access.
 
         Returns:
             Whether it is resident now.
         """
-        self.ctx.next_use = next_use
         copy = self.members.get(key)
         if copy is None:
             return self.admit(key, parent)

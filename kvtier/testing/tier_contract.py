@@ -29,7 +29,7 @@ import pytest
 from typing_extensions import override
 
 from kvtier.config import TierConfig, parse_tier
-from kvtier.errors import CapacityError, ClosedError, StoreLockedError
+from kvtier.errors import CapacityError, ClosedError, ConfigError, StoreLockedError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import Arena, TierHarness, make_keys, make_sources
@@ -378,6 +378,25 @@ class StorageTierContract(ABC):
             await harness.get(keys, slots)
             rounds.append(pool.rounds - before)
         assert rounds[1] <= rounds[0], "the pool was awaited more often for more chunks"
+
+    async def test_without_shared_memory_it_moves_the_bytes_itself_or_refuses(
+        self, options: TierConfig, pool: IoPool
+    ) -> None:
+        context = TierContext(self.slot_nbytes, LayoutFingerprint({"model": "contract"}), pool)
+        try:
+            tier = await pool.run(lambda: self.open_tier(options, context), priority=0)
+        except ConfigError:
+            return
+        await tier.aclose()
+        assert tier.moves_in_process, "no other process can reach the buffers"
+
+    async def test_the_local_store_of_its_options_is_where_it_keeps_chunks(
+        self, harness: AnyHarness, options: TierConfig, pool: IoPool
+    ) -> None:
+        await harness.put(make_keys([1]), [1])
+        if store := options.local_store():
+            files = await pool.run(lambda: list(store.path.iterdir()), priority=0)
+            assert files, "metrics and commands name a directory that the tier does not fill"
 
     def test_a_store_has_one_engine_at_a_time(self, options: TierConfig, arena: Arena) -> None:
         self._require_survival()

@@ -163,6 +163,10 @@ class StorageTier(ABC):
     is_local: ClassVar[bool] = True
     """Whether the medium is on this host: requests and events report it as the locality."""
 
+    moves_in_process: ClassVar[bool] = True
+    """Whether this process reads and writes the buffers; the engine then maps their pages.
+    A tier that leaves this to another process needs :attr:`TierContext.memory`."""
+
     name: str
     capacity_slots: int
     slot_nbytes: int

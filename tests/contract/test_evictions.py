@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext, build
 from kvtier.policies.eviction import Lru
 from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.registry import EVICTIONS
+from kvtier.sim.single import Belady
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.model_tier import ModelTier
 
@@ -28,7 +30,13 @@ class TestBuiltIn(EvictionContract):
         self._name: str = request.param
 
     def make_eviction(self, *, capacity: int) -> Eviction:
-        return build_eviction(self._name, capacity=capacity, future=True)
+        return build_eviction(self._name, capacity=capacity)
+
+
+@pytest.mark.untraced
+class TestOptimum(EvictionContract):
+    def make_eviction(self, *, capacity: int) -> Eviction:
+        return Belady(capacity, repeat(0))
 
 
 @pytest.mark.untraced
@@ -56,7 +64,7 @@ PINS = st.lists(
 def test_what_is_pinned_stays_and_somebody_else_goes(
     name: str, steps: list[tuple[str, int]], capacity: int
 ) -> None:
-    tier = ModelTier(build_eviction(name, capacity=capacity, future=True))
+    tier = ModelTier(build_eviction(name, capacity=capacity))
     for what, number in steps:
         key, allowed, members = key_of(number), tier.may_go(), set(tier.members)
         tier.asked = 0

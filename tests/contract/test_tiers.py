@@ -22,21 +22,18 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 DirectIo = Literal["auto", "require", "off"]
-Checksum = Literal["xxh3", "off"]
 Durability = Literal["process", "power"]
 
 
 class SlabContract(StorageTierContract):
     tier_class: ClassVar[type[StorageTier]] = SlabTier
     direct_io: ClassVar[DirectIo] = "off"
-    checksum: ClassVar[Checksum] = "xxh3"
     durability: ClassVar[Durability] = "process"
 
     def section(self, directory: Path) -> str:
         return f"""\
 path: {directory}
 direct_io: {self.direct_io}
-checksum: {self.checksum}
 durability: {self.durability}
 """
 
@@ -70,10 +67,6 @@ class TestFaultySlabWithoutFaults(InMemory):
     def section(self, directory: Path) -> str:
         plan, ledger = directory.with_name("plan"), directory.with_name("ledger")
         return f"path: {directory}\nplan: {plan}\nledger: {ledger}"
-
-
-class TestUncheckedSlab(InMemory):
-    checksum: ClassVar[Checksum] = "off"
 
 
 class TestPowerSafeSlab(InMemory):

@@ -41,7 +41,6 @@ def open_tier(order: dict[str, Any], pool: IoPool) -> SlabTier:
     options = NvmeTierConfig(
         path=Path(order["path"]),
         capacity_bytes=SLOT * CAPACITY,
-        checksum=order["checksum"],
         durability=order["durability"],
     )
     context = TierContext(SLOT, LayoutFingerprint({}), pool, piece_nbytes=4 * SLOT)

@@ -34,11 +34,7 @@ NUMBERS = {key: number for number, key in enumerate(KEYS)}
 HANG_S = 120.0
 # What the engine says just before it is killed, and the longest wait until then.
 MOMENTS_S = {"open": 0.02, "write": 0.006, "written": 0.004, "reset": 0.006, "close": 0.006}
-KINDS = [
-    (checksum, durability)
-    for checksum in ("xxh3", "off")
-    for durability in ("process", "power")
-]
+DURABILITIES = ("process", "power")
 
 Event = dict[str, Any]
 
@@ -87,8 +83,8 @@ class Butcher:
 class Store:
     """One store, what it must hold, and what it served."""
 
-    def __init__(self, path: Path, pool: IoPool, checksum: str, durability: str) -> None:
-        self.order: Event = {"path": str(path), "checksum": checksum, "durability": durability}
+    def __init__(self, path: Path, pool: IoPool, durability: str) -> None:
+        self.order: Event = {"path": str(path), "durability": durability}
         self.path = path
         self.harness = TierHarness(lambda: open_tier(self.order, pool), pool)
         self.certain: dict[int, int] = {}
@@ -203,10 +199,7 @@ def kill_often(butcher: Butcher, stores: list[Store], *, rounds: int, seed: int)
 
 
 def open_stores(directory: Path, pool: IoPool) -> list[Store]:
-    return [
-        Store(directory / f"{checksum}-{durability}", pool, checksum, durability)
-        for checksum, durability in KINDS
-    ]
+    return [Store(directory / durability, pool, durability) for durability in DURABILITIES]
 
 
 @pytest.mark.untraced

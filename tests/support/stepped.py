@@ -157,6 +157,7 @@ class SteppedCache:
         bench: The manager's workbench, for its books.
         slot_status: What the workers say: to be stamped and acknowledged by the test.
         engine: The storage jobs.
+        tiers: The slower tiers, which hold no bytes.
     """
 
     def __init__(
@@ -181,13 +182,14 @@ class SteppedCache:
             groups=groups,
         )
         self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
+        self.tiers = [_NoTier(tier.name) for tier in self.bench.tiers[1:]]
         nothing = SimpleNamespace(
             close=lambda **_: None, geometry=SimpleNamespace(slot_nbytes=4096)
         )
         storage = Storage(
             manager=self.bench.manager,
             engine=cast("Any", self.engine),
-            tiers=cast("Any", [_NoTier(tier.name) for tier in self.bench.tiers[1:]]),
+            tiers=cast("Any", self.tiers),
             pool=cast("Any", nothing),
             region=cast("Any", nothing),
             recorder=None,

@@ -39,7 +39,6 @@ RUNNING: dict[str, dict[str, str]] = {
     "preadv": {},
     "pwritev": {},
     "sync_data": {"durability": "power"},
-    "sql DELETE": {"checksum": "off"},
     "sql BEGIN": {},
     "sql INSERT": {},
     "sql COMMIT": {},

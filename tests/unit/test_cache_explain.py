@@ -144,12 +144,6 @@ class TestExplain:
         out = shell("explain", KEYS[7].hex(), store.root).out
         assert "it was stored after a reset of the cache" in out
 
-    def test_it_says_that_a_store_was_distrusted(self, shell: Shell, store: Store) -> None:
-        store.filled(checksum="off")
-        store.start(checksum="xxh3")
-        store.stop()
-        assert self.purpose(shell, store, 7) == "doubted"
-
     def test_it_says_that_an_operator_removed_a_chunk(self, shell: Shell, store: Store) -> None:
         store.filled()
         assert shell("evict", KEYS[7].hex(), "--yes", store.root).code == 0

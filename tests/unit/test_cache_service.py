@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,23 @@ from tests.unit.warned import warnings_in
 class Context:
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
+
+
+class Clock:
+    """The process's clock, which stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
 
 
 KEPT = {"kvtier": {"retain_s": 600}}
@@ -58,9 +76,9 @@ def step(cache: SteppedCache) -> None:
     cache.service.end_step(started=(), preempted=())
 
 
-def later_step(cache: SteppedCache) -> None:
-    """End a step in which the operator is told what there is to tell."""
-    cache.service._notices_due_s = float("-inf")  # a quarter of a second has passed
+def later_step(cache: SteppedCache, clock: Clock) -> None:
+    """End a step in which notices are due."""
+    clock.now_s += 2
     step(cache)
 
 
@@ -73,12 +91,13 @@ def test_the_last_chunks_of_a_request_are_kept_as_it_asked(ends_first: bool) -> 
     cache = make_cache()
     store(cache, Context("a", KEPT), 3, ends_first=ends_first)
     assert retained(cache) == 3
-    assert not cache.service._hints
+    store(cache, Context("a"), 5, ends_first=ends_first)
+    assert retained(cache) == 3, "the hints ended with their request"
 
 
-@pytest.mark.parametrize(("new", "kept_s"), [(None, 0.0), ({"kvtier": {"retain_s": 7}}, 7.0)])
+@pytest.mark.parametrize(("new", "kept"), [(None, 0), ({"kvtier": {"retain_s": 7}}, 2)])
 def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
-    new: Mapping[str, Any] | None, kept_s: float
+    new: Mapping[str, Any] | None, kept: int
 ) -> None:
     cache = make_cache()
     service = cache.service
@@ -87,22 +106,23 @@ def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
     assert plan is not None
     service.end_request(Context("a", KEPT))
     service.begin_request(Context("a", new))
-    assert service._hints.retain_seconds("a") == kept_s
     cache.finish(plan.slots, stored=plan.generation)
     service.complete_store(plan.keys, "a")
-    assert service._hints.retain_seconds("a") == kept_s
+    assert retained(cache) == kept
     service.end_request(Context("a", new))
-    assert not service._hints
+    store(cache, Context("a"), 4, ends_first=False)
+    assert retained(cache) == kept
+
+
+def hold_in_nvme(cache: SteppedCache, chunks: int) -> None:
+    """Let the slower tier alone hold the first chunks, as after a restart."""
+    cache.bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(chunks))])
 
 
 def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     cache = make_cache(direct_loads=True)
     service, context = cache.service, Context("b", KEPT)
-    store(cache, Context("a"), 2, ends_first=False)
-    for _ in range(4):
-        step(cache)
-    for copy in list(cache.bench.ram.copies.values()):
-        cache.bench.manager._stack.drop(cache.bench.ram, copy)
+    hold_in_nvme(cache, 2)
     service.begin_request(context)
     assert look(cache, 2, "b") == 2
     plan = service.prepare_load(prefix(2), "b")
@@ -112,17 +132,11 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     cache.slot_status.acknowledge(plan.slots)
     service.complete_load("b")
     assert retained(cache) == 2
-    assert not service._loads
-    assert not service._hints
 
 
 def waiting_for_nvme(cache: SteppedCache, context: Context) -> None:
     """Let a request ask for two chunks that only the slower tier has."""
-    store(cache, Context("a"), 2, ends_first=False)
-    for _ in range(4):
-        step(cache)
-    for copy in list(cache.bench.ram.copies.values()):
-        cache.bench.manager._stack.drop(cache.bench.ram, copy)
+    hold_in_nvme(cache, 2)
     cache.service.begin_request(context)
     assert look(cache, 2, context.req_id) is None
 
@@ -193,7 +207,7 @@ def test_a_reset_that_a_tier_has_not_finished_is_not_called_durable(
     assert ("reset it again" in caplog.text) is not is_over
 
 
-@pytest.mark.parametrize("broken", ["take_results", "forget_corrupt"])
+@pytest.mark.parametrize("broken", ["poll", "take_corrupt"])
 def test_whatever_fails_before_in_a_reset_the_tiers_are_reset(
     monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -208,7 +222,7 @@ def test_whatever_fails_before_in_a_reset_the_tiers_are_reset(
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(cache.engine, "exclusively_each", note)
-    monkeypatch.setattr(cache.service._jobs, broken, fail)
+    monkeypatch.setattr(cache.engine if broken == "poll" else cache.bench.manager, broken, fail)
     assert cache.service.reset_cache()
     assert reached == [cache.bench.tiers[1].name]
     assert cache.service.statistics().internal_errors == 1
@@ -260,12 +274,12 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
         raise ClosedError("its thread died")
 
     def abandon(job: Job) -> None:
-        assert manager._stack.jobs.find(job.job_id), "its slots are its own until then"
+        assert manager.has_work(), "its slots are its own until then"
         abandoned.append(job)
 
     abandoned: list[Job] = []
-    monkeypatch.setattr(service._storage.engine, "submit", fail)
-    monkeypatch.setattr(service._storage.engine, "abandon", abandon)
+    monkeypatch.setattr(cache.engine, "submit", fail)
+    monkeypatch.setattr(cache.engine, "abandon", abandon)
     service.begin_request(Context("a"))
     answers = []
     for _ in range(16):
@@ -275,8 +289,7 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     assert [job.keys for job in abandoned] == [prefix(1)]
     service.end_request(Context("a"))
     step(cache)
-    assert not manager.has_work()
-    assert not service._jobs._routes
+    assert not service.has_pending_work()
 
 
 def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
@@ -297,11 +310,9 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     def forget(slots: Sequence[int]) -> None:
         done.append(("forget", list(slots)))
 
-    monkeypatch.setattr(service._storage.engine, "submit", submit)
-    monkeypatch.setattr(
-        service._storage.engine, "poll", lambda: [results.pop()] if results else []
-    )
-    monkeypatch.setattr(service._storage.tiers[0], "forget", forget)
+    monkeypatch.setattr(cache.engine, "submit", submit)
+    monkeypatch.setattr(cache.engine, "poll", lambda: [results.pop()] if results else [])
+    monkeypatch.setattr(cache.tiers[0], "forget", forget)
     service.begin_request(Context("reader"))
     assert look(cache, 1, "reader") is None
     step(cache)
@@ -314,17 +325,20 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     assert done[1:] == [("forget", [0]), ("DEMOTE", [0])]
 
 
+@pytest.mark.usefixtures("clock")
 def test_what_was_dropped_last_is_told_before_the_cache_closes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cache = make_cache()
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=2, backlog=4)
+    cache = SteppedCache(8, 16, limits=limits)
     step(cache)
-    cache.service._notices_due_s = float("inf")  # no quarter of a second passes
-    cache.bench.manager._stack.tiers[1].counters.dropped = 3
+    cache.engine.hangs = True
+    store(cache, Context("a"), 6, ends_first=False)
     step(cache)
     assert "keep up" not in caplog.text
+    cache.engine.hangs = False
     cache.service.shutdown()
-    assert "does not keep up: 3 new chunks" in caplog.text
+    assert "does not keep up: 2 new chunks" in caplog.text
 
 
 def figures(cache: SteppedCache, name: str) -> list[int]:
@@ -332,19 +346,19 @@ def figures(cache: SteppedCache, name: str) -> list[int]:
 
 
 def test_write_through_to_a_disk_that_hangs_drops_the_newest_counts_and_warns_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=2, backlog=4)
     cache = SteppedCache(8, 16, limits=limits)
     cache.engine.hangs = True
     store(cache, Context("a"), 6, ends_first=False)
     assert warnings_in(caplog) == []
-    later_step(cache)
+    later_step(cache, clock)
     (warning,) = warnings_in(caplog)
     assert "tier nvme does not keep up: 2 new chunks" in warning
     assert "were not copied to it and will not outlive RAM" in warning
     store(cache, Context("b"), 8, ends_first=False)
-    later_step(cache)
+    later_step(cache, clock)
     assert figures(cache, "dropped_chunks") == [0, 4]
     assert warnings_in(caplog) == [warning], "the others are told when the minute is over"
     cache.engine.hangs = False
@@ -354,7 +368,7 @@ def test_write_through_to_a_disk_that_hangs_drops_the_newest_counts_and_warns_on
 
 
 def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     cache = SteppedCache(8, 16, write="evict")
     service = cache.service
@@ -369,7 +383,7 @@ def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns
     assert not plan.keys
     assert offers == 16
     assert warnings_in(caplog) == []
-    later_step(cache)
+    later_step(cache, clock)
     (warning,) = warnings_in(caplog)
     assert "tier ram is full of chunks that wait for a slower tier" in warning
     assert "4 new chunks" in warning
@@ -377,7 +391,7 @@ def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns
     assert figures(cache, "refused_chunks") == [4, 0]
     assert figures(cache, "dropped_chunks") == [4, 0]
     service.prepare_store(later, "nobody, who is not asked to wait")
-    later_step(cache)
+    later_step(cache, clock)
     assert figures(cache, "dropped_chunks") == [8, 0]
     assert warnings_in(caplog) == [warning], "the others are told when the minute is over"
     cache.engine.hangs = False
@@ -389,13 +403,13 @@ def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns
 
 
 def test_a_store_larger_than_ram_is_refused_without_a_word_about_the_disk(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     cache = SteppedCache(8, 16, write="evict")
     plan = cache.service.prepare_store(prefix(12), "a")
     assert plan is not None
     assert len(plan.keys) == 8
-    later_step(cache)
+    later_step(cache, clock)
     assert figures(cache, "refused_chunks") == [4, 0]
     assert figures(cache, "dropped_chunks") == [0, 0]
     assert warnings_in(caplog) == []

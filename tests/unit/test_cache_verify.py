@@ -78,14 +78,6 @@ class TestVerify:
         assert {bad.unreadable for bad in found.bad} == {True}
         assert (found.chunks, len(found.bad), found.nbytes) == (SLOTS, SLOTS, 0)
 
-    def test_without_checksums_it_says_that_nothing_is_proved(
-        self, shell: Shell, store: Store
-    ) -> None:
-        store.filled(checksum="off").flip(slot=3)
-        ran = shell("verify", store.root)
-        assert ran.code == 0
-        assert "only readability was checked" in flat(ran.out)
-
     def test_an_index_with_odd_values_has_bad_chunks(self, shell: Shell, store: Store) -> None:
         store.filled().sql("UPDATE chunks SET checksum = 'x' WHERE slot = 3")
         (found,) = shell.json("verify", store.root, code=1)

@@ -53,7 +53,7 @@ def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("write", ["through", "evict"])
-@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in.keys() - {"belady"}))
+@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in))
 def test_a_ladder_keeps_its_books_with_every_policy(name: str, write: str) -> None:
     bench = Workbench(6, 14, write="through" if write == "through" else "evict", eviction=name)
     rng, hits = random.Random(name), 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtier.policies.registry import EVICTIONS
-from kvtier.sim.single import SingleResult, TouchOrder, simulate_single
+from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
 from kvtier.sim.traces import Trace, read_trace
 from tests.unit.sim_traces import ROOT, TRACES, needs_traces
 from tests.unit.textbook import TEXTBOOK, count_hits
@@ -42,7 +42,7 @@ ROUNDED = 1e-6
 LIRS_TOLERANCE = 0.0005  # the implementations differ among themselves by up to 0.00009
 
 
-class Run(NamedTuple):
+class Replay(NamedTuple):
     trace: str
     policy: str
     touch_order: TouchOrder
@@ -59,7 +59,7 @@ class Row(NamedTuple):
 def test_every_policy_is_compared_with_something() -> None:
     # Tested in test_hedged_lhd and test_evictions, and one that approximates.
     others = {"hedged-lhd", "prefix-lru", "w-tinylfu"}
-    assert set(TEXTBOOK) == set(NAMES.values()) == set(EVICTIONS.built_in) - others
+    assert set(TEXTBOOK) == set(NAMES.values()) == {*EVICTIONS.built_in, BELADY} - others
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,9 @@ def test_the_sketch_is_near_the_exact_counters(capacity: int, small: Trace) -> N
     assert sketch.block_hit_ratio == pytest.approx(exact.block_hit_ratio, abs=0.02)
 
 
-def reference() -> dict[Run, list[Row]]:
+def reference() -> dict[Replay, list[Row]]:
     """Return the figures we can be compared with, those of several tools for one run."""
-    rows: dict[Run, list[Row]] = {}
+    rows: dict[Replay, list[Row]] = {}
     if not REFERENCE.exists():
         return rows
     with REFERENCE.open(newline="") as file:
@@ -96,7 +96,7 @@ def reference() -> dict[Run, list[Row]]:
             if row["policy"] not in NAMES or not (TRACES / f"{row['trace']}.jsonl").exists():
                 continue
             order: TouchOrder = "reverse" if row["touch_order"] == "reverse" else "forward"
-            run = Run(row["trace"], NAMES[row["policy"]], order, int(row["cache_blocks"]))
+            run = Replay(row["trace"], NAMES[row["policy"]], order, int(row["cache_blocks"]))
             leads = int(row["lead_blocks"]) if row["lead_blocks"] else None
             prefix = float(row["prefix_hit_ratio"]) if row["prefix_hit_ratio"] else None
             rows.setdefault(run, []).append(Row(row["tool"], int(row["hits"]), leads, prefix))
@@ -113,7 +113,7 @@ def trace_called(name: str) -> Trace:
     return read_trace(TRACES / f"{name}.jsonl")
 
 
-def replay(run: Run) -> SingleResult:
+def replay(run: Replay) -> SingleResult:
     return simulate_single(
         trace_called(run.trace),
         policy=run.policy,

@@ -9,19 +9,15 @@ import pytest
 
 from kvtier.config import parse_config, schema
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.build import build_manager, build_tiers, check_policies
 from kvtier.policies import (
-    ConditionalPlacement,
     Eviction,
-    Placement,
-    TieredPlacement,
     build_admission,
     build_eviction,
     build_placement,
 )
-from kvtier.policies.admission import WriteBudget
 from kvtier.policies.eviction import Lru
-from kvtier.policies.eviction.scored import Belady
 from kvtier.policies.registry import (
     ADMISSIONS,
     EVICTIONS,
@@ -29,9 +25,10 @@ from kvtier.policies.registry import (
     PolicyRole,
 )
 from kvtier.policies.shadow import ShadowTier
-from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.single import BELADY, TouchOrder, simulate_single
 from kvtier.sim.traces import generate
 from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import prefix
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
@@ -52,6 +49,10 @@ class Down(TieredPlacement):
         super().__init__(tiers, write="evict")
 
 
+class Eager(TieredPlacement):
+    pass
+
+
 class Half(Placement):
     def place(self, copy, ctx):
         return ()
@@ -65,10 +66,6 @@ class Greedy(TieredPlacement):
 class Deep(Admission):
     def admits(self, copy, tier, ctx):
         return copy.depth > 3
-
-
-class Seer(Lru):
-    needs_future = True
 
 
 class Wrong:
@@ -89,8 +86,6 @@ class Adrift(TieredPlacement):
     def __init__(self, tiers):
         pass
 
-    min_chunks = 1
-
 
 class Boundless(Deep):
     def __init__(self, capacity):
@@ -105,6 +100,7 @@ gone = kvtier_mine_that_is_gone:Mine
 
 [kvtier.placement]
 down = kvtier_mine:Down
+eager = kvtier_mine:Eager
 half = kvtier_mine:Half
 wrong = kvtier_mine:Mine
 gone = kvtier_mine_that_is_gone:Down
@@ -139,18 +135,27 @@ def with_placement(*lines: str) -> str:
     )
 
 
-def placed_by(*lines: str) -> Placement:
-    """Return the placement of a manager of a file with ``lines``."""
+def managed_by(*lines: str) -> TieredOffloadingManager:
+    """Return a manager of a file with ``lines``: 8 chunks in RAM, 16 on disk."""
     config = parse_config(with_placement(*lines), source="a.yaml")
-    manager = build_manager(
+    return build_manager(
         config,
-        build_tiers(config, [4, 16]),
+        build_tiers(config, [8, 16]),
         slot_nbytes=1 << 20,
         chunk_tokens=16,
         slot_status=FakeSlotStatus(),
         record_events=False,
     )
-    return manager._stack.placement
+
+
+def written_at_once(manager: TieredOffloadingManager) -> set[int]:
+    """Store six chunks; return the depths of those that are written to disk at once."""
+    keys = prefix(6)
+    plan = manager.prepare_store(keys, "writer")
+    assert plan is not None
+    manager.complete_store(plan.keys)
+    manager.end_step()
+    return {keys.index(key) for job in manager.take_jobs() for key in job.keys}
 
 
 @pytest.mark.parametrize(
@@ -160,8 +165,7 @@ def test_every_built_in_policy_loads_and_a_file_may_name_it(role: PolicyRole[Any
     for name in role.built_in:
         assert issubclass(role.load(name), role.base)
         assert role.make(name, 3)
-    assert set(role.installed()) >= role.built_in.keys() - role.simulated
-    assert not role.simulated & set(role.installed())
+    assert set(role.installed()) >= role.built_in.keys()
 
 
 def test_the_schema_has_the_names_and_takes_any_class() -> None:
@@ -176,8 +180,8 @@ def test_the_schema_has_the_names_and_takes_any_class() -> None:
         assert set(pattern) == {"pattern"}
 
 
-@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in.keys() - EVICTIONS.simulated))
-def test_every_policy_but_belady_may_order_a_live_tier(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in))
+def test_every_built_in_policy_may_order_a_live_tier(name: str) -> None:
     config = parse_config(with_eviction(name), source="a.yaml")
     built = build_eviction(config.tiers[0].eviction, capacity=3)
     assert (type(built), built.capacity) == (EVICTIONS.load(name), 3)
@@ -192,22 +196,9 @@ def test_a_policy_of_another_package_may_order_a_tier(name: str) -> None:
     assert isinstance(built, Lru)
 
 
-def test_only_who_knows_the_future_may_have_belady() -> None:
-    assert isinstance(build_eviction("belady", capacity=3, future=True), Belady)
-    with pytest.raises(
-        ConfigError, match=r"'belady' must know the future; use it in kvtier sim"
-    ):
-        build_eviction("belady", capacity=3)
-    with pytest.raises(
-        ConfigError, match=r"^a\.yaml:4: tiers\[0\]\.eviction = belady: .*future; use it with"
-    ):
-        parse_config(with_eviction("belady"), source="a.yaml")
-
-
-@pytest.mark.usefixtures("mine")
-def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
-    with pytest.raises(ConfigError, match="must know the future"):
-        build_eviction("kvtier_mine:Seer", capacity=3)
+def test_no_live_tier_may_have_belady() -> None:
+    with pytest.raises(ConfigError, match=r"^a\.yaml:4: tiers\[0\]\.eviction = belady: "):
+        parse_config(with_eviction(BELADY), source="a.yaml")
 
 
 @pytest.mark.usefixtures("mine")
@@ -251,24 +242,17 @@ def test_a_file_that_names_a_class_which_does_not_load_is_refused_with_its_line(
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["down", "kvtier_mine:Down"])
 def test_a_policy_of_another_package_may_place(name: str) -> None:
-    placement = placed_by(f"policy: {name}")
-    assert (type(placement).__name__, placement.tiers) == ("Down", 2)
-    assert placement.demotion_targets(0) == (1,)
+    assert written_at_once(managed_by("policy: tiered"))
+    assert not written_at_once(managed_by(f"policy: {name}"))
 
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["deep", "kvtier_mine:Deep"])
-@pytest.mark.parametrize("policy", ["tiered", "down"])
+@pytest.mark.parametrize("policy", ["tiered", "eager"])
 def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy: str) -> None:
-    placement = placed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
-    assert isinstance(placement, ConditionalPlacement)
-    deep, budget = placement._conditions
-    assert (type(deep).__name__, deep.capacity) == ("Deep", 4 + 16)
-    assert isinstance(budget, WriteBudget), "the budget is asked last: a refusal costs nothing"
-
-
-def test_without_conditions_nothing_stands_before_the_ladder() -> None:
-    assert type(placed_by("admit: all")) is TieredPlacement
+    manager = managed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
+    # The budget pays for two chunks, and is asked last: a refusal by Deep costs nothing.
+    assert written_at_once(manager) == {4, 5}
 
 
 @pytest.mark.usefixtures("mine")
@@ -279,7 +263,7 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
             ["policy: tierd"],
             (
                 "a.yaml:8: placement.policy = tierd: no such placement policy is installed; "
-                "installed: down, gone, half, tiered, wrong; did you mean tiered?"
+                "installed: down, eager, gone, half, tiered, wrong; did you mean tiered?"
             ),
         ),
         (["policy: gone"], "a.yaml:8: placement.policy = gone: does not load: No module"),
@@ -301,7 +285,10 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
         ),
         (
             ["policy: kvtier_mine:Greedy"],
-            "cannot be made from one number: missing a required argument: 'appetite';",
+            (
+                "cannot be made from one number: missing a required argument: 'appetite'; "
+                "`__init__` must accept one number, like kvtier.policies.Placement"
+            ),
         ),
         (
             ["admit: secnd-touch"],
@@ -323,8 +310,8 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
             "a.yaml:9: placement.write = through: a key of policy: tiered only; leave it out",
         ),
         (
-            ["policy: down", "promote_after: 1"],
-            "a.yaml:9: placement.promote_after = 1: a key of policy: tiered only; leave it out",
+            ["policy: down", "write_after: 1"],
+            "a.yaml:9: placement.write_after = 1: a key of policy: tiered only; leave it out",
         ),
     ],
 )
@@ -332,7 +319,7 @@ def test_a_placement_that_cannot_be_built_says_where_and_why(
     lines: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        placed_by(*lines)
+        managed_by(*lines)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -349,7 +336,7 @@ def test_a_policy_that_leaves_out_its_base_s_constructor_is_named(
     line: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        placed_by(line)
+        managed_by(line)
     assert message in str(caught.value)
     assert str(caught.value).startswith("a.yaml:8: placement.")
 

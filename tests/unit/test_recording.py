@@ -266,7 +266,7 @@ def test_a_request_without_a_whole_chunk_is_not_written_and_one_aborted_early_is
         ("trace: {files: 0}", "trace.files = 0: less than 1"),
         ("shadow: arc", "f:2: shadow = arc: not a list of policies; write shadow: [arc"),
         ("shadow: [acr]", "no such eviction policy is installed"),
-        ("shadow: [belady]", "must know the future"),
+        ("shadow: [belady]", "shadow[0] = belady: "),
         ("shadow: [3]", "shadow[0] = 3: not text"),
         ("shadow: [arc, arc]", "a policy is named twice; name each once"),
     ],

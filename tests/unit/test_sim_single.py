@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.policies.registry import EVICTIONS
 from kvtier.sim.capacity import parse_capacity, parse_chunk_bytes
-from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.single import BELADY, TouchOrder, simulate_single
 from kvtier.sim.traces import generate
 from tests.unit.sim_traces import trace_of
 
@@ -76,7 +76,7 @@ def test_lru_hits_what_the_definition_says(
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("policy", EVICTIONS.built_in)
+@pytest.mark.parametrize("policy", [*EVICTIONS.built_in, BELADY])
 @settings(max_examples=settings().max_examples // 3)
 @given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(
@@ -106,7 +106,7 @@ def test_in_reverse_what_is_stranded_is_counted_at_arrival() -> None:
 @given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_belady_is_not_beaten(chains: list[list[int]], capacity: int) -> None:
     trace = trace_of(chains)
-    best = simulate_single(trace, policy="belady", capacity=capacity, touch_order="forward")
+    best = simulate_single(trace, policy=BELADY, capacity=capacity, touch_order="forward")
     for policy in ("fifo", "lru", "arc", "s3-fifo"):
         other = simulate_single(trace, policy=policy, capacity=capacity, touch_order="forward")
         assert other.hits <= best.hits, policy

@@ -277,53 +277,12 @@ def test_a_directory_of_another_user_is_a_configuration_error(store: Store) -> N
     assert store.served() == {*range(CAPACITY)}
 
 
-def remember_a_boot(path: Path, boot: str) -> None:
-    """Leave what an engine leaves that is killed, or whose machine goes down."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as index:
-        index.execute("INSERT OR REPLACE INTO meta VALUES ('boot', ?)", (boot,))
-
-
-def remembered_boot(path: Path) -> str:
-    with contextlib.closing(sqlite3.connect(path)) as index:
-        [(boot,)] = index.execute("SELECT value FROM meta WHERE name = 'boot'")
-        return str(boot)
-
-
-def this_boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-
-
-def test_what_a_killed_engine_did_not_sync_is_synced_before_it_counts_as_proven(
-    store: Store,
-) -> None:
-    """Or a power cut while the next engine runs would leave rows without their payloads."""
-    store.fill(checksum="off")
-    remember_a_boot(store.own / "index.sqlite", this_boot())
-    store.io.fail("sync_data", errno.EIO)
-    with pytest.raises(TierUnavailableError, match="check the disk"):
-        store.served(checksum="off", durability="power")
-    store.io.heal()
-    assert remembered_boot(store.own / "index.sqlite") == this_boot(), "still unproven"
-    assert store.served(checksum="off", durability="power") == {*range(CAPACITY)}
-    assert remembered_boot(store.own / "index.sqlite") == ""
-
-
-@pytest.mark.parametrize("durability", ["process", "power"])
-def test_after_a_reboot_nothing_unproven_is_served_whatever_the_durability_now(
-    store: Store, durability: str
-) -> None:
-    store.fill(checksum="off")
-    remember_a_boot(store.own / "index.sqlite", "an earlier one")
-    assert store.served(checksum="off", durability=durability) == set()
-
-
-@pytest.mark.parametrize("checksum", ["xxh3", "off"])
 @pytest.mark.parametrize("loss", ["removed", "cut short"])
 def test_a_start_that_fails_does_not_make_empty_slots_of_lost_ones(
-    store: Store, checksum: str, loss: str
+    store: Store, loss: str
 ) -> None:
     """The size of the slot file says which slots were written: the index hears of it first."""
-    store.fill(checksum=checksum)
+    store.fill()
     slots = store.own / "slots.bin"
     if loss == "removed":
         slots.unlink()
@@ -331,11 +290,9 @@ def test_a_start_that_fails_does_not_make_empty_slots_of_lost_ones(
         os.truncate(slots, CAPACITY // 2 * SLOT)
     store.io.fail("sql connect", errno.EIO)
     with pytest.raises((TierUnavailableError, OSError)):
-        store.served(checksum=checksum)
+        store.served()
     store.io.heal()
-    assert store.served(checksum=checksum) == {
-        *range(0 if loss == "removed" else CAPACITY // 2)
-    }
+    assert store.served() == {*range(0 if loss == "removed" else CAPACITY // 2)}
 
 
 def test_a_disk_without_room_for_the_indexs_shared_memory_does_not_cost_the_cache(
@@ -350,31 +307,25 @@ def test_a_disk_without_room_for_the_indexs_shared_memory_does_not_cost_the_cach
 
 
 @pytest.mark.parametrize("durability", ["process", "power"])
-@pytest.mark.parametrize("checksum", ["xxh3", "off"])
 def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(
-    store: Store, checksum: str, durability: str
+    store: Store, durability: str
 ) -> None:
     async def look() -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
-        harness = store.harness(checksum=checksum, durability=durability)
+        harness = store.harness(durability=durability)
         store.io.strike("sql INSERT", 0, Fault(sqlite3.SQLITE_FULL, lasting=True))
         found = await harness.open()
         try:
             read = await harness.get([key for key, _ in found], [at for _, at in found])
             full = await harness.put(KEYS[:1], [0])
-            boots.append(remembered_boot(store.own / "index.sqlite"))
             store.io.heal()
             stored = await harness.put(KEYS[:1], [0])
-            boots.append(remembered_boot(store.own / "index.sqlite"))
         finally:
             await harness.tier.aclose()
         return read, full, stored
 
-    boots: list[str] = []
-    store.fill(checksum=checksum, durability=durability)
+    store.fill(durability=durability)
     read, full, stored = store._runner.run(look())
     assert (read, full, stored) == ([DONE] * CAPACITY, [Outcome.FAILED], [DONE])
-    unproven = (checksum, durability) == ("off", "process")
-    assert boots == ["", this_boot() if unproven else ""], "the note precedes the first payload"
 
 
 class FullUntilCut(FaultyIo):
@@ -392,39 +343,21 @@ class FullUntilCut(FaultyIo):
             self.heal()
 
 
-@pytest.mark.parametrize("checksum", ["xxh3", "off"])
 @pytest.mark.parametrize("enough", [True, False])
 def test_a_lower_capacity_makes_room_on_a_full_disk_and_what_it_cut_off_stays_away(
-    store: Store, checksum: str, enough: bool
+    store: Store, enough: bool
 ) -> None:
-    store.fill(checksum=checksum)
+    store.fill()
     half, kept = CAPACITY // 2 * SLOT, {*range(CAPACITY // 2)}
     store.io = FullUntilCut(half if enough else None)
     if enough:
-        assert store.served(checksum=checksum, capacity_bytes=half) == kept
+        assert store.served(capacity_bytes=half) == kept
     else:
         with pytest.raises(TierUnavailableError, match="index cannot be opened"):
-            store.served(checksum=checksum, capacity_bytes=half)
+            store.served(capacity_bytes=half)
     assert (store.own / "slots.bin").stat().st_size == half
     store.io.heal()
-    assert store.served(checksum=checksum) == kept
-
-
-def test_what_a_full_disk_keeps_from_being_deleted_is_doubted_again(store: Store) -> None:
-    """Rows take much room and a note little: to delete may fail where a note is written."""
-    store.fill(checksum="off")
-    with contextlib.closing(sqlite3.connect(store.own / INDEX)) as index, index:
-        index.execute("INSERT OR REPLACE INTO meta VALUES ('boot', 'an earlier one')")
-    store.io.strike("sql DELETE", 0, Fault(sqlite3.SQLITE_FULL, lasting=True))
-    assert store.served(checksum="off") == set()
-    assert store.io.struck
-    store.io.heal()
-    assert store.served(checksum="off") == set(), "nothing proves that these are whole"
-
-
-def test_what_was_synced_before_its_row_is_served_after_a_reboot(store: Store) -> None:
-    store.fill(checksum="off", durability="power")
-    assert store.served(checksum="off", durability="process") == {*range(CAPACITY)}
+    assert store.served() == kept
 
 
 def test_an_index_that_is_set_aside_stays_there_after_a_power_cut(store: Store) -> None:

@@ -21,7 +21,7 @@ from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab import SlabTier, opening
+from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome
 from tests.support.disk_state import PowerCut
 from tests.support.power_cut import PowerCutDisk
@@ -36,21 +36,8 @@ DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 Stored = tuple[ChunkKey, int]
 
 
-@dataclass(frozen=True)
-class Setting:
-    checksum: Literal["xxh3", "off"]
-    durability: Literal["process", "power"]
-
-    def __str__(self) -> str:
-        return f"{self.checksum}-{self.durability}"
-
-
-SETTINGS = [
-    Setting("xxh3", "process"),
-    Setting("xxh3", "power"),
-    Setting("off", "process"),
-    Setting("off", "power"),
-]
+Durability = Literal["process", "power"]
+DURABILITIES: tuple[Durability, ...] = ("process", "power")
 
 
 @dataclass
@@ -90,9 +77,9 @@ class Machine:
     """A store on a disk that can lose power, and another place to look at what is left."""
 
     def __init__(
-        self, directory: Path, pool: IoPool, setting: Setting, disk: PowerCutDisk
+        self, directory: Path, pool: IoPool, durability: Durability, disk: PowerCutDisk
     ) -> None:
-        self.setting = setting
+        self.durability = durability
         self.disk = disk
         self.history = History()
         self.pool = pool
@@ -107,8 +94,7 @@ class Machine:
             path=root,
             capacity_bytes=CAPACITY * SLOT,
             direct_io="off",
-            checksum=self.setting.checksum,
-            durability=self.setting.durability,
+            durability=self.durability,
         )
         fingerprint = LayoutFingerprint({"model": model})
         context = TierContext(SLOT, fingerprint, self.pool, piece_nbytes=2 * SLOT)
@@ -166,7 +152,7 @@ class Machine:
         assert set(found) <= self.history.possible(moment)
         assert set(outcomes) <= {DONE, CORRUPT}
         served = {each for each, what in zip(found, outcomes, strict=True) if what is DONE}
-        if self.setting.durability == "power":
+        if self.durability == "power":
             assert served >= self.history.promised(moment)
         return len(served)
 
@@ -176,24 +162,6 @@ def pool() -> Iterator[IoPool]:
     pool = IoPool(1, name="kvtier-test")
     yield pool
     assert pool.close(timeout_s=10)
-
-
-class Boot:
-    """Which boot of the machine this is; a power cut begins another."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._numbers = itertools.count()
-        self.reboot()
-
-    def reboot(self) -> None:
-        self._path.write_text(f"boot {next(self._numbers)}\n", "ascii")
-
-
-@pytest.fixture
-def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
-    monkeypatch.setattr(opening, "_BOOT_ID", tmp_path / "boot_id")
-    return Boot(tmp_path / "boot_id")
 
 
 Scenario = Callable[[Machine], Coroutine[object, object, int]]
@@ -246,14 +214,13 @@ async def upgrade(machine: Machine) -> int:
     return first
 
 
-def judge_every_state(scenario: Scenario, setting: Setting, pool: IoPool, boot: Boot) -> int:
+def judge_every_state(scenario: Scenario, durability: Durability, pool: IoPool) -> int:
     """Judge each state of each moment once; returns how many chunks were served in all."""
     with ram_directory() as directory, asyncio.Runner() as runner:
         # The step divides no frame of SQLite's log, so each frame is cut somewhere else.
         disk = PowerCutDisk(directory / "store", sector_nbytes=4096, log_step_nbytes=4096)
-        machine = Machine(directory, pool, setting, disk)
+        machine = Machine(directory, pool, durability, disk)
         first = runner.run(scenario(machine))
-        boot.reboot()
         served = 0
         seen: set[object] = set()
         for moment in range(first, disk.moment + 1):
@@ -269,22 +236,21 @@ def judge_every_state(scenario: Scenario, setting: Setting, pool: IoPool, boot: 
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("scenario", [one_of_each, use_again], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("durability", DURABILITIES)
 def test_every_state_of_a_store_in_use(
-    setting: Setting, scenario: Scenario, pool: IoPool, boot: Boot
+    durability: Durability, scenario: Scenario, pool: IoPool
 ) -> None:
-    served = judge_every_state(scenario, setting, pool, boot)
-    # Without checksums and without syncs nothing is proven, until the store was closed.
-    assert served > (1 if setting == Setting("off", "process") else 10)
+    served = judge_every_state(scenario, durability, pool)
+    assert served > 5, "too little survived to prove anything"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("durability", DURABILITIES)
 def test_every_state_of_a_store_that_replaces_another_models(
-    setting: Setting, pool: IoPool, boot: Boot
+    durability: Durability, pool: IoPool
 ) -> None:
-    assert judge_every_state(upgrade, setting, pool, boot) > 10
+    assert judge_every_state(upgrade, durability, pool) > 10
 
 
 class Step(NamedTuple):
@@ -349,16 +315,15 @@ LOOKS = st.lists(
     max_examples=settings().max_examples // 2,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(setting=st.sampled_from(SETTINGS), steps=STEPS, looks=LOOKS)
+@given(durability=st.sampled_from(DURABILITIES), steps=STEPS, looks=LOOKS)
 def test_some_states_of_any_life(
-    pool: IoPool, boot: Boot, setting: Setting, steps: list[Step], looks: list[Look]
+    pool: IoPool, durability: Durability, steps: list[Step], looks: list[Look]
 ) -> None:
     """With sectors of 512 bytes, and the index cut at any byte."""
     with ram_directory() as directory, asyncio.Runner() as runner:
         disk = PowerCutDisk(directory / "store")
-        machine = Machine(directory, pool, setting, disk)
+        machine = Machine(directory, pool, durability, disk)
         runner.run(live(machine, steps))
-        boot.reboot()
         for look in looks:
             moment = disk.moment * look.permille // 1000
             cut = disk.cut(moment)

@@ -31,13 +31,7 @@ from tests.unit.stall_rig import (
 )
 
 STORING = {call: options for call, options in RUNNING.items() if call != "preadv"}
-CLOSING = {
-    "sync_data": {"checksum": "off"},
-    "sql INSERT": {"checksum": "off"},
-    "sql PRAGMA": {},
-    "sql close": {},
-    "close": {},
-}
+CLOSING = ("sql PRAGMA", "sql close", "close")
 CLEARING = ("sql PRAGMA", "sql DELETE")
 MOVING_AWAY = ("sql ROLLBACK", "unlink", "rename", "open", "sync", "close")
 NOTING = ("sql UPDATE",)
@@ -174,7 +168,7 @@ def test_closing_while_a_job_hangs_gives_up_in_time_and_loses_nothing(
 def test_a_tier_that_hangs_while_it_is_closed_is_given_up_in_time_and_loses_nothing(
     open_rig: OpenRig, call: str
 ) -> None:
-    rig = open_rig(**CLOSING[call])
+    rig = open_rig()
     rig.settled(rig.store(0, 1))
     gate = rig.stall(call)
     began_s = time.monotonic()
@@ -211,7 +205,7 @@ def test_a_reset_that_hangs_is_given_up_in_time_and_over_when_the_disk_answers(
     assert rig.found_again() == set()
 
 
-@pytest.mark.parametrize("options", [{}, {"checksum": "off", "durability": "power"}])
+@pytest.mark.parametrize("options", [{}, {"durability": "power"}])
 def test_all_that_an_open_store_calls_is_a_point_where_a_test_lets_it_hang(
     open_rig: OpenRig, options: dict[str, str]
 ) -> None:

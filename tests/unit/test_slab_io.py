@@ -126,11 +126,10 @@ async def test_short_transfers_are_carried_on(
     assert await harness.get(KEYS, range(8)) == [DONE] * 8
 
 
-@pytest.mark.parametrize("checksum", ["xxh3", "off"])
 async def test_what_was_in_a_slot_is_a_miss_once_it_is_overwritten_though_in_vain(
-    open_harness: OpenHarness, io: FaultyIo, checksum: str
+    open_harness: OpenHarness, io: FaultyIo
 ) -> None:
-    harness = await open_harness(checksum=checksum)
+    harness = await open_harness()
     await harness.put(KEYS[:1], [0])
     io.fail("pwritev", errno.EIO)
     assert await harness.put(KEYS[1:2], [0]) == [FAILED]
@@ -195,28 +194,6 @@ async def test_a_row_that_outlived_its_payload_is_a_miss(
     )
     assert await harness.open() == [(KEYS[0], 0), (KEYS[1], 1)]
     assert await harness.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
-
-
-async def test_without_checksums_the_old_row_goes_before_its_payload(
-    open_harness: OpenHarness, io: FaultyIo
-) -> None:
-    harness = await open_harness(checksum="off")
-    await harness.put(KEYS[:1], [0])
-    io.fail("pwritev", errno.EIO)
-    assert await harness.put(KEYS[1:2], [0]) == [FAILED]
-    io.heal()
-    assert await harness.reopen() == []
-
-
-async def test_without_checksums_nothing_is_overwritten_under_a_row_that_stays(
-    open_harness: OpenHarness, io: FaultyIo
-) -> None:
-    harness = await open_harness(checksum="off")
-    await harness.put(KEYS[:1], [0])
-    io.fill_index()
-    io.calls.clear()
-    assert await harness.put(KEYS[1:2], [0]) == [FAILED]
-    assert "pwritev" not in io.calls
 
 
 async def test_neighbouring_slots_move_in_one_call(
@@ -379,10 +356,11 @@ async def test_so_many_uses_are_kept_without_waiting_for_a_write(
 async def test_a_close_that_fails_still_releases_the_store(
     open_harness: OpenHarness, io: FaultyIo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = await open_harness(checksum="off")
+    harness = await open_harness()
     await harness.put(KEYS[:1], [0])
-    io.fail("sync_data", errno.EIO)
+    io.fail("sql close", sqlite3.SQLITE_IOERR)
     await harness.tier.aclose()
+    io.heal()
     assert "not closed cleanly" in warnings_in(caplog)[0]
     assert await harness.open() == [(KEYS[0], 0)]
 

@@ -77,17 +77,15 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in found if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("checksum", ["xxh3", "off"])
 @pytest.mark.parametrize("durability", ["process", "power"])
 @pytest.mark.parametrize("resets", [1, 2])
 async def test_what_was_stored_after_a_reset_is_dropped_at_the_next_start_and_not_again(
     start: Start,
     caplog: pytest.LogCaptureFixture,
-    checksum: str,
     durability: str,
     resets: int,
 ) -> None:
-    options = {"checksum": checksum, "durability": durability}
+    options = {"durability": durability}
     await stopped_after_a_reset(start, resets=resets, **options)
     [warning] = warnings_in(caplog)
     assert "not survive a restart" in warning

@@ -16,13 +16,13 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import deque
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 
-__all__ = ["Belady", "Gdsf", "Lfu", "ScoredEviction"]
+__all__ = ["Gdsf", "Lfu", "ScoredEviction"]
 
 _SLACK = 64
 _NOWHERE = 0
@@ -179,22 +179,3 @@ class Gdsf(ScoredEviction):
     @override
     def _record_evicted(self, score: float) -> None:
         self._inflation = score
-
-
-class Belady(ScoredEviction):
-    """Evicts the copy whose next use is farthest away; every new chunk is inserted.
-
-    No policy that inserts every new chunk has more hits. Hits behind a missing ancestor count
-    too, so Belady's prefix hits are no upper bound for other policies.
-
-    Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
-    Journal 5(2), 1966.
-    """
-
-    needs_future: ClassVar[bool] = True
-    falling: ClassVar[bool] = True
-    touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
-
-    @override
-    def _score(self, uses: int, ctx: PolicyContext) -> float:
-        return -ctx.next_use

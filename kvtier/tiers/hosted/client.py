@@ -59,6 +59,7 @@ class HostedTier(StorageTier):
     """
 
     Options: ClassVar[type[TierConfig]] = TierConfig
+    moves_in_process: ClassVar[bool] = False
 
     def __init__(
         self, options: TierConfig, context: TierContext, host: HostProcess, opened: Opened

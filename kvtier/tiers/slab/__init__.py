@@ -16,8 +16,7 @@ chunk was being written over it), a payload without its row, or a part of a payl
 two are harmless. The first is detected, because every read compares the bytes with the row's
 checksum. The key is part of the checksum, so a whole payload in the wrong slot does not verify
 either. Hence nothing needs to be synced or deleted in any order: a read returns the stored
-bytes or a miss. Only ``checksum: off`` needs an order: the old row is deleted, with the
-configured durability, before its payload is overwritten.
+bytes or a miss.
 
 **Why it is fast.** The cost is not the system call but taking the interpreter lock back from a
 busy engine, which may take the switch interval, 5 ms. So the unit of work is a piece:

@@ -91,18 +91,6 @@ class GroupCommit:
 
         await asyncio.wrap_future(self._enqueue(change))
 
-    async def delete(self, slots: Sequence[int]) -> None:
-        """Delete the rows of ``slots`` and wait for the commit.
-
-        Raises:
-            ClosedError: This object was closed.
-            sqlite3.Error: The rows may still be in the index; deletion is tried again later.
-
-        Cancellation:
-            The rows are deleted later.
-        """
-        await asyncio.wrap_future(self._enqueue(lambda pending: _delete(pending, slots)))
-
     async def clear(self, *, after_reset: bool) -> None:
         """Delete all rows put before this call, committed or not; durable.
 

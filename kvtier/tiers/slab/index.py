@@ -85,7 +85,9 @@ FROM (SELECT json_extract(value, '$[0]') AS slot, json_extract(value, '$[1]') AS
 WHERE chunks.slot = uses.slot
 """
 _DELETE: Final = "DELETE FROM chunks WHERE slot IN (SELECT value FROM json_each(?))"
-_SET_METADATA: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_RESET_RECORD: Final = f"SELECT 1 FROM meta WHERE name = '{RESET_METADATA}'"
+_RECORD_RESET: Final = f"INSERT OR REPLACE INTO meta VALUES ('{RESET_METADATA}', ?)"
+_DROP_RESET_RECORD: Final = f"DELETE FROM meta WHERE name = '{RESET_METADATA}'"
 _APPEND: Final = "INSERT INTO removals VALUES (?,?,?,?)"
 _TRIM: Final = "DELETE FROM removals WHERE end <= ?"
 _COUNT: Final = "SELECT count(*) FROM chunks WHERE slot >= ? AND slot < ?"
@@ -225,7 +227,7 @@ class IndexDatabase:
         self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
         self._removals_end = 0
         self._clear_is_due = False
-        self._due_metadata: dict[str, str] = {}
+        self._reset_record_is_due = False
 
     @classmethod
     def open(cls, spec: IndexSpec, io: BlockIo) -> Self:
@@ -280,9 +282,8 @@ class IndexDatabase:
         """Commit ``change``: all of it or, if this raises, at most its ``clear``."""
         if self._clear_is_due:
             self.clear()
-        while self._due_metadata:
-            name, value = next(iter(self._due_metadata.items()))
-            self.set_metadata(name, value)
+        if self._reset_record_is_due:
+            self.record_reset()
         if change.clear:
             self.clear(after_reset=change.after_reset)
         now = _now()
@@ -299,17 +300,12 @@ class IndexDatabase:
             after_reset: Whether to record a reset in the same transaction, so that no other
                 engine serves later rows. Otherwise an earlier record of a reset is deleted.
         """
-        record: Statement = ("DELETE FROM meta WHERE name = ?", (RESET_METADATA,))
+        record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
-            record = (_SET_METADATA, (RESET_METADATA, str(_now())))
+            record = (_RECORD_RESET, (str(_now()),))
         with self._durably():
             self._transact([("DELETE FROM chunks", ()), record])
         self._clear_is_due = False
-
-    @property
-    def clear_is_due(self) -> bool:
-        """Whether all rows must be deleted before the next change."""
-        return self._clear_is_due
 
     def clear_later(self) -> None:
         """Delete all rows before the next change; that change fails if the deletion fails."""
@@ -321,28 +317,19 @@ class IndexDatabase:
         records.add_removals(reason, key_marks)
         self.apply(Change(records=records))
 
-    def metadata(self, name: str) -> str:
-        """Return the metadata named ``name``; empty if there is none."""
-        found = self._connection.execute("SELECT value FROM meta WHERE name = ?", (name,))
-        row = found.fetchone()
-        return str(row[0]) if row else ""
+    def has_reset_record(self) -> bool:
+        """Return whether the index records a reset."""
+        return bool(self._connection.execute(_RESET_RECORD).fetchone())
 
-    def set_metadata(self, name: str, value: str) -> None:
-        """Set metadata; this survives loss of power at any ``durability``.
-
-        Metadata may say that rows are not trusted after a loss of power, so it must be durable
-        before the first payload is written. It may also vouch for the rows, so a clear that is
-        due is done first.
-        """
-        if self._clear_is_due:
-            self.clear()
+    def record_reset(self) -> None:
+        """Record a reset at an unknown time; this survives loss of power at any durability."""
         with self._durably():
-            self._connection.execute(_SET_METADATA, (name, value))
-        self._due_metadata.pop(name, None)
+            self._connection.execute(_RECORD_RESET, ("0",))
+        self._reset_record_is_due = False
 
-    def set_metadata_later(self, name: str, value: str) -> None:
-        """Set metadata before the next change; that change fails if this write fails."""
-        self._due_metadata[name] = value
+    def record_reset_later(self) -> None:
+        """Record a reset before the next change; that change fails if this write fails."""
+        self._reset_record_is_due = True
 
     @property
     def log_nbytes(self) -> int:

@@ -296,7 +296,7 @@ def find_other_version(directory: Path) -> str:
         return ""
     try:
         with IndexReader(StoredNamespace(directory, layout), idle=True) as reader:
-            reader.checksum()
+            reader.reset_at()
     except IndexVersionError as error:
         return f"{directory / INDEX}: {error}"
     except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
@@ -344,11 +344,6 @@ class IndexReader:
     def live(self) -> bool:
         """Whether an engine had the namespace open at the last query."""
         return self._beside_engine
-
-    def checksum(self) -> str:
-        """Return the kind of checksum: ``xxh3`` or ``off``."""
-        rows = self._query("SELECT value FROM meta WHERE name = 'checksum'")
-        return str(rows[0][0]) if rows else "xxh3"
 
     def reset_at(self) -> int | None:
         """Return when the cache was reset, if the next start deletes later chunks.

@@ -16,7 +16,7 @@ import errno
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import (
@@ -39,7 +39,6 @@ from kvtier.tiers.slab.lock import PATIENCE
 from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
 from kvtier.tiers.slab.removals import RemovalReason, mark_keys
 from kvtier.tiers.slab.schema import (
-    RESET_METADATA,
     IndexDamagedError,
     IndexVersionError,
     damage_raised,
@@ -48,13 +47,10 @@ from kvtier.tiers.slab.schema import (
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.units import approximate_size
 
-__all__ = ["OpenStore", "close_store", "open_store", "release_store", "slots_within"]
+__all__ = ["OpenStore", "open_store", "release_store", "slots_within"]
 
 logger = get_logger(__name__)
 
-_CHECKSUM_METADATA: Final = "checksum"
-_BOOT_METADATA: Final = "boot"
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _MAKE_ROOM: Final = "make room on that disk"
 _CHECK_INDEX: Final = (
     "check the disk, and how many files the engine may open (ulimit -n); without index.sqlite "
@@ -115,7 +111,7 @@ def open_store(
             database, rows = _open_index(options, context, namespace, file, io)
             stack.callback(database.close)
             # Rows without slots are deleted durably before the file grows. After that its size
-            # no longer says which slots were written, and without checksums zeros would pass.
+            # no longer says which slots were written, and their chunks would all be misses.
             file.reserve(file_spec)
             if options.durability == "power":
                 namespace.sync()
@@ -146,16 +142,6 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
             f"less than one slot; give it {approximate_size(slot_nbytes)} or more"
         )
     return options.capacity_bytes // slot_nbytes
-
-
-def close_store(store: OpenStore, options: NvmeTierConfig) -> None:
-    """Release the files; without checksums first record durably that all payloads are whole."""
-    try:
-        if options.checksum == "off":
-            store.file.sync()
-            store.database.set_metadata(_BOOT_METADATA, "")
-    finally:
-        release_store(store)
 
 
 def release_store(store: OpenStore) -> None:
@@ -289,17 +275,8 @@ def _load_index(
             if aside:
                 database.log_removals(RemovalReason.DAMAGED, mark_keys([]))
             rows = _load_trusted(options, context, database, file)
-            _keep_metadata(options, database, _CHECKSUM_METADATA, options.checksum)
-            # With checksums, or a sync before every row, no power cut leaves a false row.
-            unproven = options.checksum == "off" and options.durability == "process"
-            if not unproven and database.metadata(_BOOT_METADATA):
-                # These rows count as proven from now on, but a killed engine synced none.
-                file.sync()
-            _keep_metadata(options, database, _BOOT_METADATA, _boot_id() if unproven else "")
             if context.was_reset and not options.keep_after_reset:
-                _keep_metadata(
-                    options, database, RESET_METADATA, database.metadata(RESET_METADATA) or "0"
-                )
+                _record_reset(options, database)
     except BaseException:
         with contextlib.suppress(sqlite3.Error):  # the first error says more
             database.close()
@@ -313,13 +290,17 @@ def _load_trusted(
     """Return the rows; delete them first if they must not be used."""
     capacity_slots = slots_within(options, context)
     written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
-    doubt = _doubt(options, context, database)
-    if doubt is not None:
-        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt.message)
+    if database.has_reset_record() and not context.was_reset:
+        logger.warning(
+            "tier %s: starting with an empty cache: the last engine had its cache reset, and "
+            "later chunks may be of other weights than those on disk; if weights never change "
+            "while an engine runs, set keep_after_reset: true",
+            options.name,
+        )
         try:
             removed = database.load(written_slots).key_marks
             database.clear()
-            database.log_removals(doubt.reason, removed)
+            database.log_removals(RemovalReason.AFTER_RESET, removed)
         except sqlite3.OperationalError as error:
             if not is_full(error):
                 raise
@@ -338,63 +319,25 @@ def _load_trusted(
     return database.load(written_slots)
 
 
-class _Doubt(NamedTuple):
-    """A reason not to use readable rows: its message, and its value for the removal log."""
+def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
+    """Record the reset in an index that may be new; on a full disk, before the next change.
 
-    message: str
-    reason: RemovalReason
-
-
-def _doubt(
-    options: NvmeTierConfig, context: TierContext, database: IndexDatabase
-) -> _Doubt | None:
-    """Return why the rows must not be used; None if they may be."""
-    if database.metadata(RESET_METADATA) and not context.was_reset:
-        message = (
-            "the last engine had its cache reset, and later chunks may be of other weights "
-            "than those on disk; if weights never change while an engine runs, set "
-            "keep_after_reset: true"
-        )
-        return _Doubt(message, RemovalReason.AFTER_RESET)
-    written_with = database.metadata(_CHECKSUM_METADATA) or options.checksum
-    if written_with != options.checksum:
-        return _Doubt(f"it was written with checksum: {written_with}", RemovalReason.DOUBTED)
-    boot = database.metadata(_BOOT_METADATA)
-    if boot and boot != _boot_id():
-        message = "the machine went down, and without checksums lost bytes cannot be detected"
-        return _Doubt(message, RemovalReason.DOUBTED)
-    return None
-
-
-def _keep_metadata(
-    options: NvmeTierConfig, database: IndexDatabase, name: str, value: str
-) -> None:
-    """Write metadata now; on a full disk, write it before the next change.
-
-    Stored chunks may be served until then. The metadata concerns later chunks: no row is
-    written before it, and without checksums no payload.
+    Stored chunks may be served until then: the record concerns later chunks.
     """
-    if database.clear_is_due:  # the disk is full, which was logged
-        database.set_metadata_later(name, value)
+    if database.has_reset_record():
         return
     try:
-        database.set_metadata(name, value)
+        database.record_reset()
     except sqlite3.OperationalError as error:
         if not is_full(error):
             raise
-        if database.metadata(name) == value:
-            return
-        database.set_metadata_later(name, value)
+        database.record_reset_later()
         logger.warning(
             "tier %s: the disk of %s is full: stored chunks are served, and no chunk is stored "
             "until there is room",
             options.name,
             options.path,
         )
-
-
-def _boot_id() -> str:
-    return _BOOT_ID.read_text("ascii").strip()
 
 
 def _explain(options: NvmeTierConfig, error: OSError) -> Exception:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -174,15 +174,12 @@ def hash_key(key: bytes) -> int:
     return xxhash.xxh3_64_intdigest(key)
 
 
-def select_digest(checksum: Literal["xxh3", "off"], *, alone: bool) -> Digest:
+def select_digest(*, alone: bool) -> Digest:
     """Return the function that computes the checksum to store in the index.
 
     Args:
-        checksum: The kind of checksum.
         alone: Whether no other thread of this process runs Python code for long.
     """
-    if checksum == "off":
-        return _zero
     return _xxh3_alone if alone else _xxh3
 
 
@@ -207,7 +204,3 @@ def _in_slices(payload: memoryview, seed: int, slice_nbytes: int) -> int:
     for start in range(0, len(payload), slice_nbytes):
         state.update(payload[start : start + slice_nbytes])
     return state.intdigest()
-
-
-def _zero(payload: memoryview, seed: int) -> int:  # noqa: ARG001 - a Digest
-    return 0

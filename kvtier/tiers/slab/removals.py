@@ -78,8 +78,6 @@ class RemovalReason(enum.Enum):
     """An operator removed the chunk."""
     RESET = "reset"
     """The cache was reset."""
-    DOUBTED = "doubted"
-    """Without checksums, nothing proved that the bytes were still whole."""
     AFTER_RESET = "after-reset"
     """A chunk stored after a reset, perhaps from other weights than the next engine loads."""
     DAMAGED = "damaged"

@@ -31,7 +31,6 @@ from kvtier.tiers.slab.index import StoredRows
 from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import (
     OpenStore,
-    close_store,
     open_store,
     release_store,
     slots_within,
@@ -204,7 +203,7 @@ class SlabTier(StorageTier):
         self._slots_per_piece = min(
             IOV_MAX, max(1, context.piece_nbytes // context.slot_nbytes)
         )
-        self._digest = select_digest(options.checksum, alone=context.is_hosted)
+        self._digest = select_digest(alone=context.is_hosted)
         self._store = store
         self._table = _SlotTable(self.capacity_slots)
         self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)
@@ -283,9 +282,6 @@ class SlabTier(StorageTier):
         self._table.drop(batch.slots)
         everything = np.arange(len(batch.slots))
         pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
-        if self._options.checksum == "off" and not await self._delete_rows(batch):
-            return batch.result()
-
         failed_syncs = self._store.file.failed_syncs
         calls = [
             functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
@@ -399,22 +395,10 @@ class SlabTier(StorageTier):
         try:
             self._index.stop()
             self._location.check()
-            close_store(self._store, self._options)
+            release_store(self._store)
         except (OSError, sqlite3.Error) as error:
             # The payloads and all committed rows are safe.
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)
-
-    async def _delete_rows(self, batch: _Batch) -> bool:
-        """Delete the rows of slots that are about to be overwritten; return whether it worked.
-
-        Without checksums, a row that outlives its payload would serve another chunk's bytes.
-        """
-        try:
-            await self._index.delete(batch.slots.tolist())
-        except sqlite3.Error as error:
-            batch.fail(range(len(batch.slots)), f"the index was not written: {error}")
-            return False
-        return True
 
     async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
         """Wait until the written chunks survive loss of power."""

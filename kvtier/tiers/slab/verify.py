@@ -23,7 +23,6 @@ from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
-    Digest,
     PieceBuffers,
     hash_key,
     plan_pieces,
@@ -59,7 +58,6 @@ class Verification:
     """Result of verifying one namespace.
 
     Attributes:
-        verified: Whether there are checksums; without them chunks are only read.
         chunks: Number of checked chunks.
         nbytes: Payload bytes of the chunks that could be read whole.
         seconds: Time that reading took.
@@ -67,7 +65,6 @@ class Verification:
         bad: Bad chunks.
     """
 
-    verified: bool
     chunks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -95,13 +92,11 @@ def verify(
         OSError: The files cannot be opened, or were removed meanwhile.
         sqlite3.Error: The index cannot be read now.
     """
-    checksum = reader.checksum()
-    found = Verification(verified=checksum != "off")
-    digest = select_digest("xxh3" if found.verified else "off", alone=True)
+    found = Verification()
     slot_nbytes = space.layout.slot_nbytes
     file = SlotFile.open_to_read(space.directory / SLOTS, slot_nbytes, BlockIo())
     try:
-        checker = _Checker(file, slot_nbytes, digest)
+        checker = _Checker(file, slot_nbytes)
         began_s = time.monotonic()
         suspects: list[BadChunk] = []
         for window, bad in _in_flight(_windows(reader, file, checker, slot_nbytes)):
@@ -138,10 +133,10 @@ _Call = Callable[[], tuple[_Progress, list[BadChunk]]]
 class _Checker:
     """Reads and verifies; callable from several threads."""
 
-    def __init__(self, file: SlotFile, slot_nbytes: int, digest: Digest) -> None:
+    def __init__(self, file: SlotFile, slot_nbytes: int) -> None:
         self._file = file
         self._slot_nbytes = slot_nbytes
-        self._digest = digest
+        self._digest = select_digest(alone=True)
         self.slots_per_piece = min(IOV_MAX, max(1, _PIECE_NBYTES // slot_nbytes))
         self._buffers: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(_THREADS):

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from tests.bench.nvme.against_itself import aged, busy, checksum
+from tests.bench.nvme.against_itself import aged, busy
 from tests.bench.nvme.against_peers import against_peers
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.fio import Fio
@@ -30,7 +30,6 @@ RUNS: tuple[tuple[tuple[str, ...], Callable[[Lab], Iterator[Row]]], ...] = (
     (("promote", "store", "cpu", "jitter"), against_peers),
     (("busy",), busy),
     (("aged",), aged),
-    (("checksum",), checksum),
     (("manager",), manager),
     (("open",), opening),
 )

@@ -1,4 +1,4 @@
-"""kvtier beside itself: a busy process, an aged store, no checksums."""
+"""kvtier beside itself: a busy process, an aged store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.bench.nvme.passes import Peer, TransferSpec, promote
 from tests.bench.nvme.rows import Row
 from tests.bench.nvme.workload import CHUNK_SIZES
 
-__all__ = ["aged", "busy", "checksum"]
+__all__ = ["aged", "busy"]
 
 
 def busy(lab: Lab) -> Iterator[Row]:
@@ -69,29 +69,6 @@ def aged(lab: Lab) -> Iterator[Row]:
                     figures[spec].append(_say(lab, kvtier.run(promote, spec, number)))
         both = figures[old], figures[fresh]
         yield Row.over_rounds("aged", chunk_nbytes, "self", both, "MB/s")
-
-
-def checksum(lab: Lab) -> Iterator[Row]:
-    """Compare promotions that verify with promotions that do not."""
-    kvtier = lab.process("kvtier")
-    for chunk_nbytes in CHUNK_SIZES:
-        workload = lab.plan.workload(chunk_nbytes)
-        with lab.scratch("xxh3") as verified_path, lab.scratch("off") as trusted_path:
-            verified = TransferSpec("kvtier", verified_path, workload)
-            trusted = TransferSpec("kvtier", trusted_path, workload, checksum="off")
-            runs: dict[TransferSpec, list[Pass]] = {verified: [], trusted: []}
-            for spec in runs:
-                lab.transfer(spec)
-            for number in range(1, lab.plan.rounds + 1):
-                for spec in (verified, trusted) if number % 2 else (trusted, verified):
-                    _announce(lab, chunk_nbytes, number, f"checksum {spec.checksum}")
-                    runs[spec].append(kvtier.run(promote, spec, number))
-                    _say(lab, runs[spec][-1])
-        for of, unit in (("mb_per_s", "MB/s"), ("cpu_s_per_gib", "core-s/GiB")):
-            with_it, without = ([getattr(one, of) for one in runs[s]] for s in runs)
-            name = "promote" if of == "mb_per_s" else "cpu"
-            both = with_it, without
-            yield Row.over_rounds("checksum", chunk_nbytes, "self", both, unit, of=name)
 
 
 def _announce(lab: Lab, chunk_nbytes: int, number: int, what: str) -> None:

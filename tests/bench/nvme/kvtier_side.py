@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
 from kvtier.connector.metrics import Reporter
@@ -28,7 +28,6 @@ def make_config(
     *,
     ram_nbytes: int,
     nvme_nbytes: int,
-    checksum: Literal["xxh3", "off"] = "xxh3",
 ) -> KvtierConfig:
     """Return a configuration with every default but the sizes and the backlog.
 
@@ -36,7 +35,7 @@ def make_config(
     would make it look faster than it is.
     """
     ram = RamTierConfig(capacity_bytes=ram_nbytes)
-    nvme = NvmeTierConfig(path=path, capacity_bytes=nvme_nbytes, checksum=checksum)
+    nvme = NvmeTierConfig(path=path, capacity_bytes=nvme_nbytes)
     return KvtierConfig(tiers=(ram, nvme), placement=PlacementConfig(backlog_limit=1.0))
 
 
@@ -53,12 +52,9 @@ def open_kvtier(
     chunk_nbytes: int,
     ram_nbytes: int,
     nvme_nbytes: int,
-    checksum: Literal["xxh3", "off"] = "xxh3",
 ) -> KvtierSide:
     """Open the tiers below ``path``, recovering what is there."""
-    config = make_config(
-        path, ram_nbytes=ram_nbytes, nvme_nbytes=nvme_nbytes, checksum=checksum
-    )
+    config = make_config(path, ram_nbytes=ram_nbytes, nvme_nbytes=nvme_nbytes)
     region = make_region(config, chunk_nbytes)
     fill(region.payload)
     return KvtierSide(open_tiers(config, region), config)

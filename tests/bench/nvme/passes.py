@@ -32,7 +32,6 @@ class TransferSpec:
         workload: Sizes.
         generation: Version of the working set; another one has other keys.
         busy: Whether a thread of the same process computes in pure Python all the while.
-        checksum: kvtier's.
     """
 
     peer: Peer
@@ -40,7 +39,6 @@ class TransferSpec:
     workload: Workload
     generation: int = 0
     busy: bool = False
-    checksum: Literal["xxh3", "off"] = "xxh3"
 
 
 def transfer(spec: TransferSpec) -> Passes:

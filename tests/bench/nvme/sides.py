@@ -39,5 +39,4 @@ def _open(spec: TransferSpec) -> Side:
         chunk_nbytes=chunk_nbytes,
         ram_nbytes=ram_nbytes,
         nvme_nbytes=spec.workload.nbytes,
-        checksum=spec.checksum,
     )

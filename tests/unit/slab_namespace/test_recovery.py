@@ -1,20 +1,16 @@
-"""What a start finds again: after another capacity, a damaged index, without checksums."""
+"""What a start finds again: after another capacity, a damaged index."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError
-from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_sources
-from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab import SlabTier, opening
 from kvtier.types import Outcome, Purpose
 from tests.unit.slab_namespace.opening import (
     KEYS,
@@ -23,7 +19,6 @@ from tests.unit.slab_namespace.opening import (
     close,
     damage,
     fill,
-    fingerprint,
     slots_of,
 )
 from tests.unit.warned import warnings_in
@@ -144,58 +139,3 @@ def test_values_of_another_type_are_no_chunk(open_tier: Opener, own: Path) -> No
     result = asyncio.run(tier.read(KEYS, range(8), sources, purpose=Purpose.LOAD))
     expected = [Outcome.CORRUPT if slot == 3 else Outcome.DONE for slot in range(8)]
     assert list(result.outcomes) == expected
-
-
-class TestWithoutChecksums:
-    @pytest.fixture
-    def open_unchecked(self, root: Path, pool: IoPool) -> Iterator[Opener]:
-        opened: list[SlabTier] = []
-
-        def open_unchecked() -> SlabTier:
-            options = NvmeTierConfig(
-                path=root, capacity_bytes=8 * SLOT, direct_io="off", checksum="off"
-            )
-            opened.append(SlabTier.open(options, TierContext(SLOT, fingerprint("m"), pool)))
-            return opened[-1]
-
-        yield open_unchecked
-        for tier in opened:
-            close(tier)
-
-    def test_what_was_stored_with_checksums_is_not_trusted(
-        self, open_tier: Opener, open_unchecked: Opener, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        tier = open_tier()
-        fill(tier)
-        close(tier)
-        assert slots_of(open_unchecked()) == []
-        assert "written with checksum: xxh3" in warnings_in(caplog)[0]
-
-    def test_what_was_stored_without_cannot_be_checked_later(
-        self, open_tier: Opener, open_unchecked: Opener
-    ) -> None:
-        tier = open_unchecked()
-        fill(tier)
-        close(tier)
-        assert slots_of(open_tier()) == []
-
-    def test_a_machine_that_went_down_costs_the_cache(
-        self, open_unchecked: Opener, own: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        tier = open_unchecked()
-        fill(tier)
-        close(tier)
-        note = "INSERT OR REPLACE INTO meta VALUES ('boot', 'an earlier one')"
-        damage(note)(own / "index.sqlite")
-        assert slots_of(open_unchecked()) == []
-        assert "the machine went down" in warnings_in(caplog)[0]
-
-
-def test_with_checksums_nobody_asks_which_boot_of_the_machine_this_is(
-    open_tier: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "_BOOT_ID", tmp_path / "a sandbox has none")
-    tier = open_tier()
-    fill(tier)
-    close(tier)
-    assert slots_of(open_tier()) == list(range(8))
