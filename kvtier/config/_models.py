@@ -178,24 +178,20 @@ class NvmeTierConfig(TierConfig):
         return LocalStore(self.path, direct_io=self.direct_io)
 
 
-_TIERED_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after")
+_TIERED_KEYS = ("write", "write_after", "promote")
 
 
 class PlacementConfig(_Section):
     """Rules for copying chunks between tiers."""
 
     policy: str = "tiered"
-    """`tiered` with the next five keys, or another policy, by name or as `module:Class`."""
+    """`tiered` with the next three keys, or another policy, by name or as `module:Class`."""
     write: Literal["through", "evict"] = "through"
     """Demote chunks as soon as they are stored (`through`), or when RAM is full (`evict`)."""
     write_after: int = Field(default=1, ge=1)
     """Uses after which `write: through` demotes a chunk; storing it is the first."""
-    min_chunks: int = Field(default=1, ge=1)
-    """Shortest prefix, in chunks, that is demoted."""
     promote: Literal["copy", "move"] = "copy"
     """Whether the slower tier keeps a promoted chunk (`copy`) or not (`move`)."""
-    promote_after: int = Field(default=1, ge=1)
-    """Hits in the slower tier per promotion to RAM; 1 promotes at every hit."""
     admit: str = "all"
     """Policy that chooses which chunks may be demoted: `all`, by name, or `module:Class`."""
     write_budget_per_day_bytes: Size | None = Field(
@@ -238,8 +234,6 @@ class PlacementConfig(_Section):
             _refuse("write_after", "used with write: through only", "leave it out")
         if self.promote == "move" and self.write != "evict":
             _refuse("promote", "move would keep the only copy in RAM", "add write: evict")
-        if self.promote == "move" and self.promote_after > 1:
-            _refuse("promote_after", "used with promote: copy only", "leave it out")
         if self.retain_s is not None and not self.retain_quota:
             _refuse("retain", "no effect without a quota", "add retain_quota: 25%")
         if self.retain_quota + self.pin_budget > 1:

@@ -2,29 +2,25 @@
 
 An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind it:
 
-* :mod:`~kvtier.manager.lookup` answers lookups by the rules of :mod:`~kvtier.manager.hits`, and
-  reserves slots for direct loads.
-* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
-* :mod:`~kvtier.manager.promote` brings chunks of slower tiers to RAM for waiting requests,
-  :mod:`~kvtier.manager.grants` pins them until they are loaded, and
+* :mod:`~kvtier.manager.lookup` finds hits by the rules of :mod:`~kvtier.manager.hits`.
+* :mod:`~kvtier.manager.promote` decides how the chunks of a hit reach RAM, and plans their
+  jobs. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin budget.
   :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
   :mod:`~kvtier.manager.estimates`.
+* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
 * :mod:`~kvtier.manager.demote` copies chunks to slower tiers.
-* :mod:`~kvtier.manager.retention` keeps chunks until a deadline; :mod:`~kvtier.manager.reset`
-  keeps slots out of use after a reset.
+* :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
 
 These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
-(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the :mod:`~kvtier.manager.jobs`
-in flight, the residency :mod:`~kvtier.manager.events` and the :mod:`~kvtier.manager.reuse`
-gaps. ``plans`` and ``runs`` define the values that these modules exchange. ``build`` makes a
-manager from a configuration.
+(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the jobs in flight and the
+:mod:`~kvtier.manager.reports`. ``plans`` and ``copies`` define the values that these modules
+exchange. ``build`` makes a manager from a configuration.
 """
 
 from __future__ import annotations
 
 from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
 from kvtier.manager.estimates import LoadCost, prompt_tokens
-from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
     ManagerLimits,
@@ -34,6 +30,7 @@ from kvtier.manager.plans import (
     TierCounters,
     TierSnapshot,
 )
+from kvtier.manager.reports import ResidencyEvent
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.policies.base import NO_TERMS, RequestTerms

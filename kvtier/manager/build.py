@@ -144,8 +144,6 @@ def _build_placement(
             write=rules.write,
             write_after=rules.write_after,
             promote=rules.promote,
-            promote_after=rules.promote_after,
-            min_chunks=rules.min_chunks,
         )
     else:
         with config.origin.at("placement.policy"):

@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 
-from kvtier.manager.jobs import Failure, JobRecord
-from kvtier.manager.runs import Run, without
+from kvtier.manager.copies import CopyList, without
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import TierStack, first_resident
+from kvtier.manager.tier_stack import Failure, JobRecord, TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, Purpose, TransferResult
 
@@ -39,9 +38,8 @@ class Demoter:
         self._targets = _Targets(stack)
         self._jobs = _DemotionJobs(stack)
         self._reclaimer = _Reclaimer(stack, self._targets, self._jobs)
-        self._queues: list[deque[Run]] = [deque() for _ in stack.tiers]
+        self._queues: list[deque[CopyList]] = [deque() for _ in stack.tiers]
         self._queued = [0] * len(stack.tiers)
-        self._min_chunks = stack.placement.min_chunks
 
     @property
     def queued(self) -> int:
@@ -53,16 +51,13 @@ class Demoter:
         """Whether the next :meth:`end_step` may demote copies to free slots."""
         return self._reclaimer.is_needed
 
-    def publish(self, run: Run) -> None:
+    def publish(self, listed: CopyList) -> None:
         """Make stored chunks hits in RAM; queue them for the tiers that must receive them."""
-        copies = run.copies
+        copies = listed.copies
         self._stack.publish(self._ram, copies)
         if len(self._stack.tiers) == 1 or not copies:
             return
-        if self._min_chunks > 1:
-            self._place(copies)
-        else:
-            self._place_run(run)
+        self._place_listed(listed)
 
     def record_use(self, copies: Sequence[ChunkCopy]) -> None:
         """Apply the placement policy to chunks that were loaded from RAM."""
@@ -114,12 +109,12 @@ class Demoter:
         for target, group in self._targets.of_victims(dirty, self._ram.index).items():
             if target is not None:
                 self._ram.pin(group)
-                self._enqueue(target, self._ram.run_of(group))
+                self._enqueue(target, self._ram.list_of(group))
         self.end_step()
 
     def waiting(self) -> Iterator[ChunkCopy]:
         """Yield the copies that wait for a demotion job; some may have been dropped."""
-        return chain.from_iterable(run.copies for queue in self._queues for run in queue)
+        return chain.from_iterable(listed.copies for queue in self._queues for listed in queue)
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
         """Apply the result of a demotion job."""
@@ -135,16 +130,14 @@ class Demoter:
         self._jobs.clear()
 
     def _place(self, copies: Iterable[ChunkCopy]) -> None:
-        """Apply :meth:`_place_run` to the clean ``copies`` in long enough prefixes."""
-        if self._min_chunks > 1:
-            copies = dict.fromkeys(self._in_long_prefixes(copies))
+        """Apply :meth:`_place_listed` to the clean ``copies``."""
         clean = [copy for copy in copies if not copy.dirty]
         if clean:
-            self._place_run(self._ram.run_of(clean))
+            self._place_listed(self._ram.list_of(clean))
 
-    def _place_run(self, run: Run) -> None:
+    def _place_listed(self, listed: CopyList) -> None:
         """Queue clean RAM copies for the tiers that must receive them soon."""
-        queued, others = self._targets.of_new(run)
+        queued, others = self._targets.of_new(listed)
         for target, part in queued:
             fitting = self._cut_to_backlog(part, target)
             if fitting is not None:
@@ -152,48 +145,21 @@ class Demoter:
                 self._enqueue(target, fitting)
         self.add_sole_copies(self._ram, others)
 
-    def _in_long_prefixes(self, copies: Iterable[ChunkCopy]) -> Iterator[ChunkCopy]:
-        """Yield the RAM ``copies`` whose prefix has ``min_chunks`` chunks.
-
-        If a copy makes its prefix long enough, the copies before it are yielded too: a slower
-        tier cannot use the copy without them.
-        """
-        for copy in copies:
-            length = copy.depth + 1
-            if length == self._min_chunks:
-                yield from self._before(copy)
-            if length >= self._min_chunks:
-                yield copy
-
-    def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
-        """Return the unbroken chain of RAM copies before ``copy``, root to leaf."""
-        before: list[ChunkCopy] = []
-        while copy.depth and copy.parent is not None:
-            parent = self._ram.copies.get(copy.parent)
-            if parent is None or parent.state != _RESIDENT:
-                break
-            if parent.depth != copy.depth - 1:  # stored again since, behind another chunk
-                break
-            before.append(parent)
-            copy = parent
-        before.reverse()
-        return before
-
-    def _cut_to_backlog(self, run: Run, target: int) -> Run | None:
-        """Return the part of ``run`` that fits the backlog of tier ``target``, if any."""
-        stack, chunks = self._stack, len(run.copies)
+    def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
+        """Return the part of ``listed`` that fits the backlog of tier ``target``, if any."""
+        stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
         fits = max(stack.limits.backlog - backlog, 0)
         if fits >= chunks:
-            return run if chunks else None
+            return listed if chunks else None
         stack.tiers[target].counters.dropped += chunks - fits
         self._ram.counters.lost += chunks - fits
-        return run.head(fits) if fits else None
+        return listed.head(fits) if fits else None
 
-    def _enqueue(self, target: int, run: Run) -> None:
+    def _enqueue(self, target: int, listed: CopyList) -> None:
         """Queue dirty, pinned copies for tier ``target``."""
-        self._queues[target].append(run)
-        self._queued[target] += len(run.copies)
+        self._queues[target].append(listed)
+        self._queued[target] += len(listed.copies)
 
     def _drain(self, index: int) -> None:
         """Plan jobs for the queue of tier ``index``, within its limit."""
@@ -202,13 +168,13 @@ class Demoter:
             chunks = limits.queue - self._jobs.in_flight[index]
             if not self._can_free_at_once(index):
                 chunks = min(chunks, limits.batch)
-            run = self._dequeue(index, chunks)
-            if run is None:
+            listed = self._dequeue(index, chunks)
+            if listed is None:
                 break
             # The job takes over the pins of the copies that it moves.
-            sent = self._jobs.plan(self._ram, run, index)
-            if sent < len(run.copies):
-                self._ram.unpin(run.copies[sent:])
+            sent = self._jobs.plan(self._ram, listed, index)
+            if sent < len(listed.copies):
+                self._ram.unpin(listed.copies[sent:])
                 break
 
     def _can_free_at_once(self, index: int) -> bool:
@@ -222,33 +188,35 @@ class Demoter:
         is_order_free = not policy.tracks_misses and not policy.leaf_only
         return is_order_free and self._queued[index] <= target.available
 
-    def _dequeue(self, index: int, chunks: int) -> Run | None:
+    def _dequeue(self, index: int, chunks: int) -> CopyList | None:
         """Take up to ``chunks`` of the oldest queued copies that tier ``index`` still needs."""
         queue = self._queues[index]
-        taken: list[Run] = []
+        taken: list[CopyList] = []
         while queue and chunks > 0:
-            run = queue.popleft()
-            if len(run.copies) > chunks:
-                run, later = run.cut(chunks)
+            listed = queue.popleft()
+            if len(listed.copies) > chunks:
+                listed, later = listed.cut(chunks)
                 queue.appendleft(later)
-            self._queued[index] -= len(run.copies)
-            run = self._still_needed(run, index)
-            chunks -= len(run.copies)
-            taken.append(run)
-        return Run.join(taken) if taken else None
+            self._queued[index] -= len(listed.copies)
+            listed = self._still_needed(listed, index)
+            chunks -= len(listed.copies)
+            taken.append(listed)
+        return CopyList.join(taken) if taken else None
 
-    def _still_needed(self, run: Run, index: int) -> Run:
-        """Return the copies of ``run`` that tier ``index`` lacks; release the other copies."""
+    def _still_needed(self, listed: CopyList, index: int) -> CopyList:
+        """Return the copies that tier ``index`` lacks; release the other copies."""
         members = self._stack.tiers[index].copies
-        if run.drops == self._ram.drops and members.keys().isdisjoint(run.keys):
-            return run
+        if listed.drops == self._ram.drops and members.keys().isdisjoint(listed.keys):
+            return listed
         needed = [
-            copy for copy in run.copies if copy.state == _RESIDENT and copy.key not in members
+            copy
+            for copy in listed.copies
+            if copy.state == _RESIDENT and copy.key not in members
         ]
-        others = without(run.copies, needed)
+        others = without(listed.copies, needed)
         self._ram.unpin(others)
         self._jobs.release(self._ram, others)
-        return self._ram.run_of(needed)
+        return self._ram.list_of(needed)
 
 
 class _Targets:
@@ -260,17 +228,19 @@ class _Targets:
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
 
-    def of_new(self, run: Run) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
+    def of_new(
+        self, listed: CopyList
+    ) -> tuple[list[tuple[int, CopyList]], Sequence[ChunkCopy]]:
         """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
             The parts to demote now, each with its target tier, and the copies in no part.
         """
-        stack, new = self._stack, run.copies
-        if stack.has_any(run.keys, slower_than=0):
+        stack, new = self._stack, listed.copies
+        if stack.has_any(listed.keys, slower_than=0):
             new = [copy for copy in new if first_resident(stack.slower, copy.key) is None]
         others = new
-        parts: list[tuple[int, Run]] = []
+        parts: list[tuple[int, CopyList]] = []
         for target, group in self._place(new).items():
             allowed = group
             if stack.restricts_stores:
@@ -281,19 +251,20 @@ class _Targets:
             else:
                 excluded = set(admitted)
                 others = [copy for copy in others if copy not in excluded]
-            part = run if len(admitted) == len(run.copies) else stack.ram.run_of(admitted)
+            part = (
+                listed if len(admitted) == len(listed.copies) else stack.ram.list_of(admitted)
+            )
             parts.append((target, part))
         return parts, others
 
     def of_victims(
-        self, copies: Sequence[ChunkCopy], source: int, *, min_chunks: int = 1
+        self, copies: Sequence[ChunkCopy], source: int
     ) -> dict[int | None, Sequence[ChunkCopy]]:
         """Group ``copies``, absent from slower tiers, by the tier that must receive them.
 
         Args:
             copies: Copies in one tier.
             source: Index of that tier.
-            min_chunks: Shortest prefix whose clean copies are demoted; dirty ones always are.
 
         Returns:
             Copies by the index of the receiving tier; under None, copies that stay in no tier.
@@ -301,11 +272,6 @@ class _Targets:
         if not copies:
             return {}
         targets = self._stack.placement.demote_many(copies, source, self._stack.ctx)
-        if min_chunks > 1:
-            targets = [
-                target if copy.dirty or copy.depth + 1 >= min_chunks else None
-                for copy, target in zip(copies, targets, strict=True)
-            ]
         if not self._stack.restricts_stores and targets.count(targets[0]) == len(copies):
             return {targets[0]: copies}
         groups: dict[int | None, list[ChunkCopy]] = {}
@@ -343,13 +309,13 @@ class _DemotionJobs:
         self.in_flight = [0] * len(stack.tiers)
 
     def plan(
-        self, source: TierState, run: Run, index: int, *, is_eviction: bool = False
+        self, source: TierState, listed: CopyList, index: int, *, is_eviction: bool = False
     ) -> int:
-        """Plan jobs that copy ``run``; chunks without a slot are counted as lost.
+        """Plan jobs that copy ``listed``; chunks without a slot are counted as lost.
 
         Args:
-            source: Tier of the run.
-            run: The copies to demote.
+            source: Tier of the listed.
+            listed: The copies to demote.
             index: Index of the tier that receives it.
             is_eviction: Whether the copies leave ``source`` in this order, to free slots.
 
@@ -358,33 +324,30 @@ class _DemotionJobs:
         """
         stack = self._stack
         target = stack.tiers[index]
-        chunks = len(run.copies)
+        chunks = len(listed.copies)
         fits = min(chunks, target.available)
-        taken = stack.take_slots(target, run.keys[:fits])
+        taken = stack.take_slots(target, listed.keys[:fits])
         if taken is None:
             fits = target.slots.free
-            taken = stack.take_slots(target, run.keys[:fits])
+            taken = stack.take_slots(target, listed.keys[:fits])
         slots = taken[0] if taken is not None else []
         if fits < chunks:
-            run, rest = run.cut(fits)
+            listed, rest = listed.cut(fits)
             target.request_slots(chunks)
             target.counters.refused += chunks - fits
             source.counters.lost += chunks - fits
             self.release(source, rest.copies)
         if not fits:
             return 0
-        copies = target.begin_copying(run.keys, slots, run.copies)
+        copies = target.begin_copying(listed.keys, slots, listed.copies)
         self.in_flight[index] += fits
         batch = stack.limits.batch
         for at in range(0, fits, batch):
             part = slice(at, at + batch)
             record = JobRecord(
-                purpose=_DEMOTE,
                 source=source.index,
                 destination=index,
-                sources=run.copies[part],
-                keys=run.keys[part],
-                source_slots=run.slots[part],
+                sources=listed.between(at, at + batch),
                 destinations=copies[part],
                 epoch=stack.epoch,
                 is_eviction=is_eviction,
@@ -397,21 +360,19 @@ class _DemotionJobs:
         stack = self._stack
         source_tier = stack.tiers[record.source]
         target = stack.tiers[record.destination]
+        chunks = len(record.destinations)
         if not record.is_late:
-            self.in_flight[record.destination] -= len(record.sources)
+            self.in_flight[record.destination] -= chunks
         if not result.settled:  # its slots stay taken, but later jobs need not wait for it
             record.is_late = True
-            target.counters.expired += len(record.sources)
+            target.counters.expired += chunks
             return ()
         arrived, failures = record.split(result.outcomes)
         if failures:
             self._abort(record, failures)
-        source_tier.end_demotion(record.sources)
+        source_tier.end_demotion(record.sources.copies)
         if source_tier.leaving:
-            keys, slots = record.keys, record.source_slots
-            self._evict_leaving(
-                source_tier, Run(record.sources, keys, slots, source_tier.drops)
-            )
+            self._evict_leaving(source_tier, record.sources)
         source_tier.counters.demoted += len(arrived)
         stack.publish(target, arrived, is_ordered=record.is_eviction)
         return arrived
@@ -420,13 +381,13 @@ class _DemotionJobs:
         """Record that ``copies`` need no job; evict the copies that were leaving."""
         tier.mark_clean(copies)
         if tier.leaving and copies:
-            self._evict_leaving(tier, tier.run_of(copies))
+            self._evict_leaving(tier, tier.list_of(copies))
 
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
         """Yield the copies of ``tier`` that demotion jobs in flight read."""
         for record in self._stack.jobs.records():
-            if record.purpose is _DEMOTE and record.source == tier.index:
-                yield from record.sources
+            if not record.is_promotion and record.source == tier.index:
+                yield from record.sources.copies
 
     def clear(self) -> None:
         """Set the in-flight counts to 0; for a reset of the cache."""
@@ -444,17 +405,17 @@ class _DemotionJobs:
             if outcome is Outcome.CORRUPT and record.source:
                 self._stack.drop_corrupt(source_tier, source)
 
-    def _evict_leaving(self, tier: TierState, run: Run) -> None:
-        """Evict clean leaving copies of ``run``; restore leaving copies in use again."""
-        are_needed = [copy.pins or copy.dirty for copy in run.copies]
-        if not any(are_needed) and tier.leaving.issuperset(run.copies):
-            self._stack.evict_leaving(tier, run)
+    def _evict_leaving(self, tier: TierState, listed: CopyList) -> None:
+        """Evict clean leaving copies of ``listed``; restore leaving copies in use again."""
+        are_needed = [copy.pins or copy.dirty for copy in listed.copies]
+        if not any(are_needed) and tier.leaving.issuperset(listed.copies):
+            self._stack.evict_leaving(tier, listed)
             return
-        clean = [copy for copy in run.copies if not copy.dirty and copy in tier.leaving]
+        clean = [copy for copy in listed.copies if not copy.dirty and copy in tier.leaving]
         tier.restore([copy for copy in clean if copy.pins], self._stack.ctx)
         evicted = [copy for copy in clean if not copy.pins]
         if evicted:
-            self._stack.evict_leaving(tier, tier.run_of(evicted))
+            self._stack.evict_leaving(tier, tier.list_of(evicted))
 
 
 class _Reclaimer:
@@ -479,7 +440,6 @@ class _Reclaimer:
         self._reserve = [
             int(stack.limits.reserve * tier.slots.capacity) for tier in stack.tiers
         ]
-        self._min_chunks = stack.placement.min_chunks
 
     @property
     def is_needed(self) -> bool:
@@ -513,7 +473,7 @@ class _Reclaimer:
         # Every victim frees a slot. No more are picked than all targets could receive: a victim
         # that is put back would count as just used.
         while shortage > 0 and (most := min(shortage, *room.values())) > 0:
-            victims = tier.run_of(tier.pick_leaving(most, stack.ctx))
+            victims = tier.list_of(tier.pick_leaving(most, stack.ctx))
             if not victims.copies:
                 return
             shortage -= len(victims.copies)
@@ -526,7 +486,9 @@ class _Reclaimer:
                 if left <= 0:
                     stack.tiers[index].request_slots(wanted)
 
-    def _evict_copied(self, tier: TierState, victims: Run) -> dict[int, Sequence[ChunkCopy]]:
+    def _evict_copied(
+        self, tier: TierState, victims: CopyList
+    ) -> dict[int, Sequence[ChunkCopy]]:
         """Evict the victims that need no copy.
 
         Returns:
@@ -542,7 +504,7 @@ class _Reclaimer:
             sole = [victim for victim in sole if victim.key not in slower.copies]
         evicted = list(without(victims.copies, sole))
         batches: dict[int, Sequence[ChunkCopy]] = {}
-        groups = self._targets.of_victims(sole, tier.index, min_chunks=self._min_chunks)
+        groups = self._targets.of_victims(sole, tier.index)
         for target, group in groups.items():
             admitted: Sequence[ChunkCopy] = ()
             if target is not None:

@@ -1,4 +1,4 @@
-"""Grants: the state and phase of each request, and the RAM copies pinned for it.
+"""Grants: the phase of each request, the RAM copies pinned for it, and the pin budget.
 
 The next promotion may evict an unpinned promoted chunk. So every chunk that a
 waiting request will load is *granted* to it: pinned, whether it is whole or still on its way.
@@ -7,7 +7,14 @@ or failed. Its grants end when its load is planned (a load has its own pins), an
 request starts without a load, is preempted or ends. They also end after a number of steps
 without a lookup: the engine may have forgotten the request silently.
 
-Only :class:`Grants` changes a request's phase and a copy's grants.
+The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
+promotions, and *reservations* for direct loads of this step. So a tier that hangs leaves RAM to
+others. A reservation is a number of slots: nothing is evicted for a request that may not be
+scheduled. RAM copies that other requests of the step will read count as taken. The policy still
+chooses the victims, so an engine should plan each load right after its lookup. If a chunk has
+no slot when its load is planned, only that load fails.
+
+Only :class:`Grants` changes a request's phase, a copy's grants and the use of the pin budget.
 """
 
 from __future__ import annotations
@@ -15,13 +22,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
-from kvtier.manager.runs import by_group
+from kvtier.manager.copies import by_group
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.base import RequestTerms
+from kvtier.policies.base import RequestTerms, is_idle
 from kvtier.types import JobId
 
 __all__ = ["DEFERRED", "Grants", "Phase", "RequestState"]
@@ -139,6 +146,23 @@ class RequestState:
 _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
+class _Reservation(NamedTuple):
+    """RAM slots that a load of this step will take.
+
+    Attributes:
+        fills: Slots that the load fills from slower tiers.
+        reads: Resident RAM copies that the load reads.
+    """
+
+    fills: int
+    reads: Sequence[ChunkCopy]
+
+    @property
+    def slots(self) -> int:
+        """Available slots that the load will use up."""
+        return self.fills + sum(map(is_idle, self.reads))
+
+
 class Grants:
     """The requests that wait for chunks or have granted chunks.
 
@@ -147,7 +171,6 @@ class Grants:
         waiting: Requests with granted chunks on their way.
         settled: Requests whose granted chunks have arrived or failed.
         granted: RAM slots held by grants.
-        direct: RAM slots that direct loads in flight fill; these slots share the budget.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -163,21 +186,74 @@ class Grants:
             Phase.SETTLED: self.settled,
         }
         self.granted = 0
-        self.direct = 0
+        self._direct = 0  # RAM slots that direct loads in flight fill
+        self._reserved: dict[RequestState, _Reservation] = {}
         self._changes = 0
 
     def __bool__(self) -> bool:
         return bool(self.queued or self.waiting or self.settled)
 
+    # -- pin budget -------------------------------------------------------------------------
+
     @property
-    def used_budget(self) -> int:
-        """RAM slots of the pin budget that are in use."""
-        return self.granted + self.direct + self._stack.jobs.late_slots
+    def budget(self) -> int:
+        """RAM slots that requests may hold; nobody knows when late promotions free theirs."""
+        return self._stack.limits.pin_budget - self._stack.jobs.late_slots
+
+    @property
+    def budget_left(self) -> int:
+        """RAM slots of the pin budget that are neither in use nor reserved."""
+        reserved = sum([each.fills for each in self._reserved.values()])
+        return self.budget - self.granted - self._direct - reserved
 
     @property
     def budget_use(self) -> BudgetUse:
         """A value that changes whenever the use of the pin budget changes."""
-        return self._changes, self.direct, self._stack.jobs.late_slots
+        return self._changes, self._direct, self._stack.jobs.late_slots
+
+    def reserve(self, request: RequestState, fills: int, reads: Sequence[ChunkCopy]) -> bool:
+        """Reserve the RAM slots of a direct load until the load is planned or the step ends.
+
+        Args:
+            request: The request.
+            fills: Slots that the load fills from slower tiers.
+            reads: Resident RAM copies that the load reads.
+
+        Returns:
+            Whether enough slots are left; if not, nothing changed.
+        """
+        if fills > self.budget_left:
+            return False
+        reservation = _Reservation(fills, reads)
+        taken = sum([each.slots for each in self._reserved.values()])
+        if reservation.slots > self._ram.available - taken:
+            return False
+        self._reserved[request] = reservation
+        return True
+
+    def reserve_reads(self, request: RequestState, reads: Sequence[ChunkCopy]) -> None:
+        """Count resident RAM copies as taken: a load of this step reads them."""
+        self._reserved[request] = _Reservation(0, reads)
+
+    def end_reservation(self, request: RequestState) -> None:
+        """End the reservation of ``request``, if any, because it is looked up again."""
+        self._reserved.pop(request, None)
+
+    def begin_load(self, request: RequestState | None, fills: int) -> None:
+        """Replace the reservation and the grants of ``request`` by a planned load.
+
+        Args:
+            request: The request; None if the engine never began it.
+            fills: RAM slots that the load fills from slower tiers.
+        """
+        self._direct += fills
+        if request is not None:
+            self._reserved.pop(request, None)
+            self.release(request)
+
+    def end_load(self, fills: int) -> None:
+        """Record that a load has ended that filled ``fills`` RAM slots."""
+        self._direct -= fills
 
     # -- phases -----------------------------------------------------------------------------
 
@@ -221,13 +297,15 @@ class Grants:
         request.tails.clear()  # it offers its chunks again from the root
 
     def end_step(self) -> None:
-        """Settle requests that waited too long; release settled requests without lookups.
+        """End reservations, long waits, and grants of settled requests without lookups.
 
         Promotions have deadlines, so a long wait is for a chunk that another request's worker
         stores. A settled request may be behind other requests in the engine's queue, while
         its grants hold slots that the other requests need.
         """
         limits = self._stack.limits
+        if self._reserved:
+            self._reserved.clear()
         for request in list(self.waiting):
             request.deferred_steps += 1
             if request.deferred_steps >= limits.max_arrival_steps:
@@ -241,7 +319,8 @@ class Grants:
         """Release every request; for a reset of the cache."""
         for request in [*self.queued, *self.waiting, *self.settled]:
             self.release(request)
-        self.direct = 0
+        self._direct = 0
+        self._reserved.clear()
 
     # -- grants -----------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from itertools import compress
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.lookup import HitLookup
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promote import Promoter
 from kvtier.manager.tier_stack import TierStack
@@ -71,14 +70,12 @@ class Loader:
         stack: TierStack,
         *,
         grants: Grants,
-        lookup: HitLookup,
         promoter: Promoter,
         demoter: Demoter,
     ) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._grants = grants
-        self._lookup = lookup
         self._promoter = promoter
         self._demoter = demoter
         self._loads: dict[str, list[_Load]] = {}
@@ -107,7 +104,7 @@ class Loader:
         if not loads:
             del self._loads[req_id]
         copies = load.copies
-        self._grants.direct -= load.direct
+        self._grants.end_load(load.direct)
         loaded = self._stack.slot_status.loaded(load.slots, load.generations)
         if not all(loaded):
             failed = [not ok for ok in loaded]
@@ -147,10 +144,8 @@ class Loader:
 
     def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)
-        self._lookup.redeem(request)
-        self._grants.direct += load.direct
+        self._grants.begin_load(request, load.direct)
         if request is not None:
-            self._grants.release(request)
             request.extend(load.copies)
 
     def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
@@ -188,7 +183,8 @@ class Loader:
             raise KeyError(next(key for key in keys if key not in whole))
         self._ram.pin(resident)  # so that they are not evicted for the others
         self._use(resident)
-        direct = self._promote(keys, None if request is None else request.terms.load_tiers)
+        allowed = None if request is None else request.terms.load_tiers
+        direct = self._promoter.promote_for_load(keys, allowed)
         chosen = list(map(_loadable, map(self._ram.copies.get, keys)))
         load = _load_of(keys, [copy for copy in chosen if copy is not None], direct=direct)
         load.coming = {copy for copy in load.copies if copy.state != _RESIDENT}
@@ -204,14 +200,6 @@ class Loader:
         if load.lead < len(keys) and request is not None:
             self._grants.fail(request)
         return plan._replace(wait_s=stack.limits.load_timeout_s)
-
-    def _promote(self, keys: Sequence[ChunkKey], allowed: Collection[int] | None) -> int:
-        """Plan the promotion of ``keys`` that RAM lacks; return the number of chunks."""
-        members = self._ram.copies
-        absent = [key for key in keys if key not in members]
-        sources, tiers = self._stack.find_below(absent, allowed)
-        jobs = self._promoter.plan(sources, tiers) if sources else None
-        return len(sources) if jobs else 0
 
     # -- failed loads -----------------------------------------------------------------------
 

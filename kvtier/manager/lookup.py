@@ -1,156 +1,26 @@
-"""Decides how much of a waiting request can be loaded, and reserves the slots of its load.
+"""Finds how much of a waiting request can be loaded.
 
-The engine looks up a waiting request once per step. At first all tiers count:
-
-* All chunks are resident in RAM: the request can load now.
-* Some are in a slower tier, and loads are direct: RAM slots are reserved until the step ends,
-  and the request can load now. ``prepare_load`` turns the reservation into slots.
-* Otherwise the request is queued for promotion and deferred until its chunks have arrived.
-  From then on only RAM counts.
-
-A reservation is a number of slots: nothing is evicted for a request that may not be scheduled.
-Reservations, direct loads in flight and late promotions share ``pin_budget``, so a tier that
-hangs leaves RAM to others. RAM copies that other requests of the step will read count as taken.
-The policy still chooses the victims, so an engine should plan each load right after its lookup.
-If a chunk has no slot when its load is planned, only that load fails.
+The engine looks up a waiting request once per step. At first all tiers count, and the
+:class:`~kvtier.manager.promote.Promoter` decides whether the request can load what was found
+now, or is deferred until the chunks were promoted. From then on only RAM counts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import compress
-from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.keys import ChunkKey
 from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
 from kvtier.manager.hits import HitRules, Presence, Prompt
+from kvtier.manager.promote import Promoter
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
-from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.base import is_idle
+from kvtier.policies import CopyState
 
-__all__ = ["HitLookup", "LookupResult", "find_leading"]
+__all__ = ["HitLookup"]
 
 _RESIDENT = CopyState.RESIDENT
 _LATE = CopyState.LATE
-
-
-class LookupResult(NamedTuple):
-    """Chunks that a lookup found, in the order of the request's load.
-
-    Attributes:
-        copies: A copy of each chunk: in RAM, or else in a slower tier.
-        tiers: Index of the tier of each copy.
-    """
-
-    copies: Sequence[ChunkCopy]
-    tiers: Sequence[int]
-
-    @property
-    def groups(self) -> int:
-        """Number of KV cache groups."""
-        return len(self._chunks_per_group())
-
-    @property
-    def counted(self) -> int:
-        """Number of chunks in the group with most chunks, used to count tokens.
-
-        That group reads the whole prefix; a sliding window needs only the last chunks.
-        """
-        return max(self._chunks_per_group().values())
-
-    def _chunks_per_group(self) -> Counter[bytes]:
-        copies = self.copies
-        if copies and is_single_group((copies[0].key, copies[-1].key)):
-            return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
-        return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
-
-    @property
-    def cost(self) -> int:
-        """Additional RAM slots of the pin budget that granting the chunks takes."""
-        return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
-
-    def head(self, chunks: int) -> LookupResult:
-        """Return the first ``chunks`` chunks."""
-        return LookupResult(self.copies[:chunks], self.tiers[:chunks])
-
-    def in_ram(self) -> LookupResult:
-        """Return the chunks that are in RAM."""
-        copies = [copy for copy, tier in zip(*self, strict=True) if not tier]
-        return LookupResult(copies, [0] * len(copies))
-
-    def affordable(self, budget: int) -> LookupResult:
-        """Return the longest useful head with a cost of at most ``budget``.
-
-        With several groups a head is useless, except for the chunks in RAM.
-        """
-        found = self if self.groups == 1 else self.in_ram()
-        for end, (copy, tier) in enumerate(zip(*found, strict=True)):
-            if tier or not copy.grants:
-                budget -= 1
-                if budget < 0:
-                    return found.head(end)
-        return found
-
-    def unreachable(self, promoted: int) -> list[ChunkCopy]:
-        """Return the RAM copies behind the first chunk that is not promoted.
-
-        Args:
-            promoted: How many chunks of slower tiers are promoted.
-        """
-        if promoted == len(self.tiers) - self.tiers.count(0):
-            return []
-        behind: list[ChunkCopy] = []
-        for copy, tier in zip(*self, strict=True):
-            if tier:
-                promoted -= 1
-            elif promoted < 0:
-                behind.append(copy)
-        return behind
-
-
-def find_leading(
-    keys: Sequence[ChunkKey], ram: TierState, readable: Sequence[TierState]
-) -> LookupResult:
-    """Find ``keys`` in RAM or else in ``readable``, up to the first missing key."""
-    copies = ram.leading(keys)
-    tiers = [0] * len(copies)
-    rest = keys[len(copies) :]
-    if readable and ram.copies.keys().isdisjoint(rest):
-        copies += readable[0].leading(rest)
-        tiers += [readable[0].index] * (len(copies) - len(tiers))
-    for key in keys[len(copies) :]:
-        copy = ram.copies.get(key)
-        if copy is None:
-            found = first_resident(readable, key)
-            if found is None:
-                break
-            tier, copy = found
-            tiers.append(tier.index)
-        elif copy.state == _LATE:
-            break
-        else:
-            tiers.append(0)
-        copies.append(copy)
-    return LookupResult(copies, tiers)
-
-
-class _Reservation(NamedTuple):
-    """RAM slots that one load will take.
-
-    Attributes:
-        fills: Slots that the load fills from slower tiers.
-        reads: Resident RAM copies that the load reads.
-    """
-
-    fills: int
-    reads: Sequence[ChunkCopy]
-
-    @property
-    def slots(self) -> int:
-        """Available slots that the load will use up."""
-        return self.fills + sum(map(is_idle, self.reads))
 
 
 class HitLookup:
@@ -159,19 +29,22 @@ class HitLookup:
     Args:
         stack: The tiers.
         rules: The chunks that a hit needs.
-        grants: Queues requests whose chunks must be promoted first.
+        grants: Ends the reservation of a request that is looked up again.
+        promoter: Prepares the load of a hit.
     """
 
-    def __init__(self, stack: TierStack, rules: HitRules, grants: Grants) -> None:
+    def __init__(
+        self, stack: TierStack, rules: HitRules, grants: Grants, promoter: Promoter
+    ) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._rules = rules
         self._grants = grants
-        self._reserved: dict[RequestState, _Reservation] = {}
+        self._promoter = promoter
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now; None to look up again in the next step."""
-        self._reserved.pop(request, None)
+        self._grants.end_reservation(request)
         if request.phase in DEFERRED:
             return None
         if request.phase == Phase.FAILED:
@@ -183,11 +56,7 @@ class HitLookup:
         if end == prompt.local_tokens:
             return 0
         needed = self._rules.needed(prompt, end)
-        copies = self._ram.leading(needed)
-        if len(copies) == len(needed):
-            self._ram.restore(copies, self._stack.ctx)
-            self._reserved[request] = _Reservation(0, copies)
-        elif not self._can_load(request, find_leading(needed, self._ram, readable)):
+        if not self._promoter.prepare(request, needed, readable):
             return None
         return end - prompt.local_tokens
 
@@ -212,16 +81,6 @@ class HitLookup:
         self._ram.restore((copy,), self._stack.ctx)
         return 0 if copy.state == _RESIDENT else 1
 
-    def redeem(self, request: RequestState | None) -> None:
-        """End the reservation of ``request`` because its load is planned."""
-        if request is not None:
-            self._reserved.pop(request, None)
-
-    def end_step(self) -> None:
-        """End the reservations that were not used in this step."""
-        if self._reserved:
-            self._reserved.clear()
-
     def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
         """Return the chunks that ``request`` may load, and its readable slower tiers."""
         allowed = request.terms.load_tiers
@@ -230,46 +89,6 @@ class HitLookup:
             return _Presence(self._stack, None, allowed), ()
         readable = self._stack.readable(allowed)
         return _Presence(self._stack, readable, allowed), readable
-
-    def _can_load(self, request: RequestState, found: LookupResult) -> bool:
-        """Return whether a load of ``found`` can be planned now; queue the request if not.
-
-        Some of ``found`` are in slower tiers or on their way to RAM.
-        """
-        self._stack.record_wanted([copy.key for copy in compress(*found)])
-        in_ram = found.in_ram().copies
-        self._ram.restore(in_ram, self._stack.ctx)
-        are_whole = all(copy.state == _RESIDENT for copy in in_ram)
-        if are_whole and self._reserve(request, found, in_ram):
-            return True
-        self._grants.enqueue(request, [copy.key for copy in found.copies])
-        return False
-
-    def _reserve(
-        self, request: RequestState, found: LookupResult, in_ram: Sequence[ChunkCopy]
-    ) -> bool:
-        """Reserve RAM slots for a direct load of ``found``, if the load is worth its time.
-
-        Args:
-            request: The request.
-            found: All chunks of the load.
-            in_ram: The chunks of ``found`` that are resident in RAM.
-        """
-        stack = self._stack
-        if not stack.limits.direct_loads:
-            return False
-        others = self._reserved.values()
-        reservation = _Reservation(len(found.tiers) - len(in_ram), in_ram)
-        used = self._grants.used_budget + sum(other.fills for other in others)
-        if reservation.fills > stack.limits.pin_budget - used:
-            return False
-        if reservation.slots > self._ram.available - sum(other.slots for other in others):
-            return False
-        now = stack.ctx.now
-        if stack.cost_model.choose(found.tiers, counted=found.counted, now=now) is not None:
-            return False
-        self._reserved[request] = reservation
-        return True
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
         """Record the first chunk of each group behind a hit of ``end`` tokens as wanted."""

@@ -1,9 +1,15 @@
 """Promotes chunks of slower tiers to RAM for waiting requests.
 
-The engine looks a waiting request up at every step until it is scheduled. Chunks found in a
-slower tier must be in RAM before the request may count on them, and stay there until its load.
-Otherwise one promotion evicts the chunks of another, and a prefix larger than RAM is promoted
-for ever while its request never runs. So:
+:mod:`kvtier.manager.lookup` finds a hit; :meth:`Promoter.prepare` decides how its chunks reach
+RAM. The placement policy then decides what becomes of each chunk's copies
+(:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
+
+**Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
+Its load, planned in the same step, allocates the slots and plans the jobs that fill them.
+
+**Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. They
+must stay there until its load. Otherwise one promotion evicts the chunks of another, and a
+prefix larger than RAM is promoted for ever while its request never runs. So:
 
 * A request is queued once, with all chunks of its hit. They are granted together at the end of
   a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing ones promoted
@@ -18,23 +24,102 @@ for ever while its request never runs. So:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import compress
-from typing import Final
+from typing import Final, NamedTuple
 
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.jobs import JobRecord
-from kvtier.manager.lookup import LookupResult, find_leading
-from kvtier.manager.tier_stack import TierStack
+from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import JobRecord, TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import JobId, Outcome, Purpose, TransferResult
+from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Promoter"]
 
 _RECHECK_STEPS: Final = 16
 _RESIDENT = CopyState.RESIDENT
+_LATE = CopyState.LATE
 _DONE = Outcome.DONE
+
+
+class _Hit(NamedTuple):
+    """The chunks of a hit, in the order of the request's load.
+
+    Attributes:
+        copies: A copy of each chunk: in RAM, or else in a slower tier.
+        tiers: Index of the tier of each copy.
+    """
+
+    copies: Sequence[ChunkCopy]
+    tiers: Sequence[int]
+
+    @property
+    def groups(self) -> int:
+        """Number of KV cache groups."""
+        return len(self._chunks_per_group())
+
+    @property
+    def counted(self) -> int:
+        """Number of chunks in the group with most chunks, used to count tokens.
+
+        That group reads the whole prefix; a sliding window needs only the last chunks.
+        """
+        return max(self._chunks_per_group().values())
+
+    def _chunks_per_group(self) -> Counter[bytes]:
+        copies = self.copies
+        if copies and is_single_group((copies[0].key, copies[-1].key)):
+            return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
+        return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
+
+    @property
+    def cost(self) -> int:
+        """Additional RAM slots of the pin budget that granting the chunks takes."""
+        return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
+
+    def head(self, chunks: int) -> _Hit:
+        """Return the first ``chunks`` chunks."""
+        return _Hit(self.copies[:chunks], self.tiers[:chunks])
+
+    def in_ram(self) -> list[ChunkCopy]:
+        """Return the copies that are in RAM."""
+        return [copy for copy, tier in zip(*self, strict=True) if not tier]
+
+    def affordable(self, budget: int) -> _Hit:
+        """Return the longest useful head with a cost of at most ``budget``.
+
+        With several groups a head is useless, except for the chunks in RAM.
+        """
+        hit = self
+        if self.groups != 1:
+            copies = self.in_ram()
+            hit = _Hit(copies, [0] * len(copies))
+        for end, (copy, tier) in enumerate(zip(*hit, strict=True)):
+            if tier or not copy.grants:
+                budget -= 1
+                if budget < 0:
+                    return hit.head(end)
+        return hit
+
+    def unreachable(self, promoted: int) -> list[ChunkCopy]:
+        """Return the RAM copies behind the first chunk that is not promoted.
+
+        Args:
+            promoted: How many chunks of slower tiers are promoted.
+        """
+        if promoted == len(self.tiers) - self.tiers.count(0):
+            return []
+        behind: list[ChunkCopy] = []
+        for copy, tier in zip(*self, strict=True):
+            if tier:
+                promoted -= 1
+            elif promoted < 0:
+                behind.append(copy)
+        return behind
 
 
 class Promoter:
@@ -44,6 +129,60 @@ class Promoter:
         self._stack = stack
         self._ram = stack.ram
         self._grants = grants
+
+    def prepare(
+        self, request: RequestState, keys: Sequence[ChunkKey], readable: Sequence[TierState]
+    ) -> bool:
+        """Prepare a load of ``keys`` in this step, or queue the request for promotion.
+
+        Args:
+            request: The request.
+            keys: The chunks of its hit, in the order of the load.
+            readable: The slower tiers that the request may read.
+
+        Returns:
+            Whether the request can load now. Until the step ends, the slots of the load are
+            reserved.
+        """
+        stack, ram = self._stack, self._ram
+        copies = ram.leading(keys)
+        if len(copies) == len(keys):
+            ram.restore(copies, stack.ctx)
+            self._grants.reserve_reads(request, copies)
+            return True
+        hit = self._find(keys, readable)
+        stack.record_wanted([copy.key for copy in compress(*hit)])
+        in_ram = hit.in_ram()
+        ram.restore(in_ram, stack.ctx)
+        fills = len(hit.copies) - len(in_ram)
+        if self._is_direct(hit, in_ram) and self._grants.reserve(request, fills, in_ram):
+            return True
+        self._grants.enqueue(request, [copy.key for copy in hit.copies])
+        return False
+
+    def promote_for_load(
+        self, keys: Sequence[ChunkKey], allowed: Collection[int] | None
+    ) -> int:
+        """Plan the jobs of a direct load: promote the ``keys`` that RAM lacks.
+
+        Args:
+            keys: The chunks of the load.
+            allowed: Indices of the tiers to load from; None for all.
+
+        Returns:
+            The number of promoted chunks; 0, and nothing changed, if too few copies can be
+            evicted for all of them.
+        """
+        members = self._ram.copies
+        absent = [key for key in keys if key not in members]
+        readable = self._stack.readable(allowed)
+        if len(readable) == 1:
+            sources = readable[0].resident(absent)
+            tiers = [readable[0].index] * len(sources)
+        else:
+            found = [at for key in absent if (at := first_resident(readable, key)) is not None]
+            sources, tiers = [copy for _, copy in found], [tier.index for tier, _ in found]
+        return len(sources) if sources and self._plan(sources, tiers) else 0
 
     def end_step(self) -> None:
         """Grant queued requests their chunks within the budget, first come first served."""
@@ -61,7 +200,161 @@ class Promoter:
             if must_wait or not self._start(request, may_wait=may_wait):
                 is_blocked = True
 
-    def plan(
+    def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
+        """Apply the result of a promotion job.
+
+        Returns:
+            RAM copies of moved chunks; the copies that they were read from were dropped.
+        """
+        if not result.settled:
+            self._expire(record)
+            return []
+        stack, ram = self._stack, self._ram
+        tier = stack.tiers[record.source]
+        tier.unpin(record.sources.copies)
+        arrived, failures = record.split(result.outcomes)
+        for source, copy, outcome in failures:
+            self._grants.record_missing(copy)
+            ram.abort(copy)
+            if outcome is Outcome.CORRUPT:
+                stack.drop_corrupt(tier, source)
+            elif not record.is_late:  # else it was counted at its deadline
+                tier.counters.record_failure(outcome, reading=True)
+        stack.publish(ram, arrived)
+        moved = self._drop_moved(record, result)
+        unread = {source for source, _, _ in failures}
+        read = [
+            source
+            for source in record.sources.copies
+            if source.state == _RESIDENT and source not in unread
+        ]
+        tier.touch(read, stack.ctx)
+        self._grants.record_arrived(arrived)
+        transient = sum([copy.transient for copy in arrived]) if ram.transient else 0
+        tier.counters.promoted += len(arrived) - transient
+        stack.drop_transient(arrived)  # those whose request ended
+        return moved
+
+    # -- deciding ---------------------------------------------------------------------------
+
+    def _find(self, keys: Sequence[ChunkKey], readable: Sequence[TierState]) -> _Hit:
+        """Find ``keys`` in RAM or else in ``readable``, up to the first missing key."""
+        ram = self._ram
+        copies = ram.leading(keys)
+        tiers = [0] * len(copies)
+        rest = keys[len(copies) :]
+        if readable and ram.copies.keys().isdisjoint(rest):
+            copies += readable[0].leading(rest)
+            tiers += [readable[0].index] * (len(copies) - len(tiers))
+        for key in keys[len(copies) :]:
+            copy = ram.copies.get(key)
+            if copy is None:
+                found = first_resident(readable, key)
+                if found is None:
+                    break
+                tier, copy = found
+                tiers.append(tier.index)
+            elif copy.state == _LATE:
+                break
+            else:
+                tiers.append(0)
+            copies.append(copy)
+        return _Hit(copies, tiers)
+
+    def _is_direct(self, hit: _Hit, in_ram: Sequence[ChunkCopy]) -> bool:
+        """Return whether ``hit`` may be loaded before its chunks are in RAM.
+
+        Args:
+            hit: Some of its chunks are in slower tiers or on their way to RAM.
+            in_ram: The copies of ``hit`` in RAM.
+        """
+        if not self._stack.limits.direct_loads:
+            return False
+        if any(copy.state != _RESIDENT for copy in in_ram):
+            return False
+        return self._worthwhile(hit)[1] is None
+
+    def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
+        """Return the head of ``hit`` that is worth loading, and the reason for its length."""
+        if not any(hit.tiers):
+            return hit, None
+        now = self._stack.ctx.now
+        choice = self._stack.cost_model.choose(hit.tiers, counted=hit.counted, now=now)
+        return (hit, None) if choice is None else (hit.head(choice.kept), choice)
+
+    # -- granting ---------------------------------------------------------------------------
+
+    def _is_still_refused(self, request: RequestState) -> bool:
+        """Return whether the budget's use is unchanged since ``request`` did not fit.
+
+        Computing the cost of thousands of chunks takes long. While the budget's use is
+        constant, the cost is computed only now and then: evictions may change it too.
+        """
+        if request.deferred_steps % _RECHECK_STEPS == 0:
+            return False
+        return request.refused_at == self._grants.budget_use
+
+    def _start(self, request: RequestState, *, may_wait: bool) -> bool:
+        """Grant a queued request its chunks; return whether it left the queue.
+
+        Args:
+            request: The request.
+            may_wait: Whether to wait instead of cutting the prefix to the part that fits now.
+        """
+        stack, grants = self._stack, self._grants
+        readable = stack.readable(request.terms.load_tiers)
+        hit, choice = self._worthwhile(self._find(request.wanted, readable))
+        cost, left = hit.cost, grants.budget_left
+        may_wait = may_wait and cost <= grants.budget
+        request.refused_at = None
+        if cost > left:
+            if may_wait:
+                request.refused_at = grants.budget_use
+                return False
+            hit = hit.affordable(left)
+        if 0 in hit.tiers:
+            grants.grant(request, hit.in_ram())
+        promoted = self._promote(request, hit, may_wait=may_wait)
+        if promoted is None:
+            grants.withdraw(request, list(request.granted))
+            return False
+        grants.withdraw(request, hit.unreachable(promoted))
+        stack.cost_model.record_skip(choice)
+        grants.await_arrival(request)
+        return True
+
+    def _promote(self, request: RequestState, hit: _Hit, *, may_wait: bool) -> int | None:
+        """Plan jobs for the chunks of ``hit`` in slower tiers, or for their head.
+
+        Returns:
+            The number of promoted chunks; None if too few slots are free for all of them.
+        """
+        sources = list(compress(*hit))
+        if not sources:
+            return 0
+        ram = self._ram
+        shortage = len(sources) - ram.available
+        if shortage > 0:
+            if may_wait:
+                ram.request_slots(len(sources))
+                return None
+            self._stack.retention.release_early(shortage)
+            if ram.available < len(sources):
+                sources = sources[: ram.available] if hit.groups == 1 else []
+        if not sources:
+            return 0
+        tiers = [tier for tier in hit.tiers if tier][: len(sources)]
+        jobs = self._plan(sources, tiers)
+        if jobs is None:
+            return None if may_wait else 0
+        for job_id, copies in jobs:
+            request.jobs.add(job_id)
+            self._grants.grant(request, copies)
+        return len(sources)
+
+    # -- jobs -------------------------------------------------------------------------------
+
+    def _plan(
         self, sources: Sequence[ChunkCopy], tiers: Sequence[int]
     ) -> list[tuple[JobId, Sequence[ChunkCopy]]] | None:
         """Allocate RAM slots for chunks, evicting as needed, and plan the jobs that fill them.
@@ -84,155 +377,31 @@ class Promoter:
         jobs = []
         for index in dict.fromkeys(tiers):
             of_tier = [tier == index for tier in tiers]
-            some, places = list(compress(sources, of_tier)), list(compress(slots, of_tier))
-            for at in range(0, len(some), stack.limits.batch):
+            some = stack.tiers[index].list_of(list(compress(sources, of_tier)))
+            places = list(compress(slots, of_tier))
+            for at in range(0, len(places), stack.limits.batch):
                 end = at + stack.limits.batch
-                jobs.append(self._plan_job(index, some[at:end], places[at:end]))
+                jobs.append(self._plan_job(index, some.between(at, end), places[at:end]))
         return jobs
 
-    def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Apply the result of a promotion job.
-
-        Returns:
-            RAM copies of moved chunks; the copies that they were read from were dropped.
-        """
-        if not result.settled:
-            self._expire(record)
-            return []
-        stack, ram = self._stack, self._ram
-        tier = stack.tiers[record.source]
-        tier.unpin(record.sources)
-        arrived, failures = record.split(result.outcomes)
-        for source, copy, outcome in failures:
-            self._grants.record_missing(copy)
-            ram.abort(copy)
-            if outcome is Outcome.CORRUPT:
-                stack.drop_corrupt(tier, source)
-            elif not record.is_late:  # else it was counted at its deadline
-                tier.counters.record_failure(outcome, reading=True)
-        stack.publish(ram, arrived)
-        moved = self._drop_moved(record, result)
-        unread = {source for source, _, _ in failures}
-        read = [
-            source
-            for source in record.sources
-            if source.state == _RESIDENT and source not in unread
-        ]
-        tier.touch(read, stack.ctx)
-        self._grants.record_arrived(arrived)
-        transient = sum([copy.transient for copy in arrived]) if ram.transient else 0
-        tier.counters.promoted += len(arrived) - transient
-        stack.drop_transient(arrived)  # those whose request ended
-        return moved
-
-    # -- granting ---------------------------------------------------------------------------
-
-    def _is_still_refused(self, request: RequestState) -> bool:
-        """Return whether the budget's use is unchanged since ``request`` did not fit.
-
-        Computing the cost of thousands of chunks takes long. While the budget's use is
-        constant, the cost is computed only now and then: evictions may change it too.
-        """
-        if request.deferred_steps % _RECHECK_STEPS == 0:
-            return False
-        return request.refused_at == self._grants.budget_use
-
-    def _start(self, request: RequestState, *, may_wait: bool) -> bool:
-        """Grant a queued request its chunks; return whether it left the queue.
-
-        Args:
-            request: The request.
-            may_wait: Whether to wait instead of cutting the prefix to the part that fits now.
-        """
-        stack, grants = self._stack, self._grants
-        budget = stack.limits.pin_budget
-        readable = stack.readable(request.terms.load_tiers)
-        found, choice = self._worthwhile(find_leading(request.wanted, self._ram, readable))
-        cost = found.cost
-        if cost > budget - stack.jobs.late_slots:  # nobody knows when those are free again
-            may_wait = False
-        request.refused_at = None
-        left = budget - grants.used_budget
-        if cost > left:
-            if may_wait:
-                request.refused_at = grants.budget_use
-                return False
-            found = found.affordable(left)
-        if 0 in found.tiers:
-            grants.grant(request, found.in_ram().copies)
-        promoted = self._promote(request, found, may_wait=may_wait)
-        if promoted is None:
-            grants.withdraw(request, list(request.granted))
-            return False
-        grants.withdraw(request, found.unreachable(promoted))
-        stack.cost_model.record_skip(choice)
-        grants.await_arrival(request)
-        return True
-
-    def _worthwhile(self, found: LookupResult) -> tuple[LookupResult, LoadChoice | None]:
-        """Return the head of ``found`` that is worth loading, and the reason for its length."""
-        if not any(found.tiers):
-            return found, None
-        now = self._stack.ctx.now
-        choice = self._stack.cost_model.choose(found.tiers, counted=found.counted, now=now)
-        return (found, None) if choice is None else (found.head(choice.kept), choice)
-
-    def _promote(
-        self, request: RequestState, found: LookupResult, *, may_wait: bool
-    ) -> int | None:
-        """Plan jobs for the chunks of ``found`` in slower tiers, or for their head.
-
-        Returns:
-            The number of promoted chunks; None if too few slots are free for all of them.
-        """
-        sources = list(compress(*found))
-        if not sources:
-            return 0
-        ram = self._ram
-        shortage = len(sources) - ram.available
-        if shortage > 0:
-            if may_wait:
-                ram.request_slots(len(sources))
-                return None
-            self._stack.retention.release_early(shortage)
-            if ram.available < len(sources):
-                sources = sources[: ram.available] if found.groups == 1 else []
-        if not sources:
-            return 0
-        tiers = [tier for tier in found.tiers if tier][: len(sources)]
-        jobs = self.plan(sources, tiers)
-        if jobs is None:
-            return None if may_wait else 0
-        for job_id, copies in jobs:
-            request.jobs.add(job_id)
-            self._grants.grant(request, copies)
-        return len(sources)
-
-    # -- jobs -------------------------------------------------------------------------------
-
     def _plan_job(
-        self, index: int, sources: Sequence[ChunkCopy], slots: Sequence[int]
+        self, index: int, sources: CopyList, slots: Sequence[int]
     ) -> tuple[JobId, Sequence[ChunkCopy]]:
         """Plan a job that reads ``sources`` of tier ``index``; return its id and RAM copies."""
         stack = self._stack
-        keys = [source.key for source in sources]
         generation = stack.next_generation()
         copies = self._ram.begin_copying(
-            keys, slots, sources, origin=index, generation=generation
+            sources.keys, slots, sources.copies, origin=index, generation=generation
         )
-        stack.tiers[index].pin(sources)
-        moved = self._apply_placement(index, sources, copies)
-        for source in sources:
+        stack.tiers[index].pin(sources.copies)
+        moved = self._apply_placement(index, sources.copies, copies)
+        for source in sources.copies:
             source.hits += 1
-        places = [source.slot for source in sources]
         job_id = stack.jobs.add(
             JobRecord(
-                purpose=Purpose.PROMOTE,
                 source=index,
                 destination=0,
                 sources=sources,
-                keys=keys,
-                source_slots=places,
                 destinations=copies,
                 epoch=stack.epoch,
                 moved=moved,
@@ -263,7 +432,7 @@ class Promoter:
     def _expire(self, record: JobRecord) -> None:
         """End the waits for the chunks of a job that missed its deadline."""
         record.is_late = True
-        self._stack.tiers[record.source].counters.expired += len(record.sources)
+        self._stack.tiers[record.source].counters.expired += len(record.destinations)
         for copy in record.destinations:
             if self._ram.expire(copy):
                 self._grants.record_missing(copy)
@@ -275,7 +444,7 @@ class Promoter:
             return moved
         tier = self._stack.tiers[record.source]
         for source, copy, outcome in zip(
-            record.sources, record.destinations, result.outcomes, strict=True
+            record.sources.copies, record.destinations, result.outcomes, strict=True
         ):
             if source in record.moved and outcome is _DONE:
                 moved.append(copy)

@@ -127,7 +127,7 @@ class SlotAllocator:
         """Return the start of the free extent that holds ``slot``."""
         if slot in self._end_of:
             return slot
-        # Recovery takes slots in ascending runs, so the extent is nearly always the last one
+        # Recovery takes slots in ascending order, so the extent is nearly always the last one
         # added; the fallback keeps this correct for any order.
         for start, end in reversed(self._end_of.items()):
             if start <= slot < end:
@@ -153,7 +153,7 @@ class SlotAllocator:
 
 
 def _extents(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Group ``slots`` into maximal runs ``(first, last + 1)``, ascending.
+    """Group ``slots`` into maximal extents ``(first, last + 1)``, ascending.
 
     >>> _extents([3, 1, 2, 7])
     [(1, 4), (7, 8)]
@@ -161,15 +161,15 @@ def _extents(slots: Iterable[int]) -> list[tuple[int, int]]:
     ordered = sorted(slots)
     if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
         return [(ordered[0], ordered[-1] + 1)]  # usual for a prefix
-    runs: list[tuple[int, int]] = []
+    extents: list[tuple[int, int]] = []
     start = end = -1
     for slot in ordered:
         if slot == end:
             end += 1
             continue
         if end >= 0:
-            runs.append((start, end))
+            extents.append((start, end))
         start, end = slot, slot + 1
     if end >= 0:
-        runs.append((start, end))
-    return runs
+        extents.append((start, end))
+    return extents

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, compress, count
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.manager.copies import CopyList, nearest_to_root
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
-from kvtier.manager.runs import Run, nearest_to_root
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.base import NO_TERMS
@@ -38,7 +38,7 @@ class Storer:
         self._ram = stack.ram
         self._grants = grants
         self._demoter = demoter
-        self._writes: dict[int, Run] = {}  # in flight, by generation
+        self._writes: dict[int, CopyList] = {}  # in flight, by generation
 
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
@@ -70,21 +70,21 @@ class Storer:
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Make whole chunks hits; see :meth:`TieredOffloadingManager.complete_store`."""
         first = self._ram.copies.get(next(iter(keys), b""))
-        run = None if first is None else self._writes.pop(first.generation, None)
-        if first is None or run is None or not self._is_whole_store(run, keys):
-            run = self._run_of(keys)
-            generations = [copy.generation for copy in run.copies]
+        listed = None if first is None else self._writes.pop(first.generation, None)
+        if first is None or listed is None or not self._is_whole_store(listed, keys):
+            listed = self._listed(keys)
+            generations = [copy.generation for copy in listed.copies]
             for generation in {*generations}:
                 self._writes.pop(generation, None)
         else:
-            generations = [first.generation] * len(run.copies)
-        stored = self._stack.slot_status.stored(run.slots, generations)
+            generations = [first.generation] * len(listed.copies)
+        stored = self._stack.slot_status.stored(listed.slots, generations)
         if not all(stored):
-            copies = run.copies
+            copies = listed.copies
             self._abort([copy for copy, ok in zip(copies, stored, strict=True) if not ok])
-            run = self._ram.run_of(list(compress(copies, stored)))
-        self._demoter.publish(run)
-        self._grants.record_arrived(run.copies)
+            listed = self._ram.list_of(list(compress(copies, stored)))
+        self._demoter.publish(listed)
+        self._grants.record_arrived(listed.copies)
 
     def clear(self) -> list[ChunkCopy]:
         """Forget the stores in flight; for a reset of the cache.
@@ -136,20 +136,20 @@ class Storer:
         if request is not None:
             request.has_gap = has_gap
 
-    def _is_whole_store(self, run: Run, keys: Collection[ChunkKey]) -> bool:
+    def _is_whole_store(self, listed: CopyList, keys: Collection[ChunkKey]) -> bool:
         """Return whether ``keys`` are all keys of a store and no chunk was dropped since."""
-        if run.drops != self._ram.drops or len(keys) != len(run.keys):
+        if listed.drops != self._ram.drops or len(keys) != len(listed.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may pass a set
-            return keys.issuperset(run.keys)
-        return keys == run.keys
+            return keys.issuperset(listed.keys)
+        return keys == listed.keys
 
-    def _run_of(self, keys: Collection[ChunkKey]) -> Run:
+    def _listed(self, keys: Collection[ChunkKey]) -> CopyList:
         """Return the copies of ``keys`` that are being stored, sorted by slot."""
         copies = [copy for copy in map(self._ram.copies.get, keys) if copy is not None]
         written = list(filter(_is_being_stored, copies))
         written.sort(key=_slot_of)  # ascending along the prefix, in whatever order a set is
-        return self._ram.run_of(written)
+        return self._ram.list_of(written)
 
     def _abort(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop chunks with incomplete bytes."""
@@ -180,7 +180,7 @@ class Storer:
         parents, depths = _places(head, offered, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
         copies = ram.begin_writing(head, slots, parents, depths, generation, terms)
-        self._writes[generation] = Run(copies, head, slots, ram.drops)
+        self._writes[generation] = CopyList(copies, head, slots, ram.drops)
         stack.slot_status.issue(slots)
         return StorePlan(head, slots, generation, evicted)
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.copies import CopyList, prompt_order, split_prompts
 from kvtier.manager.plans import TierCounters, TierSnapshot
-from kvtier.manager.runs import Run, prompt_order, split_prompts
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
@@ -84,10 +84,10 @@ class TierState:
         """Record that ``slots`` slots were requested in vain, so that victims are demoted."""
         self.requested_slots = max(self.requested_slots, min(slots, self.slots.capacity))
 
-    def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Return the run of ``copies``."""
+    def list_of(self, copies: Sequence[ChunkCopy]) -> CopyList:
+        """Return ``copies`` with their keys and slots."""
         keys = [copy.key for copy in copies]
-        return Run(copies, keys, [copy.slot for copy in copies], self.drops)
+        return CopyList(copies, keys, [copy.slot for copy in copies], self.drops)
 
     def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
         """Return the resident copies of ``keys`` up to the first missing key."""
@@ -370,9 +370,9 @@ class TierState:
         self.leaving.update(victims)
         return victims
 
-    def evict_leaving(self, run: Run) -> None:
+    def evict_leaving(self, listed: CopyList) -> None:
         """Evict unpinned copies that are leaving, clean or dirty."""
-        victims = run.copies
+        victims = listed.copies
         dirty = 0
         for victim in victims:
             if victim.dirty:
@@ -381,8 +381,8 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        self._forget(victims, run.keys)
-        self.slots.release(run.slots)
+        self._forget(victims, listed.keys)
+        self.slots.release(listed.slots)
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""

@@ -1,24 +1,28 @@
-"""All tiers, and the state that the parts of the manager share."""
+"""All tiers, the jobs between them, and the state that the parts of the manager share."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtier.keys import ChunkKey, group_filter
+from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import CostModel
-from kvtier.manager.events import EventLog
-from kvtier.manager.jobs import JobTable
 from kvtier.manager.plans import ManagerLimits, SlotStatus
+from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
-from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
-from kvtier.manager.runs import Run
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
+from kvtier.types import Job, JobId, Outcome, Purpose
 
-__all__ = ["TierStack", "first_resident"]
+__all__ = ["Failure", "JobRecord", "TierStack", "first_resident"]
 
 _RESIDENT = CopyState.RESIDENT
+_DONE = Outcome.DONE
+Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
+"""The source copy, the destination copy, and the outcome of the failed transfer."""
 
 
 def first_resident(
@@ -77,7 +81,7 @@ class TierStack:
         self.slot_status = slot_status
         self.cost_model = cost_model
         self.is_counted = group_filter(counting_group)
-        self.jobs = JobTable([tier.name for tier in tiers])
+        self.jobs = StorageJobs([tier.name for tier in tiers])
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0
@@ -142,26 +146,6 @@ class TierStack:
         tiers = (tier for tier in self.slower if tier.index in allowed)
         return first_resident(tiers, key) is not None
 
-    def find_below(
-        self, keys: Sequence[ChunkKey], allowed: Collection[int] | None
-    ) -> tuple[list[ChunkCopy], list[int]]:
-        """Find ``keys`` in the slower tiers in service.
-
-        Args:
-            keys: Chunks.
-            allowed: Indices of the tiers to look in; None for all.
-
-        Returns:
-            A resident copy of each key that was found, and the index of its tier.
-        """
-        readable = self.readable(allowed)
-        if len(readable) == 1:
-            (tier,) = readable
-            copies = tier.resident(keys)
-            return copies, [tier.index] * len(copies)
-        found = [at for key in keys if (at := first_resident(readable, key)) is not None]
-        return [copy for _, copy in found], [tier.index for tier, _ in found]
-
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
         """Record a lookup of each key in every tier faster than the first that has it."""
         if not self.tracks_reuse:
@@ -202,10 +186,10 @@ class TierStack:
             self._record_evicted(tier, taken[1])
         return taken
 
-    def evict_leaving(self, tier: TierState, run: Run) -> None:
-        """Evict the leaving copies of ``run`` and record the evictions."""
-        tier.evict_leaving(run)
-        self._record_evicted(tier, run.keys)
+    def evict_leaving(self, tier: TierState, listed: CopyList) -> None:
+        """Evict the leaving copies of ``listed`` and record the evictions."""
+        tier.evict_leaving(listed)
+        self._record_evicted(tier, listed.keys)
 
     def publish(
         self, tier: TierState, copies: Sequence[ChunkCopy], *, is_ordered: bool = False
@@ -252,3 +236,152 @@ class TierStack:
             tier.counters.followed += self.gaps[tier.index].record_evicted(keys)
         if self.events.has_listener:
             self.events.add(tier.index, keys, removed=True)
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """One storage job. It holds its slots until its settled result arrives.
+
+    Neither the end of a request, nor a reset of the cache, nor a missed deadline frees them.
+
+    Attributes:
+        source: Index of the tier that is read.
+        destination: Index of the tier that is written; 0, which is RAM, for a promotion.
+        sources: The copies read, each pinned by this job.
+        destinations: The copies written, each pinned by this job.
+        epoch: The cache epoch of the job; after a reset its result only frees slots.
+        is_late: Whether its deadline passed.
+        moved: The sources to drop once their bytes arrive.
+        is_eviction: Whether the sources are evicted, in this order, to free slots.
+    """
+
+    source: int
+    destination: int
+    sources: CopyList
+    destinations: Sequence[ChunkCopy]
+    epoch: int
+    is_late: bool = False
+    moved: Collection[ChunkCopy] = ()
+    is_eviction: bool = False
+
+    @property
+    def is_promotion(self) -> bool:
+        """Whether the job moves chunks to RAM; if not, the job demotes them."""
+        return not self.destination
+
+    def split(self, outcomes: Sequence[Outcome]) -> tuple[Sequence[ChunkCopy], list[Failure]]:
+        """Return the copies whose bytes arrived, and the failures."""
+        if outcomes.count(_DONE) == len(self.destinations):
+            return self.destinations, []
+        moves = list(zip(self.sources.copies, self.destinations, outcomes, strict=True))
+        arrived = [copy for _, copy, outcome in moves if outcome is _DONE]
+        return arrived, [move for move in moves if move[2] is not _DONE]
+
+
+class StorageJobs:
+    """Every storage job from its plan to its settled result.
+
+    Args:
+        names: Names of the tiers.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._records: dict[JobId, JobRecord] = {}
+        self._next_id = 0
+        self._planned: list[Job] = []
+        self._cancelled: list[JobId] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def has_awaited(self) -> bool:
+        """Whether a job in flight is still within its deadline."""
+        return any(not record.is_late for record in self._records.values())
+
+    @property
+    def late_slots(self) -> int:
+        """RAM slots that late promotions hold until they end."""
+        return sum(
+            len(record.destinations)
+            for record in self._records.values()
+            if record.is_late and record.is_promotion
+        )
+
+    def slots_to_free(self, tier: int) -> int:
+        """Return how many slots of ``tier`` become free once the moved chunks are in RAM."""
+        return sum(
+            len(record.moved)
+            for record in self._records.values()
+            if record.source == tier and not record.is_late
+        )
+
+    def add(
+        self,
+        record: JobRecord,
+        slots: Sequence[int],
+        *,
+        timeout_s: float,
+        generations: Sequence[int] | None = None,
+    ) -> JobId:
+        """Number a job, remember it and queue it for the engine.
+
+        Args:
+            record: The job.
+            slots: Slots of the job's destinations.
+            timeout_s: Deadline of the job.
+            generations: Stamps of the RAM slots that the job fills.
+        """
+        job_id = self._next_id
+        self._next_id += 1
+        self._records[job_id] = record
+        self._planned.append(
+            Job(
+                job_id=job_id,
+                purpose=Purpose.PROMOTE if record.is_promotion else Purpose.DEMOTE,
+                source=self._names[record.source],
+                destination=self._names[record.destination],
+                keys=record.sources.keys,
+                source_slots=record.sources.slots,
+                destination_slots=slots,
+                timeout_s=timeout_s,
+                payload=generations,
+            )
+        )
+        return job_id
+
+    def find(self, job_id: JobId) -> JobRecord | None:
+        """Return the record of a job in flight."""
+        return self._records.get(job_id)
+
+    def remove(self, job_id: JobId) -> None:
+        """Forget a job after its settled result was applied."""
+        del self._records[job_id]
+
+    def cancel(self, job_id: JobId) -> None:
+        """Queue the cancellation of a job that no request needs any more."""
+        self._cancelled.append(job_id)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there are jobs or cancellations to take."""
+        return bool(self._planned or self._cancelled)
+
+    def take_planned(self) -> list[Job]:
+        """Return the jobs planned since the last call."""
+        planned = self._planned
+        if planned:
+            self._planned = []
+        return planned
+
+    def take_cancelled(self) -> list[JobId]:
+        """Return the jobs to cancel since the last call."""
+        cancelled = self._cancelled
+        if cancelled:
+            self._cancelled = []
+        return cancelled
+
+    def records(self) -> Sequence[JobRecord]:
+        """Return all jobs in flight."""
+        return list(self._records.values())

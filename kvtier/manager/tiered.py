@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Sequence
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
-from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.load import Loader
@@ -34,18 +33,17 @@ from kvtier.manager.plans import (
     StorePlan,
 )
 from kvtier.manager.promote import Promoter
-from kvtier.manager.reset import Quarantine
+from kvtier.manager.reports import ResidencyEvent
 from kvtier.manager.store import Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import TierStack
+from kvtier.manager.tier_stack import JobRecord, TierStack
 from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.base import NO_TERMS, RequestTerms
-from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
+from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["TieredOffloadingManager"]
 
 _depth_of = operator.attrgetter("depth")
-_PROMOTE = Purpose.PROMOTE
 
 
 class TieredOffloadingManager:
@@ -88,18 +86,14 @@ class TieredOffloadingManager:
             counting_group=counting_group,
         )
         self._grants = Grants(stack)
-        self._lookup = HitLookup(stack, HitRules(groups), self._grants)
         self._promoter = Promoter(stack, self._grants)
+        self._lookup = HitLookup(stack, HitRules(groups), self._grants, self._promoter)
         self._demoter = Demoter(stack)
         self._storer = Storer(stack, self._grants, self._demoter)
         self._loader = Loader(
-            stack,
-            grants=self._grants,
-            lookup=self._lookup,
-            promoter=self._promoter,
-            demoter=self._demoter,
+            stack, grants=self._grants, promoter=self._promoter, demoter=self._demoter
         )
-        self._quarantine = Quarantine(stack)
+        self._quarantine = _Quarantine(stack)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests ---------------------------------------------------------------------------
@@ -250,10 +244,9 @@ class TieredOffloadingManager:
             self._quarantine.end_step()
         if stack.limits.retained:
             stack.retention.expire(now)
-        if self._grants:
-            self._grants.end_step()
+        self._grants.end_step()
+        if self._grants.queued:
             self._promoter.end_step()
-        self._lookup.end_step()
         self._demoter.end_step()
         if stack.tracks_reuse:
             stack.end_reuse_step()
@@ -315,12 +308,12 @@ class TieredOffloadingManager:
         record = stack.jobs.find(result.job_id)
         if record is None:
             return
-        if record.purpose is _PROMOTE:
+        if record.is_promotion:
             timeout_s = stack.limits.load_timeout_s
             stack.cost_model.record_result(result, timeout_s=timeout_s, now=stack.ctx.now)
         if record.epoch != stack.epoch:
             self._quarantine.apply(record, result)
-        elif record.purpose is _PROMOTE:
+        elif record.is_promotion:
             moved = self._promoter.apply(record, result)
             self._demoter.add_sole_copies(stack.ram, moved)
         else:
@@ -429,7 +422,6 @@ class TieredOffloadingManager:
         for request in self._requests.values():
             request.invalidate()
         self._grants.clear()
-        self._lookup.end_step()
         stack.retention.clear()
         self._demoter.clear()
         self._quarantine.hold(self._loader.clear())
@@ -461,3 +453,49 @@ class TieredOffloadingManager:
             self._stack.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
+
+
+class _Quarantine:
+    """RAM copies from before a reset that a worker may still touch.
+
+    A reset makes every chunk a miss at once, but does not stop bytes in flight: a storage job
+    may be reading or writing a slot, and so may a worker, although the engine no longer reports
+    its completion. Such a slot stays pinned until its job has settled and the workers
+    acknowledged their jobs.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._held: list[ChunkCopy] = []
+
+    def __len__(self) -> int:
+        return len({copy.slot for copy in self._held})
+
+    def hold(self, copies: Iterable[ChunkCopy]) -> None:
+        """Take over one pin of each of ``copies``."""
+        self._held += copies
+
+    def end_step(self) -> None:
+        """Unpin the copies that no worker touches any more."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        quiet = self._stack.slot_status.quiet([copy.slot for copy in held])
+        for copy, is_quiet in zip(held, quiet, strict=True):
+            if is_quiet:
+                self._stack.ram.unpin((copy,))
+            else:
+                self._held.append(copy)
+
+    def apply(self, record: JobRecord, result: TransferResult) -> None:
+        """Free the slots of a job planned before the reset."""
+        if not result.settled:
+            record.is_late = True
+            return
+        if record.destination:
+            # It may have written after the reset emptied the tier.
+            self._stack.corrupt.extend(
+                (record.destination, copy.slot) for copy in record.destinations
+            )
+        self._stack.tiers[record.source].unpin(record.sources.copies)
+        self._stack.tiers[record.destination].unpin(record.destinations)

@@ -377,17 +377,9 @@ class Placement(ABC):
     def places_used(self) -> bool:
         """Whether :meth:`place` is also called for chunks that were loaded from RAM.
 
-        This and :attr:`min_chunks` are constant for the life of the object.
+        Constant for the life of the object.
         """
         return False
-
-    @property
-    def min_chunks(self) -> int:
-        """Length of the shortest prefix worth copying to slower tiers, in chunks.
-
-        Chunks of a shorter prefix wait in RAM until the prefix is long enough.
-        """
-        return 1
 
     @abstractmethod
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
@@ -426,7 +418,9 @@ class Placement(ABC):
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admit` for ``copies``."""
+        """Call :meth:`admit` for ``copies``; the default of that admits all at once."""
+        if type(self).admit is Placement.admit:
+            return [True] * len(copies)
         return [self.admit(copy, tier, ctx) for copy in copies]
 
     @abstractmethod

@@ -14,11 +14,10 @@ __all__ = ["ConditionalPlacement", "TieredPlacement"]
 
 _COPY: Final = Promotion()
 _MOVE: Final = Promotion(keep_source=False)
-_PASS: Final = Promotion(stay=False)
 
 
 class TieredPlacement(Placement):
-    """Demotes chunks when stored or when evicted; promotes every n-th hit, by copy or by move.
+    """Demotes chunks when stored or when evicted; promotes every hit, by copy or by move.
 
     Keeping the slower copy on promotion writes nothing. Moving a chunk means another write at
     the next demotion: on agent traffic an exclusive pair writes four to ten times as
@@ -33,10 +32,6 @@ class TieredPlacement(Placement):
         write_after: With ``through``, a chunk is copied at its n-th use; the store is the
             first.
         promote: ``copy`` keeps the copy in the slower tier, ``move`` removes it.
-        promote_after: Every n-th hit in the slower tier keeps the chunk in RAM. After other
-            hits RAM drops the chunk once the waiting request has loaded it. Not with ``move``,
-            which leaves no copy to count hits of.
-        min_chunks: Length of the shortest prefix to copy to slower tiers, in chunks.
     """
 
     def __init__(
@@ -46,8 +41,6 @@ class TieredPlacement(Placement):
         write: Literal["through", "evict"] = "through",
         write_after: int = 1,
         promote: Literal["copy", "move"] = "copy",
-        promote_after: int = 1,
-        min_chunks: int = 1,
     ) -> None:
         super().__init__(tiers)
         through = write == "through"
@@ -55,23 +48,15 @@ class TieredPlacement(Placement):
         self._last = 0 if through else tiers - 1
         self._write_after = write_after
         self._moves = promote == "move"
-        self._promote_after = promote_after
-        self._min_chunks = min_chunks
         # A derived class may decide any of these chunk by chunk.
         self._places_alike = write_after == 1 and self._has_own("place")
-        self._admits_all = self._has_own("admit")
-        self._promotes_alike = promote_after == 1 and self._has_own("promote")
+        self._promotes_alike = self._has_own("promote")
         self._demotes_alike = self._has_own("demote")
 
     @property
     @override
     def places_used(self) -> bool:
         return bool(self._slower) and self._write_after > 1
-
-    @property
-    @override
-    def min_chunks(self) -> int:
-        return self._min_chunks
 
     @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
@@ -86,18 +71,8 @@ class TieredPlacement(Placement):
         return [self._slower] * len(copies)
 
     @override
-    def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
-    ) -> Sequence[bool]:
-        if not self._admits_all:
-            return super().admit_many(copies, tier, ctx)
-        return [True] * len(copies)
-
-    @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        if self._moves:
-            return _MOVE
-        return _PASS if (copy.hits + 1) % self._promote_after else _COPY
+        return _MOVE if self._moves else _COPY
 
     @override
     def promote_many(
@@ -148,11 +123,6 @@ class ConditionalPlacement(Placement):
     @override
     def places_used(self) -> bool:
         return self._placement.places_used
-
-    @property
-    @override
-    def min_chunks(self) -> int:
-        return self._placement.min_chunks
 
     @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:

@@ -234,11 +234,7 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    placement = PLACEMENTS.make(name, tiers)
-    with PLACEMENTS.making(name):
-        if not isinstance(placement.min_chunks, int):
-            raise TypeError(f"min_chunks is {placement.min_chunks!r}, which is not an int")
-    return placement
+    return PLACEMENTS.make(name, tiers)
 
 
 def build_admission(name: str, *, capacity: int) -> Admission:

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtier.connector.metadata import WorkerOutput
-from kvtier.connector.scheduler import ConnectorScheduler
+from kvtier.connector.protocols import Step
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
 from kvtier.manager import prompt_tokens
 from kvtier.memory.paged import PagedMemory
-from kvtier.replay._batching import Batch, Batcher
+from kvtier.replay._batching import Batcher
 from kvtier.replay._requests import ReplayRequest
 from kvtier.sim.cache import StepModel
 
-__all__ = ["Connector", "ReplayCounts", "ReplayEngine", "WrongBytesError"]
+__all__ = ["ReplayCounts", "ReplayEngine", "WrongBytesError"]
 
 _STALLED_S = 120.0
 _CATCH_UP_S = 0.05
@@ -59,50 +59,35 @@ class ReplayCounts:
     late_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Connector:
-    """Both sides of a connector, and the cache behind them.
-
-    Attributes:
-        cache: The cache; it records how long steps take.
-        scheduler: The scheduler side, which drives the cache.
-        worker: The worker side, with the KV memory registered.
-    """
-
-    cache: CacheService
-    scheduler: ConnectorScheduler
-    worker: ConnectorWorker
-
-
 class ReplayEngine:
     """Serves requests at their times.
 
     Args:
-        connector: Both sides of the connector.
-        batcher: Schedules the steps.
+        cache: The cache; it records how long steps take.
+        worker: The worker side, with the KV memory registered.
+        batcher: Schedules the steps, and has the scheduler side.
         memory: The KV memory.
-        block_tokens: Tokens of a block.
         model: The time of a step.
 
     Attributes:
+        cache: The cache.
+        batcher: Schedules the steps.
         counts: Counts so far.
     """
 
     def __init__(
         self,
-        connector: Connector,
+        cache: CacheService,
+        worker: ConnectorWorker,
         batcher: Batcher,
         memory: PagedMemory,
-        *,
-        block_tokens: int,
         model: StepModel,
     ) -> None:
-        self._cache = connector.cache
-        self._scheduler = connector.scheduler
-        self._worker = connector.worker
-        self._batcher = batcher
+        self.cache = cache
+        self.batcher = batcher
+        self._scheduler = batcher.connector
+        self._worker = worker
         self._memory = memory
-        self._block_tokens = block_tokens
         self._model = model
         self._began_s = 0.0
         self._moved_s = 0.0
@@ -127,13 +112,13 @@ class ReplayEngine:
         coming = deque(requests)
         arrived = 0
         self._began_s = self._moved_s = self._due_s = time.monotonic()
-        while coming or not self._batcher.is_idle:
+        while coming or not self.batcher.is_idle:
             now_s = self._now_s()
             while coming and coming[0].arrival_s <= now_s:
-                self._batcher.add(coming.popleft())
+                self.batcher.add(coming.popleft())
                 arrived += 1
                 progress(arrived)
-            if self._step() or (coming and self._batcher.is_idle):
+            if self._step() or (coming and self.batcher.is_idle):
                 self._moved_s = time.monotonic()
             elif time.monotonic() - self._moved_s > _STALLED_S:
                 raise KvtierError(f"the replay's engine has not moved for {_STALLED_S:.0f} s")
@@ -148,16 +133,16 @@ class ReplayEngine:
         """Run one step; return whether a request progressed."""
         self._due_s = max(self._due_s, time.monotonic() - _CATCH_UP_S)
         self.counts.steps += 1
-        batch = self._batcher.schedule()
-        metadata = self._scheduler.build_connector_meta(batch.step())
-        self._cache.step_scheduled(prompt_tokens(batch.num_scheduled_tokens.values()))
+        step = self.batcher.schedule()
+        metadata = self._scheduler.build_connector_meta(step)
+        self.cache.step_scheduled(prompt_tokens(step.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
         # Compare loaded blocks before they are overwritten.
         self._check()
-        tokens = self._compute(batch)
+        tokens = self._compute(step)
         self._due_s += self._model.seconds(tokens)
         time.sleep(max(self._due_s - time.monotonic(), 0.0))
-        self._cache.step_ended()
+        self.cache.step_ended()
         self._worker.start_load(metadata)
         self._worker.defer_stores(metadata)
         loaded = self._worker.get_finished()
@@ -165,35 +150,35 @@ class ReplayEngine:
         self._scheduler.update_connector_output(output)
         self._record_loaded(loaded - output.failed_requests)
         self.counts.failed_loads += len(output.failed_loads)
-        self._batcher.loaded(sorted(loaded, key=int), output.failed_requests)
-        self._batcher.computed(batch, self._now_s())
+        self.batcher.loaded(sorted(loaded, key=int), output.failed_requests)
+        self.batcher.computed(step, self._now_s())
         behind_s = max(time.monotonic() - self._due_s, 0.0)
         if tokens:
             self.counts.late_s += max(behind_s - self._behind_s, 0.0)
         self._behind_s = behind_s
         return bool(tokens or loaded)
 
-    def _compute(self, batch: Batch) -> int:
+    def _compute(self, step: Step) -> int:
         """Fill the blocks that this step computes; return the number of computed tokens."""
         blocks: list[int] = []
         seeds: list[int] = []
-        for req_id, tokens in batch.num_scheduled_tokens.items():
-            request = self._batcher.requests[req_id]
-            first = request.num_computed_tokens // self._block_tokens
-            last = (request.num_computed_tokens + tokens - 1) // self._block_tokens
+        for req_id, tokens in step.num_scheduled_tokens.items():
+            request = self.batcher.requests[req_id]
+            first = request.num_computed_tokens // self.batcher.block_tokens
+            last = (request.num_computed_tokens + tokens - 1) // self.batcher.block_tokens
             blocks.extend(request.blocks[first : last + 1])
             seeds.extend(request.seed(block) for block in range(first, last + 1))
         if blocks:
             self._memory.fill(blocks, seeds)
-        total = sum(batch.num_scheduled_tokens.values())
+        total = sum(step.num_scheduled_tokens.values())
         self.counts.computed_tokens += total
         return total
 
     def _record_loaded(self, req_ids: Iterable[str]) -> None:
         """Record loaded blocks for comparison in the next step."""
         for req_id in req_ids:
-            request = self._batcher.requests[req_id]
-            count = request.loaded_tokens // self._block_tokens
+            request = self.batcher.requests[req_id]
+            count = request.loaded_tokens // self.batcher.block_tokens
             self._unchecked.append((request, request.blocks[:count]))
             self.counts.loaded_blocks += count
             self.counts.loaded_tokens += request.loaded_tokens

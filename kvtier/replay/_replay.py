@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -31,11 +31,10 @@ from kvtier.connector.transfers import transfer_type_of
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.memory.slot_layout import shard_of
-from kvtier.replay._batching import Batcher, BatchLimits
-from kvtier.replay._engine import Connector, ReplayCounts, ReplayEngine
+from kvtier.replay._batching import Batcher
+from kvtier.replay._engine import ReplayCounts, ReplayEngine
 from kvtier.replay._requests import (
     ReplayRequest,
     make_requests,
@@ -50,7 +49,7 @@ from kvtier.sim.cache import (
     simulate_cache,
     wait_quantiles,
 )
-from kvtier.sim.timing import TierSpeed
+from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.transfer import bounce_slots_for
 from kvtier.types import LayoutFingerprint
@@ -59,6 +58,12 @@ from kvtier.units import approximate_size
 __all__ = ["ReplayOptions", "ReplayResult", "ReplayedTraffic", "replay_trace"]
 
 _LAYERS = 4
+_OUTPUT_TOKENS = 16
+"""Most tokens that a request generates: the replay is about prompts."""
+_STEP_TOKENS = 2048
+_STEP_S = 0.005
+"""Least time of a step that computes."""
+_CONCURRENCY = 32
 _CALIBRATION_NBYTES = 64 << 20
 _CALIBRATION_ROUNDS = 5
 _MEET_TIMEOUT_S = 60.0
@@ -76,10 +81,6 @@ class ReplayOptions:
         requests: Requests to replay; None for all.
         tokens_per_s: Tokens computed per second; None for a rate that keeps the engine busy
             70 % of the time without a cache.
-        output_tokens: Most tokens a request generates.
-        step_tokens: Most tokens of a step.
-        step_s: Least time of a step that computes.
-        concurrency: Most requests that have blocks or are looked up.
         speeds: Measured speeds of the slower tiers, for the prediction.
     """
 
@@ -88,10 +89,6 @@ class ReplayOptions:
     speedup: float = 1.0
     requests: int | None = None
     tokens_per_s: float | None = None
-    output_tokens: int = 16
-    step_tokens: int = 2048
-    step_s: float = 0.005
-    concurrency: int = 32
     speeds: Mapping[str, TierSpeed] | None = None
 
 
@@ -197,149 +194,144 @@ def replay_trace(
     guess = default_time_model(config, trace)
     model = StepModel(
         prefill_tokens_per_s=options.tokens_per_s or guess.prefill_tokens_per_s,
-        concurrency=options.concurrency,
-        speeds=guess.speeds,
-        step_tokens=options.step_tokens,
-        step_s=options.step_s,
+        concurrency=_CONCURRENCY,
+        speeds={**guess.speeds, **(options.speeds or {})},
+        step_tokens=_STEP_TOKENS,
+        step_s=_STEP_S,
     )
-    with _scratch_stores(config) as own, _Bench(trace, own, options, model) as bench:
-        speeds = {**model.speeds, **(options.speeds or {}), own.ram.name: bench.copy_speed}
-        model = replace(model, speeds=speeds)
-        served, seconds = bench.serve(progress)
-        kept = [int(request.request_id) for request in served]
-        predicted = simulate_cache(
-            pick_requests(trace, kept), own, chunk_bytes=options.chunk_bytes, model=model
+    with _scratch_stores(config) as own:
+        return _replay(trace, own, options, model, progress)
+
+
+def _replay(
+    trace: Trace,
+    config: KvtierConfig,
+    options: ReplayOptions,
+    model: StepModel,
+    progress: Callable[[float], None],
+) -> ReplayResult:
+    """Serve the requests that fit the memory, and predict the same."""
+    per_chunk = config.engine.blocks_per_chunk
+    block_nbytes = options.chunk_bytes // per_chunk
+    blocks = options.gpu_bytes // block_nbytes + 1
+    memory = PagedMemory(layers=_LAYERS, blocks=blocks, block_nbytes=block_nbytes)
+    speed = _measure_copies(memory, _geometry(config, options.chunk_bytes), per_chunk)
+    model = replace(model, speeds={**model.speeds, config.ram.name: speed})
+    # A prompt needs room for one generated token.
+    room_tokens = (blocks - 2) * trace.chunk_tokens // per_chunk
+    requests = _fitting(trace, options.chunk_bytes, room_tokens, per_chunk)
+    with _open_engine(trace, config, options.chunk_bytes, memory, model) as engine:
+        seconds = engine.serve(
+            requests, progress=lambda arrived: progress(arrived / len(requests))
         )
-        waits = [request.first_token_s - request.arrival_s for request in served]
-        figures, moved = bench.figures(), bench.moved()
+        kept = [int(request.request_id) for request in requests]
+        predicted = simulate_cache(
+            pick_requests(trace, kept), config, chunk_bytes=options.chunk_bytes, model=model
+        )
+        waits = [request.first_token_s - request.arrival_s for request in requests]
+        figures = engine.cache.statistics().tiers
+        moved = engine.batcher.connector.take_transfers().totals()
         names = [tier.name for tier in figures]
-        refs = predicted.refs
         return ReplayResult(
             trace=trace.name,
-            requests=len(served),
-            skipped_requests=trace.requests - len(served),
-            refs=refs,
+            requests=len(requests),
+            skipped_requests=trace.requests - len(requests),
+            refs=predicted.refs,
             seconds=seconds,
-            counts=bench.counts,
-            preemptions=bench.preemptions,
+            counts=engine.counts,
+            preemptions=engine.batcher.preemptions,
             tiers=tuple(
                 _traffic(tier, names[:number] or ["gpu"], guess.hits, moved)
                 for number, (tier, guess) in enumerate(
                     zip(figures, predicted.tiers, strict=True)
                 )
             ),
-            hit_ratio=sum(tier.hit_chunks for tier in figures) / max(refs, 1),
+            hit_ratio=sum(tier.hit_chunks for tier in figures) / max(predicted.refs, 1),
             ttft_s=wait_quantiles(np.array(waits)),
             predicted=predicted,
         )
 
 
-class _Bench:
-    """Open resources of a replay: memory, tiers, both sides of the connector, the engine."""
+def _fitting(
+    trace: Trace, chunk_bytes: int, room_tokens: int, blocks_per_chunk: int
+) -> list[ReplayRequest]:
+    """Return the requests whose prompt and answer have at most ``room_tokens`` tokens.
 
-    def __init__(
-        self, trace: Trace, config: KvtierConfig, options: ReplayOptions, model: StepModel
-    ) -> None:
-        per_chunk = config.engine.blocks_per_chunk
-        block_tokens = trace.chunk_tokens // per_chunk
-        block_nbytes = options.chunk_bytes // per_chunk
-        limits = BatchLimits(
-            blocks=options.gpu_bytes // block_nbytes + 1,
+    Raises:
+        ConfigError: There is none.
+    """
+    requests = list(make_requests(trace, blocks_per_chunk=blocks_per_chunk))
+    tokens = [request.num_prompt_tokens + request.output_tokens for request in requests]
+    if min(tokens) > room_tokens:
+        raise ConfigError(
+            "no prompt fits the KV memory, and the shortest takes "
+            f"{approximate_size(min(tokens) * (chunk_bytes // trace.chunk_tokens))}: raise "
+            "--gpu-memory or lower --chunk-bytes"
+        )
+    return [
+        each for each, needed in zip(requests, tokens, strict=True) if needed <= room_tokens
+    ]
+
+
+@contextlib.contextmanager
+def _open_engine(
+    trace: Trace,
+    config: KvtierConfig,
+    chunk_bytes: int,
+    memory: PagedMemory,
+    model: StepModel,
+) -> Iterator[ReplayEngine]:
+    """Yield an engine with the memory, the tiers and both sides of the connector."""
+    per_chunk, timeout_s = config.engine.blocks_per_chunk, config.transfer.close_timeout_s
+    block_tokens = trace.chunk_tokens // per_chunk
+    scheduling = SchedulerOptions(
+        groups=(CacheGroup(block_tokens),),
+        tokens_per_hash=block_tokens,
+        blocks_per_chunk=per_chunk,
+        shares_blocks=False,
+    )
+    name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
+    geometry = _geometry(config, chunk_bytes)
+    with contextlib.ExitStack() as stack:
+        region = HostRegion.create(
+            name,
+            geometry,
+            attachers=1,
+            timeout_s=_MEET_TIMEOUT_S,
+            huge_pages=config.ram.huge_pages,
+        )
+        stack.callback(region.close)
+        worker = ConnectorWorker(
+            memory.kv,
+            HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S),
+            WorkerOptions(0, shard_of(0), per_chunk, timeout_s),
+        )
+        stack.callback(worker.shutdown)
+        storage = open_storage(
+            config,
+            region,
+            LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": geometry.slot_nbytes}),
+            tokens_per_chunk=trace.chunk_tokens,
+            groups=[layout.reach for layout in build_layouts(scheduling)],
+            record_events=False,
+        )
+        stack.callback(storage.close, timeout_s=timeout_s)
+        cache = CacheService(
+            storage,
+            tokens_per_chunk=trace.chunk_tokens,
+            retain_s=config.placement.retain_s or 0.0,
+            close_timeout_s=timeout_s,
+        )
+        stack.callback(cache.shutdown)
+        scheduler = ConnectorScheduler(cache, scheduling)
+        scheduler.tables = batcher = Batcher(
+            scheduler,
+            blocks=len(memory.kv.tensors[0]),
             block_tokens=block_tokens,
-            step_tokens=options.step_tokens,
-            requests=options.concurrency,
+            step_tokens=model.step_tokens,
+            concurrency=model.concurrency,
         )
-        memory = PagedMemory(layers=_LAYERS, blocks=limits.blocks, block_nbytes=block_nbytes)
-        geometry = _geometry(config, options.chunk_bytes)
-        name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
-        with contextlib.ExitStack() as stack:
-            region = HostRegion.create(
-                name,
-                geometry,
-                attachers=1,
-                timeout_s=_MEET_TIMEOUT_S,
-                huge_pages=config.ram.huge_pages,
-            )
-            stack.callback(region.close)
-            self.copy_speed = _measure_copies(memory, geometry, limits, per_chunk)
-            worker = ConnectorWorker(
-                memory.kv,
-                HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S),
-                WorkerOptions(
-                    rank=0,
-                    share=shard_of(0),
-                    blocks_per_chunk=per_chunk,
-                    close_timeout_s=config.transfer.close_timeout_s,
-                ),
-            )
-            stack.callback(worker.shutdown)
-            scheduling = SchedulerOptions(
-                groups=(CacheGroup(block_tokens),),
-                tokens_per_hash=block_tokens,
-                blocks_per_chunk=per_chunk,
-                shares_blocks=False,
-            )
-            self._service = _open_service(config, region, scheduling, stack)
-            self._scheduler = ConnectorScheduler(self._service, scheduling)
-            stack.callback(self._scheduler.shutdown)
-            self._stack = stack.pop_all()
-        self._batcher = self._scheduler.tables = Batcher(self._scheduler, limits)
-        self._requests = make_requests(trace, blocks_per_chunk=per_chunk)
-        self._token_nbytes = options.chunk_bytes // trace.chunk_tokens
-        self._engine = ReplayEngine(
-            Connector(self._service, self._scheduler, worker),
-            self._batcher,
-            memory,
-            block_tokens=block_tokens,
-            model=model,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def counts(self) -> ReplayCounts:
-        """Counts of the engine's work."""
-        return self._engine.counts
-
-    @property
-    def preemptions(self) -> int:
-        """Number of preemptions."""
-        return self._batcher.preemptions
-
-    def serve(self, progress: Callable[[float], None]) -> tuple[list[ReplayRequest], float]:
-        """Serve the requests that fit the memory; return them and the elapsed seconds."""
-        requests = list(self._requests)
-        fitting = [
-            request
-            for request in requests
-            if request.num_prompt_tokens + request.output_tokens
-            <= self._batcher.longest_prompt_tokens
-        ]
-        if not fitting:
-            tokens = min(
-                request.num_prompt_tokens + request.output_tokens for request in requests
-            )
-            raise ConfigError(
-                "no prompt fits the KV memory, and the shortest takes "
-                f"{approximate_size(tokens * self._token_nbytes)}: raise --gpu-memory or lower "
-                "--chunk-bytes"
-            )
-        seconds = self._engine.serve(
-            fitting, progress=lambda arrived: progress(arrived / len(fitting))
-        )
-        return fitting, seconds
-
-    def moved(self) -> Mapping[str, tuple[int, float]]:
-        """Return the copied bytes and the seconds spent, by transfer type."""
-        return self._scheduler.take_transfers().totals()
-
-    def figures(self) -> list[TierFigures]:
-        """Return the tiers' figures."""
-        return list(self._service.statistics().tiers)
+        yield ReplayEngine(cache, worker, batcher, memory, model)
 
 
 def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
@@ -355,34 +347,6 @@ def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
     )
 
 
-def _open_service(
-    config: KvtierConfig,
-    region: HostRegion,
-    scheduling: SchedulerOptions,
-    stack: contextlib.ExitStack,
-) -> CacheService:
-    """Open the tiers and return the cache over them; ``stack`` closes the tiers."""
-    timeout_s = config.transfer.close_timeout_s
-    slot_bytes = region.geometry.slot_nbytes
-    layouts = build_layouts(scheduling)
-    chunk_tokens = layouts[0].tokens_per_chunk
-    storage = open_storage(
-        config,
-        region,
-        LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": slot_bytes}),
-        tokens_per_chunk=chunk_tokens,
-        groups=[layout.reach for layout in layouts],
-        record_events=False,
-    )
-    stack.callback(storage.close, timeout_s=timeout_s)
-    return CacheService(
-        storage,
-        tokens_per_chunk=chunk_tokens,
-        retain_s=config.placement.retain_s or 0.0,
-        close_timeout_s=timeout_s,
-    )
-
-
 def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
     """Return the requests to replay, with prompts in whole chunks and accelerated arrivals."""
     if options.requests is not None:
@@ -393,7 +357,7 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
     return replace(
         trace,
         input_tokens=lengths * trace.chunk_tokens,
-        output_tokens=np.minimum(trace.output_tokens, options.output_tokens),
+        output_tokens=np.minimum(trace.output_tokens, _OUTPUT_TOKENS),
         timestamps_s=trace.timestamps_s / options.speedup,
     )
 
@@ -418,23 +382,20 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
 
 
 def _measure_copies(
-    memory: PagedMemory,
-    geometry: RegionGeometry,
-    limits: BatchLimits,
-    blocks_per_chunk: int,
+    memory: PagedMemory, geometry: RegionGeometry, blocks_per_chunk: int
 ) -> TierSpeed:
-    """Return the best measured copy rate between RAM slots and blocks.
+    """Return the best measured copy rate between RAM slots and blocks, of a separate region.
 
-    Uses a separate region.
+    Raises:
+        KvtierError: A copy failed.
     """
     chunks = min(
         max(_CALIBRATION_NBYTES // geometry.slot_nbytes, 1),
         geometry.slots,
-        max((limits.blocks - 1) // blocks_per_chunk, 1),
+        max((len(memory.kv.tensors[0]) - 1) // blocks_per_chunk, 1),
     )
-    name = f"replay-copies-{os.getpid()}-{next(_NUMBERS)}"
     region = HostRegion.create(
-        name,
+        f"replay-copies-{os.getpid()}-{next(_NUMBERS)}",
         replace(geometry, slots=chunks, bounce_slots=0),
         attachers=0,
         timeout_s=_MEET_TIMEOUT_S,
@@ -451,37 +412,21 @@ def _measure_copies(
     except BaseException:
         region.close()
         raise
-    try:
+    with contextlib.closing(device):
         blocks = range(1, chunks * blocks_per_chunk + 1)
         plan = device.plan(list(blocks), [len(blocks)], [0], list(range(chunks)))
-        load_s, store_s = _best_times(device, plan, [1] * chunks)
-    finally:
-        device.close()
-    nbytes = chunks * geometry.slot_nbytes
-    # No latency: the model already makes the engine wait for the end of a step.
-    return TierSpeed(nbytes / load_s, nbytes / store_s, 0.0)
-
-
-def _best_times(
-    device: DeviceEngine, plan: BlockCopyPlan, generations: Sequence[int]
-) -> tuple[float, float]:
-    """Return the shortest times of a load and of a store of ``plan``, in seconds.
-
-    Raises:
-        KvtierError: A copy failed.
-    """
-    jobs = itertools.count()
-    seconds: dict[str, list[float]] = {"store": [], "load": []}
-    for _ in range(_CALIBRATION_ROUNDS):
-        for way, start in (("store", device.store), ("load", device.load)):
-            job_id = next(jobs)
+        best_s = {"store": math.inf, "load": math.inf}
+        ways = [("store", device.store), ("load", device.load)] * _CALIBRATION_ROUNDS
+        for job_id, (way, start) in enumerate(ways):
             began_s = time.perf_counter()
-            start(job_id, plan, generations)
+            start(job_id, plan, [1] * chunks)
             device.wait({job_id})
-            seconds[way].append(time.perf_counter() - began_s)
+            best_s[way] = min(best_s[way], time.perf_counter() - began_s)
             if not all(result.is_whole for result in device.poll()) or not device.idle:
                 raise KvtierError(f"a {way} between RAM slots and blocks failed")
-    return min(seconds["load"]), min(seconds["store"])
+    nbytes = chunks * geometry.slot_nbytes
+    # No latency: the model already makes the engine wait for the end of a step.
+    return TierSpeed(nbytes / best_s["load"], nbytes / best_s["store"], 0.0)
 
 
 def _traffic(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from kvtier.connector.hints import HINTS_KEY, MAX_SESSION_CHARS
 from kvtier.sim.traces import Trace
 
 __all__ = [
-    "Phase",
     "ReplayRequest",
     "make_requests",
     "pick_requests",
@@ -24,21 +22,6 @@ __all__ = [
 ]
 
 _SEED_MASK = (1 << 62) - 1
-
-
-class Phase(enum.Enum):
-    """Phase of a request."""
-
-    WAITING = "waiting"
-    """It has no blocks and is looked up at every step."""
-    LOADING = "loading"
-    """Its blocks are being loaded."""
-    READY = "ready"
-    """Its prefix is loaded, and it waits to be scheduled."""
-    RUNNING = "running"
-    """Some of its tokens are computed at every step."""
-    OVER = "over"
-    """It ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +34,6 @@ class ReplayRequest:
         num_prompt_tokens: Length of the prompt.
         output_tokens: Tokens to generate.
         block_hashes: One per block of the prompt; equal prefixes have equal hashes.
-        phase: The request's phase.
         blocks: The allocated blocks.
         num_computed_tokens: Tokens with KV in ``blocks``.
         generated: Tokens generated so far.
@@ -67,7 +49,6 @@ class ReplayRequest:
     num_prompt_tokens: int
     output_tokens: int
     block_hashes: Sequence[bytes]
-    phase: Phase = Phase.WAITING
     blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     generated: int = 0
@@ -83,8 +64,8 @@ class ReplayRequest:
         return self.num_prompt_tokens + self.generated
 
     def is_finished(self) -> bool:
-        """Return whether the request has ended."""
-        return self.phase is Phase.OVER
+        """Return whether every token was generated."""
+        return self.generated >= self.output_tokens
 
     def seed(self, block: int) -> int:
         """Return the seed for the content of the request's block number ``block``."""
@@ -139,7 +120,9 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
                 for chunk in numbers[start:end]
                 for block in range(blocks_per_chunk)
             ],
-            kv_transfer_params=_params(sessions[number]),
+            kv_transfer_params=(
+                {HINTS_KEY: {"session": sessions[number]}} if sessions[number] else None
+            ),
         )
 
 
@@ -148,18 +131,13 @@ def shorten_sessions(trace: Trace) -> Trace:
 
     Replay and prediction then see the same names.
     """
-    return replace(trace, sessions=tuple(map(_short, trace.sessions)))
-
-
-def _short(session: str) -> str:
-    if len(session) <= MAX_SESSION_CHARS:
-        return session
-    return hashlib.blake2b(session.encode(), digest_size=32).hexdigest()
-
-
-def _params(session: str) -> Mapping[str, Any] | None:
-    """Return the request hint that names the session."""
-    return {HINTS_KEY: {"session": session}} if session else None
+    short = (
+        session
+        if len(session) <= MAX_SESSION_CHARS
+        else hashlib.blake2b(session.encode(), digest_size=32).hexdigest()
+        for session in trace.sessions
+    )
+    return replace(trace, sessions=tuple(short))
 
 
 def _block_hash(chunk: int, block: int) -> bytes:

@@ -98,19 +98,19 @@ class ChangesTargets(Plain):
         return range(source + 1, self.tiers - self._placed)
 
 
-class ChangesLength(Plain):
-    """Learns how long a prefix should be."""
+class ChangesUses(Plain):
+    """Learns whether to be asked at each use."""
 
-    _longest = 1
+    _deep = False
 
     @property
     @override
-    def min_chunks(self) -> int:
-        return self._longest
+    def places_used(self) -> bool:
+        return self._deep
 
     @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
-        self._longest = max(self._longest, copy.depth)
+        self._deep |= copy.depth > 0
         return ()
 
 
@@ -271,7 +271,7 @@ BAD_PLACEMENTS: list[tuple[type[Placement], str]] = [
     (SurprisesTheManager, TARGETS),
     (TargetsAbove, TARGETS),
     (ChangesTargets, CONSTANT),
-    (ChangesLength, CONSTANT),
+    (ChangesUses, CONSTANT),
     (SaysWhere, TYPES),
     (SaysHowOften, TYPES),
     (AdmitsBatches, LIKE_SINGLE_CALLS),

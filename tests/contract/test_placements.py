@@ -23,7 +23,7 @@ from kvtier.policies.registry import ADMISSIONS
 from kvtier.testing.admission_contract import AdmissionContract
 from kvtier.testing.decision_contract import make_copies
 from kvtier.testing.placement_contract import PlacementContract
-from tests.support.workbench import Workbench, prefix
+from tests.support.workbench import RarelyPromoting, Workbench, prefix
 
 DAY_S = 86_400.0
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
@@ -31,10 +31,9 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "at the second use": lambda tiers: TieredPlacement(tiers, write_after=2),
     "on evict": lambda tiers: TieredPlacement(tiers, write="evict"),
     "exclusive": lambda tiers: TieredPlacement(tiers, write="evict", promote="move"),
-    "to stay at the second hit": lambda tiers: TieredPlacement(
+    "to stay at the second hit": lambda tiers: RarelyPromoting(
         tiers, write="evict", promote_after=2
     ),
-    "no short prompts": lambda tiers: TieredPlacement(tiers, min_chunks=3),
 }
 
 

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
-from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion, TieredPlacement
+from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager, eviction_order
-from tests.support.workbench import TIER_NAMES, Workbench, prefix
+from tests.support.workbench import TIER_NAMES, RarelyPromoting, Workbench, prefix
 
 FULL = GroupReach(chunk_tokens=1)
 OTHERS = (
@@ -44,7 +44,7 @@ Content = tuple[ChunkKey, int]
 """Key and cache epoch: after a reset the same key means other bytes."""
 
 
-class MovingLadder(TieredPlacement):
+class MovingLadder(RarelyPromoting):
     """Moves a chunk up instead of copying it."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
@@ -120,7 +120,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.hit_rules = HitRules([FULL, other])
         self.slot_status = FakeSlotStatus(driven=True)
         tiers = 1 + len(slower)
-        kind = MovingLadder if mode == "move" else TieredPlacement
+        kind = MovingLadder if mode == "move" else RarelyPromoting
         self.bench = Workbench(
             ram,
             *slower,

@@ -43,7 +43,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     held: list[set[ChunkCopy]] = [set() for _ in stack.tiers]
     for record in stack.jobs.records():
         for index, copies in (
-            (record.source, record.sources),
+            (record.source, record.sources.copies),
             (record.destination, record.destinations),
         ):
             moving.update(copies)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, ResidencyEvent
-from kvtier.manager.events import EventLog
+from kvtier.manager.reports import EventLog
 from kvtier.policies import TieredPlacement
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix

@@ -207,7 +207,7 @@ def access(bench: Workbench, keys: list[ChunkKey], req_id: str) -> bool:
 
 
 def test_a_moved_chunk_leaves_the_slower_tier_and_is_dirty_above() -> None:
-    bench = Workbench(2, 4, placement=Exclusive(tiers=2, write="evict", promote_after=9))
+    bench = Workbench(2, 4, placement=Exclusive(tiers=2, write="evict"))
     bench.manager.recover(1, [(prefix(1)[0], 3)])
     bench.look(prefix(1))
     (job,) = bench.step()

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.manager import ManagerLimits
-from kvtier.policies import TieredPlacement
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
 
@@ -23,10 +22,7 @@ def keeping(
         max_queue_steps=1,
         max_store_refusals=max_store_refusals,
     )
-    placement = TieredPlacement(
-        tiers=len(capacities), write="through", promote_after=promote_after
-    )
-    return Workbench(*capacities, placement=placement, limits=limits)
+    return Workbench(*capacities, promote_after=promote_after, limits=limits)
 
 
 def end_step(bench: Workbench, now: float) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from kvtier.keys import ChunkKey, make_key
-from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
+from kvtier.manager.reports import SAMPLING_BYTE, ReuseGaps
 from tests.support.workbench import Workbench, prefix
 
 

@@ -163,10 +163,10 @@ def test_a_budget_holds_in_each_tier_whoever_places() -> None:
 
 
 def test_conditions_change_nothing_else() -> None:
-    ladder = TieredPlacement(3, write="through", write_after=2, min_chunks=4)
+    ladder = TieredPlacement(3, write="through", write_after=2)
     placement = ConditionalPlacement(ladder, [Counting(verdict=False)])
     copies = [copy_of(number, hits=number) for number in range(3)]
-    assert (placement.tiers, placement.places_used, placement.min_chunks) == (3, True, 4)
+    assert (placement.tiers, placement.places_used) == (3, True)
     assert placement.place_many(copies, CTX) == ladder.place_many(copies, CTX)
     assert placement.promote_many(copies, 1, CTX) == ladder.promote_many(copies, 1, CTX)
     assert placement.demote_many(copies, 0, CTX) == ladder.demote_many(copies, 0, CTX)
@@ -200,50 +200,11 @@ def test_selective_write_through_copies_down_at_the_nth_use() -> None:
     assert bench.tiers[1].counters.stored == 1
 
 
-def test_a_chunk_comes_up_to_stay_at_every_nth_hit_below() -> None:
-    bench = Workbench(2, 4, placement=TieredPlacement(tiers=2, write="evict", promote_after=2))
-    bench.manager.recover(1, [(key_of(0), 0)])
-    stays = []
-    for number in range(4):
-        use(bench, 0, f"r{number}")
-        stays.append(key_of(0) in bench.resident())
-        if stays[-1]:
-            bench.ram.drop(bench.ram.copies[key_of(0)])
-    assert stays == [False, True, False, True]
-
-
 def test_moving_up_leaves_nothing_below() -> None:
     bench = Workbench(2, 4, placement=TieredPlacement(tiers=2, write="evict", promote="move"))
     bench.manager.recover(1, [(key_of(0), 0)])
     use(bench, 0, "reader")
     assert (bench.resident(0), bench.resident(1)) == ({key_of(0)}, set())
-
-
-@pytest.mark.parametrize("write", ["through", "evict"])
-def test_a_prefix_goes_down_when_it_is_long_enough_and_then_whole(
-    write: Literal["through", "evict"],
-) -> None:
-    bench = Workbench(8, 8, placement=TieredPlacement(tiers=2, write=write, min_chunks=3))
-    bench.look(prefix(1), "writer")
-    bench.store(prefix(2), "writer")
-    bench.settle()
-    assert (bench.ram.dirty, bench.resident(1)) == (0, set())
-    bench.store(prefix(4)[2:], "writer")
-    assert bench.ram.dirty == 4
-    bench.manager.flush()
-    bench.settle()
-    assert bench.resident(1) == {*prefix(4)}
-    assert bench.ram.dirty == 0
-
-
-def test_a_prefix_that_is_too_short_is_gone_when_its_room_is_needed() -> None:
-    bench = Workbench(2, 8, placement=TieredPlacement(tiers=2, write="evict", min_chunks=3))
-    bench.store(prefix(2))
-    bench.settle()
-    bench.store(prefix(2, of=1))
-    bench.settle()
-    assert bench.resident(0) == {*prefix(2, of=1)}
-    assert (bench.resident(1), bench.ram.counters.lost) == (set(), 0)
 
 
 def configured(*lines: str) -> str:
@@ -259,8 +220,6 @@ def configured(*lines: str) -> str:
     [
         (["write: through"], False, 4),
         (["write: through", "write_after: 2"], True, 4),
-        (["write: through", "min_chunks: 4"], False, 4),
-        (["write: through", "min_chunks: 5"], False, 0),
         (["write: through", "admit: second-touch"], False, 0),
         (["write: through", "admit: tinylfu"], False, 0),
         (["write: through", "write_budget_per_day: 24MiB"], False, 1),
@@ -299,10 +258,6 @@ def test_a_file_says_what_is_written(
         (
             ["promote: move"],
             "a.yaml:8: placement.promote = move: move would keep the only copy",
-        ),
-        (
-            ["write: evict", "promote: move", "promote_after: 2"],
-            "a.yaml:10: placement.promote_after = 2: used with promote: copy only; leave",
         ),
         (["retain: 10min"], "a.yaml:8: placement.retain = 10min: no effect without a quota"),
         (

@@ -24,11 +24,11 @@ from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
 from kvtier.replay import _replay as replay_module
-from kvtier.replay._batching import Batcher, BatchLimits
-from kvtier.replay._engine import WrongBytesError
-from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_requests
+from kvtier.replay._batching import Batcher
+from kvtier.replay._engine import ReplayEngine, WrongBytesError
+from kvtier.replay._requests import ReplayRequest, make_requests, pick_requests
 from kvtier.sim.cache import CacheResult, simulate_cache
-from kvtier.sim.timing import TierSpeed
+from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.process import HostProcess
@@ -135,9 +135,14 @@ class SilentConnector:
 class TestBatches:
     @staticmethod
     def batcher(**changes: int) -> tuple[Batcher, SilentConnector]:
-        limits = {"blocks": 9, "block_tokens": 16, "step_tokens": 32, "requests": 8} | changes
+        limits = {
+            "blocks": 9,
+            "block_tokens": 16,
+            "step_tokens": 32,
+            "concurrency": 8,
+        } | changes
         connector: Any = SilentConnector()
-        return Batcher(connector, BatchLimits(**limits)), connector
+        return Batcher(connector, **limits), connector
 
     @staticmethod
     def request(name: str, prompt: int, output: int) -> ReplayRequest:
@@ -194,7 +199,7 @@ class TestBatches:
         assert [block.block_id for block in held[0]] == [3, 4]
         assert batcher.get_blocks("unknown").blocks == ([],)
         batcher.computed(first, 0.0)
-        second = batcher.schedule().step()
+        second = batcher.schedule()
         assert (second.preempted, second.allocated) == (["b"], {3})
         self.run(batcher, 20)
         assert batcher.is_idle or "b" in batcher.requests
@@ -205,7 +210,7 @@ class TestBatches:
         batcher.add(first)
         batcher.add(last)
         self.run(batcher, 2)
-        assert (batcher.preemptions, last.phase) == (1, Phase.WAITING)
+        assert batcher.preemptions == 1
         assert last.blocks == []
         self.run(batcher, 45)
         assert connector.finished == ["a", "b"]
@@ -268,7 +273,6 @@ class TestReplay:
             make_trace(chains, apart_s=0.001),
             tiers_config(tmp_path, ram=6, nvme=64, extra=extra),
             gpu_bytes=8 * CHUNK_NBYTES,
-            output_tokens=40,
         )
         assert result.requests == 30
         assert result.counts.loaded_blocks % 4 == 0
@@ -371,13 +375,13 @@ class TestReplay:
         places.mkdir()
         seen: list[Path] = []
 
-        def serve(*_: object) -> None:
+        def serve(*_: object, **__: object) -> None:
             seen.extend(places.glob(".kvtier-replay-*/store/*/slots.bin"))
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGTERM)
             pytest.fail("it went on")
 
-        monkeypatch.setattr(replay_module._Bench, "serve", serve)
+        monkeypatch.setattr(ReplayEngine, "serve", serve)
         trace = tmp_path / "made.jsonl"
         trace.write_text('{"timestamp": 0, "input_length": 256, "hash_ids": [0]}\n')
         file = tmp_path / "kvtier.yaml"

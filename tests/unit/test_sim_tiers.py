@@ -26,12 +26,13 @@ from kvtier.policies import (
     build_eviction,
 )
 from kvtier.policies.admission import SecondTouch
-from kvtier.sim._engine import ModelEngine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._model_engine import ModelEngine, ModelRequest, ReliableSlotStatus
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys
-from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
+from kvtier.sim.time_model import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
 from tests.support.invariants import check_manager
+from tests.support.workbench import RarelyPromoting
 from tests.unit.instant_tiers import replay_references
 from tests.unit.sim_traces import ROOT, TRACES, needs_traces, trace_of
 from tests.unit.textbook import TwoLevels
@@ -201,13 +202,13 @@ SCHEMES: dict[str, Callable[[], Placement]] = {
     "demote_keep_admit2": lambda: ConditionalPlacement(
         TieredPlacement(tiers=2, write="evict"), [SecondTouch(1 << 20)]
     ),
-    "demote_keep_promote2": lambda: TieredPlacement(tiers=2, write="evict", promote_after=2),
+    "demote_keep_promote2": lambda: RarelyPromoting(tiers=2, write="evict", promote_after=2),
 }
 SMALL = ROOT / "tests/data/small_chat.jsonl"
 MOST_REFERENCES = 3000
 # All of them take minutes; the others run at night.
 QUICK = {"trace": "mooncake_synthetic", "l1_fraction": "0.05", "l2_fraction": "0.2"}
-QUICK_SCHEMES = ("exclusive", "demote_keep_promote2")
+QUICK_SCHEMES = ("exclusive", "demote_keep")
 
 
 @cache
@@ -391,7 +392,6 @@ class Load(NamedTuple):
     ram: int
     nvme: int
     write: str
-    promote_after: int
     bytes_per_s: float
     every_s: float
     load_path: str
@@ -403,7 +403,6 @@ LOADS = st.builds(
     ram=st.integers(1, 8),
     nvme=st.integers(1, 20),
     write=st.sampled_from(["through", "evict"]),
-    promote_after=st.integers(1, 3),
     bytes_per_s=st.sampled_from([1e4, 1e6, 1e9]),
     every_s=st.sampled_from([0.0, 0.01, 5.0]),
     load_path=st.sampled_from(["staged", "direct"]),
@@ -418,7 +417,6 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
         load.nvme,
         load_path=load.load_path,
         write=load.write,
-        promote_after=load.promote_after,
     )
     tiers = build_tiers(config, [load.ram, load.nvme])
     slot_status = ReliableSlotStatus()

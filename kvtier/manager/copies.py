@@ -1,4 +1,4 @@
-"""Runs of copies, and the order of the chunks of one prompt.
+"""Lists of copies, and the order of the chunks of one prompt.
 
 A prefix is useful only up to its first missing chunk in any KV cache group. So when chunks of
 one request are evicted, the deepest should go first, and all groups should become shorter
@@ -21,13 +21,20 @@ from typing import NamedTuple
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.policies import ChunkCopy
 
-__all__ = ["Run", "by_group", "nearest_to_root", "prompt_order", "split_prompts", "without"]
+__all__ = [
+    "CopyList",
+    "by_group",
+    "nearest_to_root",
+    "prompt_order",
+    "split_prompts",
+    "without",
+]
 
 _key_of = operator.attrgetter("key")
 _parent_of = operator.attrgetter("parent")
 
 
-class Run(NamedTuple):
+class CopyList(NamedTuple):
     """Copies of one tier that are handled together, such as the chunks of one request.
 
     Keys and slots are kept beside the copies because reading them from every copy again is
@@ -37,7 +44,7 @@ class Run(NamedTuple):
         copies: The copies.
         keys: Key of each copy.
         slots: Slot of each copy.
-        drops: Value of :attr:`TierState.drops` when the run was made.
+        drops: Value of :attr:`TierState.drops` when the list was made.
     """
 
     copies: Sequence[ChunkCopy]
@@ -45,35 +52,36 @@ class Run(NamedTuple):
     slots: Sequence[int]
     drops: int
 
-    def part(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Return the run of ``copies``, a subset of this run in its order."""
+    def part(self, copies: Sequence[ChunkCopy]) -> CopyList:
+        """Return the list of ``copies``, a subset of this list in its order."""
         if copies == self.copies:
             return self
         keys = [copy.key for copy in copies]
-        return Run(copies, keys, [copy.slot for copy in copies], self.drops)
+        return CopyList(copies, keys, [copy.slot for copy in copies], self.drops)
 
-    def cut(self, chunks: int) -> tuple[Run, Run]:
-        """Return the run of the first ``chunks`` copies and the run of the other copies."""
-        copies, keys, slots, drops = self
-        return (
-            Run(copies[:chunks], keys[:chunks], slots[:chunks], drops),
-            Run(copies[chunks:], keys[chunks:], slots[chunks:], drops),
-        )
+    def between(self, begin: int, end: int | None = None) -> CopyList:
+        """Return the copies from position ``begin`` to before ``end``."""
+        part = slice(begin, end)
+        return CopyList(self.copies[part], self.keys[part], self.slots[part], self.drops)
 
-    def head(self, chunks: int) -> Run:
-        """Return the run of the ``chunks`` copies nearest to the root of one prompt."""
+    def cut(self, chunks: int) -> tuple[CopyList, CopyList]:
+        """Return the first ``chunks`` copies and the other copies."""
+        return self.between(0, chunks), self.between(chunks)
+
+    def head(self, chunks: int) -> CopyList:
+        """Return the ``chunks`` copies nearest to the root of one prompt."""
         return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
 
     @staticmethod
-    def join(runs: Sequence[Run]) -> Run:
-        """Return ``runs``, at least one, as one run."""
-        if len(runs) == 1:
-            return runs[0]
-        return Run(
-            [copy for run in runs for copy in run.copies],
-            [key for run in runs for key in run.keys],
-            [slot for run in runs for slot in run.slots],
-            min(run.drops for run in runs),
+    def join(lists: Sequence[CopyList]) -> CopyList:
+        """Return ``lists``, at least one, as one list."""
+        if len(lists) == 1:
+            return lists[0]
+        return CopyList(
+            [copy for listed in lists for copy in listed.copies],
+            [key for listed in lists for key in listed.keys],
+            [slot for listed in lists for slot in listed.slots],
+            min(listed.drops for listed in lists),
         )
 
 
