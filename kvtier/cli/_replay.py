@@ -25,7 +25,7 @@ from kvtier.config import (
     resolve_rank_paths,
 )
 from kvtier.errors import ConfigError
-from kvtier.sim.timing import TierSpeed, parse_speed
+from kvtier.sim.time_model import TierSpeed, parse_speed
 from kvtier.units import approximate_rate, approximate_size, parse_size
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def replay(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Replay TRACE through real tiers, beside a simulation.
 
-    An engine without a model runs in real time: it looks up, stores and loads, and compares
-    every loaded byte with the stored one. Stores are temporary directories beside those of the
-    configuration. Disks without --tier-speed are measured first, for the simulation.
+    Runs an engine without a model in real time: it looks up, stores and loads, and compares
+    every loaded byte with the stored one. Its stores are temporary directories beside those of
+    the configuration. Disks without --tier-speed are measured first, for the simulation.
     """
     _check_torch()
     # Importing torch takes seconds, and only this command needs it.

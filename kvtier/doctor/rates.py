@@ -31,7 +31,6 @@ from typing_extensions import override
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, aligned_buffer
-from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.units import approximate_rate, approximate_size
 
@@ -43,7 +42,6 @@ __all__ = [
     "check_rates",
     "direct_io_refusal",
     "measure_tier_rates",
-    "stored_chunk_nbytes",
     "time_pieces",
 ]
 
@@ -253,19 +251,15 @@ def _time_both(
     return writes, time_pieces(read, written[::-1], buffers, seconds)
 
 
-def check_rates(tier: str, rates: MeasuredRates, chunk_nbytes: int | None) -> Iterator[Finding]:
+def check_rates(tier: str, rates: MeasuredRates) -> Iterator[Finding]:
     """Judge the measured rates: one finding for reading, one for writing.
 
     Args:
         tier: Name of the tier.
         rates: The measurement.
-        chunk_nbytes: Bytes of a chunk; None if unknown.
     """
     read = rates.read_bytes_per_s
     reason = _figures(rates, read, rates.read_p50_s, rates.read_p99_s)
-    if chunk_nbytes:
-        chunk = approximate_size(chunk_nbytes)
-        reason += f"; {_milliseconds(chunk_nbytes / read)} for a chunk of {chunk}"
     slow = read < _SLOW_READ_BYTES_PER_S
     remedy = f"{_FASTER}; loading pays only if it is faster than recomputing"
     yield _judge(f"{tier}: read rate", reason, rates, remedy if slow else "")
@@ -295,21 +289,6 @@ def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: floa
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def stored_chunk_nbytes(path: Path) -> int | None:
-    """Return the chunk size of the model that used the store last; None if none has."""
-    try:
-        spaces = find_namespaces(path) if path.exists() else []
-    except ConfigError as error:
-        if error.__cause__ is not None:
-            raise
-        return None  # no engine has used the directory yet
-    if not spaces:
-        return None
-    # Opening and closing an index creates and removes files beside it.
-    last = max(spaces, key=lambda space: space.directory.stat().st_mtime_ns)
-    return last.layout.slot_nbytes
 
 
 def _pieces_that_fit(free_nbytes: int | None, piece_bytes: int) -> int:

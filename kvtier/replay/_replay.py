@@ -49,7 +49,7 @@ from kvtier.sim.cache import (
     simulate_cache,
     wait_quantiles,
 )
-from kvtier.sim.timing import TierSpeed
+from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.transfer import bounce_slots_for
 from kvtier.types import LayoutFingerprint

@@ -18,10 +18,10 @@ import numpy as np
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
 from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.manager.build import build_manager, build_tiers
-from kvtier.sim._engine import ModelEngine, ModelRequest, ReliableSlotStatus
-from kvtier.sim._steps import StepEngine, StepModel
+from kvtier.sim._model_engine import ModelEngine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._step_engine import StepEngine, StepModel
 from kvtier.sim.single import Progress, chunk_keys
-from kvtier.sim.timing import TimeModel, TransferModel, default_speed
+from kvtier.sim.time_model import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from kvtier.config import KvtierConfig, parse_config, slot_nbytes
 from kvtier.errors import ConfigError
 from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.single import Progress, SingleResult, simulate_single
-from kvtier.sim.timing import TierSpeed, TimeModel
+from kvtier.sim.time_model import TierSpeed, TimeModel
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size, format_size
 

@@ -28,7 +28,7 @@ from kvtier.replay._batching import Batcher
 from kvtier.replay._engine import ReplayEngine, WrongBytesError
 from kvtier.replay._requests import ReplayRequest, make_requests, pick_requests
 from kvtier.sim.cache import CacheResult, simulate_cache
-from kvtier.sim.timing import TierSpeed
+from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.tiers.hosted.process import HostProcess
 from kvtier.types import SharedMemory

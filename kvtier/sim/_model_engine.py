@@ -25,7 +25,7 @@ from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
 from kvtier.manager.plans import NO_SLOT
 from kvtier.policies.base import session_terms
-from kvtier.sim.timing import TimeModel, TransferModel
+from kvtier.sim.time_model import TimeModel, TransferModel
 from kvtier.types import Job, Outcome, Purpose, TransferResult
 
 __all__ = ["Engine", "ModelEngine", "ModelRequest", "ReliableSlotStatus"]
