@@ -308,9 +308,9 @@ def _time_model(
 def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
     """Print the result of one policy."""
     if as_json:
-        show_json(result.as_dict() | trace.reading())
+        show_json(asdict(result) | trace.reading())
         return
-    show_facts(result.as_dict())
+    show_facts(asdict(result))
     show_assumptions(trace)
 
 
