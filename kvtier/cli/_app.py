@@ -29,7 +29,10 @@ _COMMANDS: Final = {
     "check": ("_examine:check", "Check whether kvtier can start with FILE on this machine."),
     "doctor": ("_examine:doctor", "Check FILE and measure its disks."),
     "plan": ("_plan:plan", "Print how many tokens of a model each tier of FILE holds."),
-    "vllm-args": ("_commands:vllm_args", "Print the vLLM arguments that load FILE."),
+    "vllm-args": (
+        "_commands:vllm_args",
+        "Print the vLLM arguments that load kvtier with FILE.",
+    ),
     "schema": ("_commands:print_schema", "Print the JSON Schema of configuration files."),
     "replay": ("_replay:replay", "Replay TRACE through real tiers, beside a simulation."),
     "cache": ("_cache:cache", "Inspect and clean the store of an NVMe tier."),

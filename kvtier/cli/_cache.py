@@ -1,19 +1,45 @@
-"""``kvtier cache``: the commands and their options.
-
-Each command imports its implementation when it runs.
-"""
+"""``kvtier cache``: inspect and clean a store."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import Annotated, Final, cast
 
 import typer
 
-from kvtier.cli._options import AsJson, Commands, choice
-
-if TYPE_CHECKING:
-    from kvtier.tiers.slab.inspect import Order
+from kvtier.cli import _cache_render as render
+from kvtier.cli._cache_keys import KeyPattern
+from kvtier.cli._options import AsJson, Commands, choice, quantity
+from kvtier.cli._progress import pulse, show_bars
+from kvtier.cli._render import make_console, show_json
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
+from kvtier.tiers.slab import maintain
+from kvtier.tiers.slab.inspect import (
+    Entry,
+    IndexReader,
+    Order,
+    StoredNamespace,
+    find_namespaces,
+    holder_of,
+    index_nbytes,
+)
+from kvtier.tiers.slab.namespace import SLOTS
+from kvtier.tiers.slab.removals import Removal, RemovalReason, find_marks
+from kvtier.tiers.slab.schema import (
+    IndexDamagedError,
+    IndexMissingError,
+    IndexVersionError,
+    is_full,
+)
+from kvtier.tiers.slab.verify import verify as verify_namespace
+from kvtier.units import parse_duration
 
 __all__ = ["cache"]
 
@@ -28,6 +54,60 @@ Only = Annotated[
     typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
 ]
 
+_MOST_ROWS = (1 << 63) - 1  # the largest integer of SQLite
+_STOP_FIRST = "stop that engine first"
+_STOP_OR_RESET = (
+    f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
+    "a server with VLLM_SERVER_DEV_MODE=1 by POST /reset_prefix_cache?reset_external=true"
+)
+_MAKE_ROOM = (
+    "make room on that disk, and where SQLite puts temporary files: the directory that "
+    "SQLITE_TMPDIR or TMPDIR names, or /var/tmp"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The chunks that ``evict`` removes.
+
+    Attributes:
+        keys: Keys, as on the command line.
+        older_than: An age, as on the command line.
+        everything: Whether to remove all chunks.
+    """
+
+    keys: tuple[str, ...]
+    older_than: str | None
+    everything: bool
+
+    def find(
+        self, reader: IndexReader, note: Callable[[str, Entry | None], None]
+    ) -> list[Entry]:
+        """Return the selected chunks of one namespace.
+
+        Args:
+            reader: Its index.
+            note: Called with each selected key and its matching chunk.
+
+        Raises:
+            ConfigError: The selection is invalid, or more or less than one kind was given.
+        """
+        ways = [bool(self.keys), self.older_than is not None, self.everything]
+        if sum(ways) != 1:
+            raise ConfigError("give exactly one of KEYs, --older-than and --all")
+        if self.everything:
+            return reader.entries("stored", -1)
+        if self.older_than is not None:
+            days = functools.partial(parse_duration, likely_unit="d")
+            age_s = quantity("--older-than", self.older_than, days)
+            return reader.entries_unused_since(_now() - int(age_s))
+        found: dict[Entry, None] = {}
+        for text in self.keys:
+            match = _one_entry(KeyPattern.parse(text), reader)
+            note(text, match)
+            found.update({match: None} if match else {})
+        return list(found)
+
 
 @cache.command()
 def stat(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
@@ -35,9 +115,11 @@ def stat(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -
 
     Only reads, and may run beside an engine.
     """
-    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
-
-    actions.stat(directory, namespace, as_json=as_json)
+    reports = [_report(space) for space in find_namespaces(directory, namespace)]
+    if as_json:
+        show_json({"path": str(directory), "namespaces": [r.as_dict() for r in reports]})
+    else:
+        render.show_reports(make_console(), reports)
 
 
 @cache.command()
@@ -57,10 +139,17 @@ def ls(
 
     Only reads, and may run beside an engine.
     """
-    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
-
     order = cast("Order", choice("--sort", sort, _ORDERS))
-    actions.ls(directory, namespace, sort=order, limit=limit, as_json=as_json)
+    listings = []
+    for space in find_namespaces(directory, namespace):
+        with _explained(space), IndexReader(space) as reader:
+            entries = reader.entries(order, min(limit, _MOST_ROWS) or -1)
+            chunks, reset_at = reader.totals().chunks, reader.reset_at()
+            listings.append(render.Listing(space, entries, chunks, reset_at))
+    if as_json:
+        show_json([listing.as_dict() for listing in listings])
+    else:
+        render.show_listings(make_console(), listings)
 
 
 @cache.command()
@@ -78,9 +167,20 @@ def verify(
     Exits with 1 if a chunk is bad: an engine would recompute that chunk. Only reads, and may
     run beside an engine, but takes bandwidth of the disk.
     """
-    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
-
-    if not actions.verify(directory, namespace, limit=limit, as_json=as_json):
+    checks: list[render.Check] = []
+    spaces = find_namespaces(directory, namespace)
+    with show_bars() as progress:
+        for space in spaces:
+            task = progress.add_task(space.name, total=_slots(space))
+            advance = functools.partial(progress.advance, task)
+            with _explained(space), IndexReader(space) as reader:
+                found = verify_namespace(space, reader, on_progress=advance)
+                checks.append(render.Check(space, found, reader.reset_at()))
+    if as_json:
+        show_json([render.verification_document(check, limit) for check in checks])
+    else:
+        render.show_verifications(make_console(), checks, limit)
+    if any(check.found.bad for check in checks):
         raise typer.Exit(1)
 
 
@@ -104,9 +204,15 @@ def explain(
     Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
     gone. Only reads, and may run beside an engine.
     """
-    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
-
-    if not actions.explain(key, directory, namespace, as_json=as_json):
+    pattern = KeyPattern.parse(key)
+    answers = [_explanation(space, pattern) for space in find_namespaces(directory, namespace)]
+    found = [answer for answer in answers if answer.entry]
+    telling = found or [answer for answer in answers if answer.reason] or answers
+    if as_json:
+        show_json({"key": key, "answers": [answer.as_dict() for answer in telling]})
+    else:
+        render.show_explanations(make_console(), key, telling)
+    if not found:
         raise typer.Exit(1)
 
 
@@ -132,10 +238,17 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     Give keys, --older-than or --all. The slots are free at the engine's next start; the files
     keep their size. Without --yes the command shows what it would remove and asks.
     """
-    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
-
-    selection = actions.Selection(tuple(keys or ()), older_than, everything=everything)
-    actions.evict(directory, namespace, selection, ask=not yes, as_json=as_json)
+    selection = _Selection(tuple(keys or ()), older_than, everything=everything)
+    spaces = find_namespaces(directory, namespace)
+    with _held(spaces, _STOP_OR_RESET):
+        chosen = _choose(spaces, selection)
+        if not yes and any(entries for _, entries in chosen):
+            typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
+        _remove(chosen)
+    if as_json:
+        show_json(render.removal_document(chosen))
+    else:
+        render.show_removal(make_console(), chosen)
 
 
 @cache.command()
@@ -144,6 +257,193 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
 
     No engine may be using the store.
     """
-    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+    spaces = find_namespaces(directory, namespace)
+    done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
+    with _held(spaces, _STOP_FIRST), show_bars() as progress:
+        for space in spaces:
+            with _explained(space), pulse(progress, f"compacting {space.name}") as sign:
+                with IndexReader(space) as reader:
+                    reader.totals()  # fails if the index is missing or damaged
+                done.append((space, maintain.compact_index(space, sign)))
+    if as_json:
+        show_json([render.compaction_document(*one) for one in done])
+    else:
+        render.show_compactions(make_console(), done)
 
-    actions.compact_index(directory, namespace, as_json=as_json)
+
+def _report(space: StoredNamespace) -> render.Report:
+    report = render.Report(space, slots=_slots(space))
+    try:
+        with _explained(space):
+            report.holder = holder_of(space.directory)
+            report.disk_nbytes = _disk_nbytes(space.directory)
+            report.index_nbytes = index_nbytes(space)
+            with IndexReader(space) as reader:
+                report.totals = reader.totals()
+                report.reset_at = reader.reset_at()
+                report.problem = _problem_of_slots(space, reader)
+    except ConfigError as error:
+        report.problem = str(error)
+    return report
+
+
+def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
+    """Return what is wrong if the slot file ends before some chunks of the index."""
+    path = space.directory / SLOTS
+    lost = reader.chunks_from(_slots(space))
+    if not lost:
+        return ""
+    if not path.exists():
+        return _missing(path)
+    return (
+        f"{path} ends before {lost:,} of the chunks; an engine would start without them; "
+        "if this is a copy, make it again"
+    )
+
+
+def _missing(path: object) -> str:
+    return f"{path} is missing; an engine would start with an empty cache"
+
+
+def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanation:
+    with _explained(space), IndexReader(space) as reader:
+        entry = _one_entry(pattern, reader)
+        answer = render.Explanation(space, entry)
+        if entry is not None:
+            answer.less_recent = reader.less_recent(entry)
+            answer.reset_at = reader.reset_at()
+        else:
+            _explain_absence(answer, pattern, list(reader.removals()))
+    return answer
+
+
+def _explain_absence(
+    answer: render.Explanation, pattern: KeyPattern, removals: Sequence[Removal]
+) -> None:
+    """Add to ``answer`` why the chunk that matches ``pattern`` was removed.
+
+    Args:
+        answer: The explanation for the namespace of this removal log.
+        pattern: The chunk's key.
+        removals: The removal log, newest first.
+
+    Raises:
+        ConfigError: Several keys match.
+    """
+    marks = pattern.of_marks()
+    found = find_marks(removals, marks)
+    if len(found) > 1:
+        some = ", ".join(sorted(map(marks.short_of, found))[:3])
+        raise ConfigError(
+            f"the keys of {len(found)} chunks that are gone begin with {pattern.digits}: "
+            f"{some}; give one of them"
+        )
+    for mark, removal in found.items():
+        answer.short_key = marks.short_of(mark)
+        answer.left_at, answer.reason = removal.at, removal.reason
+    answer.removal_log_begins_at = removals[-1].at if removals else 0
+    damaged = RemovalReason.DAMAGED.value
+    answer.damaged_at = next((row.at for row in removals if row.reason == damaged), 0)
+
+
+def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
+    """Return the newest entry of the matching key; None if no key matches.
+
+    Raises:
+        ConfigError: Several keys match.
+    """
+    found: dict[ChunkKey, Entry] = {}
+    for entry in reader.entries_of_prefix(pattern.common_digits):
+        if pattern.matches(entry.key):
+            rival = found.setdefault(entry.key, entry)
+            found[entry.key] = max(entry, rival, key=lambda entry: entry.generation)
+    if len(found) > 1:
+        some = ", ".join(key.hex() for key in sorted(found)[:3])
+        raise ConfigError(f"{len(found)} keys begin with {pattern.digits}: {some}; give more")
+    return next(iter(found.values()), None)
+
+
+def _choose(
+    spaces: Sequence[StoredNamespace], selection: _Selection
+) -> list[tuple[StoredNamespace, list[Entry]]]:
+    chosen = []
+    missing = dict.fromkeys(selection.keys)
+    with show_bars() as progress:
+        task = progress.add_task("looking", total=len(spaces) * len(selection.keys) or None)
+
+        def note(text: str, found: Entry | None) -> None:
+            progress.advance(task)
+            if found is not None:
+                missing.pop(text, None)
+
+        for space in spaces:
+            with _explained(space), IndexReader(space) as reader:
+                chosen.append((space, selection.find(reader, note)))
+    for text in missing:
+        raise ConfigError(f"{text} is not there; nothing was removed")
+    return chosen
+
+
+def _remove(chosen: Sequence[tuple[StoredNamespace, Sequence[Entry]]]) -> None:
+    with show_bars() as progress:
+        for space, entries in chosen:
+            if entries:
+                with _explained(space), pulse(progress, f"removing {space.name}") as sign:
+                    maintain.drop_chunks(space, entries, sign)
+
+
+@contextlib.contextmanager
+def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for space in spaces:
+            with _explained(space):
+                stack.enter_context(maintain.hold(space, remedy))
+        yield
+
+
+@contextlib.contextmanager
+def _explained(space: StoredNamespace) -> Iterator[None]:
+    """Convert errors of a store into a ConfigError that names the place and a remedy."""
+    try:
+        yield
+    except IndexMissingError as error:
+        raise ConfigError(_missing(space.index_path)) from error
+    except IndexVersionError as error:
+        raise ConfigError(
+            f"{space.index_path}: {error}; use the kvtier that wrote it, or start an engine "
+            "with on_mismatch: remove, which starts with an empty cache"
+        ) from error
+    except IndexDamagedError as error:
+        raise ConfigError(
+            f"{space.index_path} cannot be used: {error}; an engine would set it aside and "
+            "start with an empty cache"
+        ) from error
+    except sqlite3.Error as error:
+        remedy = _MAKE_ROOM if is_full(error) else "check the disk, and try again"
+        raise ConfigError(f"{space.index_path}: {error}; {remedy}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(_missing(error.filename or space.directory)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or space.directory}: {error.strerror}; run this as the user that "
+            "runs the engine, and check the disk"
+        ) from error
+
+
+def _slots(space: StoredNamespace) -> int:
+    try:
+        return (space.directory / SLOTS).stat().st_size // space.layout.slot_nbytes
+    except FileNotFoundError:
+        return 0
+
+
+def _disk_nbytes(directory: Path) -> int:
+    nbytes = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the log is removed when its engine ends
+            nbytes += path.lstat().st_blocks * 512
+    return nbytes
+
+
+def _now() -> int:
+    return int(datetime.now(UTC).timestamp())

@@ -234,7 +234,7 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
             console.print()
         shown = answer.entry.key.hex() if answer.entry else answer.short_key or key
         console.print(Text(shown, style="bold"), soft_wrap=True)
-        store = {"store": f"{answer.space.name}  {_model(answer.space)}"}
+        store = {"store": f"{answer.space.name}  {answer.space.layout.model}"}
         if answer.entry:
             _pairs(console, store | _entry_lines(answer, answer.entry))
         else:
@@ -279,7 +279,7 @@ def show_compactions(
     table = make_table("namespace", "model", numbers=("before", "after"), narrow=True)
     for space, sizes in done:
         before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
-        table.add_row(space.name, printable(_model(space)), before, after)
+        table.add_row(space.name, printable(space.layout.model), before, after)
     show_table(console, table)
 
 
@@ -310,11 +310,13 @@ def _report_lines(report: Report) -> dict[str, str]:
         if totals.newest_at:
             lines["stored"] = f"{_time(totals.oldest_at)} to {_time(totals.newest_at)} UTC"
         lines["hits"] = f"{totals.hits:,} of the chunks there now"
-        lines["removed lately"] = _counts(totals.removals) or "nothing"
+        counts = (f"{count:,} {reason}" for reason, count in sorted(totals.removals.items()))
+        lines["removed lately"] = ", ".join(counts) or "nothing"
     lines |= _doubt_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem
-    lines["layout"] = _fields(report.space.layout.fingerprint.fields)
+    fields = sorted(report.space.layout.fingerprint.fields.items())
+    lines["layout"] = ", ".join(f"{name}={value}" for name, value in fields)
     return lines
 
 
@@ -364,12 +366,11 @@ def _absence_lines(answer: Explanation) -> dict[str, str]:
 
 
 def _doubt_lines(reset_at: int | None) -> dict[str, str]:
-    return {} if reset_at is None else {"doubted": _doubt_words(reset_at)}
-
-
-def _doubt_words(reset_at: int) -> str:
+    if reset_at is None:
+        return {}
     when = f" at {_time(reset_at)} UTC" if reset_at else ""
-    return f"the cache was reset{when}; what was stored since goes when an engine starts"
+    words = f"the cache was reset{when}; what was stored since goes when an engine starts"
+    return {"doubted": words}
 
 
 def _doubt_document(reset_at: int | None) -> dict[str, Any]:
@@ -392,12 +393,8 @@ def _place(space: StoredNamespace) -> dict[str, str]:
     return {
         "namespace": space.name,
         "directory": str(space.directory),
-        "model": _model(space),
+        "model": space.layout.model,
     }
-
-
-def _model(space: StoredNamespace) -> str:
-    return space.layout.model
 
 
 def _good(found: Verification) -> int:
@@ -412,20 +409,12 @@ def _count(chunks: int) -> str:
     return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
-
-
-def _fields(fields: Mapping[str, str | int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in sorted(fields.items()))
-
-
 def _time(at: int) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else "unknown"
 
 
 def _heading(console: Console, space: StoredNamespace) -> None:
-    heading = printable(f"{space.name}  {_model(space)}")
+    heading = printable(f"{space.name}  {space.layout.model}")
     console.print(Text(heading, style="bold"), soft_wrap=True)
 
 

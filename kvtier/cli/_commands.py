@@ -55,7 +55,7 @@ def vllm_args(
     model: EngineModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
 ) -> None:
-    """Print the vLLM arguments that load FILE.
+    """Print the vLLM arguments that load kvtier with FILE.
 
     Append the line, which is quoted for a shell, to 'vllm serve MODEL'. Exits with 2 if another
     engine has the store open, or if the engine would refuse to start with the store.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.text import Text
 __all__ = [
     "make_console",
     "make_table",
+    "show_facts",
     "show_json",
     "show_line",
     "show_prose",
@@ -61,6 +62,17 @@ def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> T
     for number in numbers:
         table.add_column(number, justify="right", no_wrap=True)
     return table
+
+
+def show_facts(facts: Mapping[str, object]) -> None:
+    """Print one row per name and value."""
+    table = make_table("", numbers=("",))
+    for name, value in facts.items():
+        form = "," if isinstance(value, int) else ""
+        if isinstance(value, float):
+            form = ",.0f" if value > 1000 else ".4g"
+        table.add_row(name.replace("_", " "), f"{value:{form}}")
+    show_table(make_console(), table)
 
 
 def show_table(console: Console, table: Table) -> None:

@@ -25,7 +25,7 @@ from kvtier.config import (
     resolve_rank_paths,
 )
 from kvtier.errors import ConfigError
-from kvtier.sim.timing import TierSpeed, parse_speed
+from kvtier.sim.time_model import TierSpeed, parse_speed
 from kvtier.units import approximate_rate, approximate_size, parse_size
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def replay(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Replay TRACE through real tiers, beside a simulation.
 
-    An engine without a model runs in real time: it looks up, stores and loads, and compares
-    every loaded byte with the stored one. Stores are temporary directories beside those of the
-    configuration. Disks without --tier-speed are measured first, for the simulation.
+    Runs an engine without a model in real time: it looks up, stores and loads, and compares
+    every loaded byte with the stored one. Its stores are temporary directories beside those of
+    the configuration. Disks without --tier-speed are measured first, for the simulation.
     """
     _check_torch()
     # Importing torch takes seconds, and only this command needs it.
@@ -118,20 +118,14 @@ def _check_beside(config: KvtierConfig) -> None:
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
     """Measure the disks whose speed is not given, as ``kvtier doctor`` does."""
-    from kvtier.doctor.rates import measure_tier_rates  # noqa: PLC0415
+    from kvtier.doctor.rates import measure_store  # noqa: PLC0415
 
     speeds = {}
     for tier in config.tiers:
         store = tier.local_store()
         if store is None or tier.name in given:
             continue
-        rates = measure_tier_rates(
-            store.path if store.path.is_dir() else store.path.parent,
-            piece_bytes=config.transfer.piece_bytes,
-            threads=config.transfer.io_threads,
-            seconds=_MEASURE_S,
-            direct_io=store.direct_io or "auto",
-        )
+        rates = measure_store(config, store, seconds=_MEASURE_S)
         speeds[tier.name] = TierSpeed(
             rates.read_bytes_per_s, rates.write_bytes_per_s, rates.read_p50_s
         )

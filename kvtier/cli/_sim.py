@@ -15,6 +15,7 @@ from kvtier.cli._progress import show_progress
 from kvtier.cli._render import (
     make_console,
     make_table,
+    show_facts,
     show_json,
     show_line,
     show_table,
@@ -38,7 +39,7 @@ from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
-from kvtier.sim.timing import TimeModel, parse_speed
+from kvtier.sim.time_model import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size, parse_size
 
@@ -110,7 +111,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="5% (of the trace's chunks), 9140 (chunks) or 64GiB.",
+            help="Size of that tier: 5% (of the trace's chunks), 9140 (chunks) or 64GiB.",
         ),
     ] = None,
     touch_order: Order = "policy",
@@ -177,7 +178,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
         str,
         typer.Option(metavar="SIZES", help="Sizes, separated by commas, as in 1%,9140,64GiB."),
     ],
-    csv: Annotated[Path, typer.Option(metavar="FILE", help="Table to write; replaced.")],
+    csv: Annotated[Path, typer.Option(metavar="FILE", help="Table to write or replace.")],
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Picture to write: PNG, SVG or PDF.")
     ] = None,
@@ -307,12 +308,9 @@ def _time_model(
 def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
     """Print the result of one policy."""
     if as_json:
-        show_json(result.as_dict() | trace.reading())
+        show_json(asdict(result) | trace.reading())
         return
-    table = make_table("", numbers=("",))
-    for name, value in result.as_dict().items():
-        table.add_row(name.replace("_", " "), _text(value))
-    show_table(make_console(), table)
+    show_facts(asdict(result))
     show_assumptions(trace)
 
 
@@ -402,9 +400,3 @@ def _summary(result: CacheResult) -> list[str]:
 
 def _waits(levels: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f} s" for name, value in levels.items())
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value > 1000 else f"{value:.6f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
 from kvtier.cli._options import AsJson, Commands, choice, finite
-from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
+from kvtier.cli._render import make_console, show_facts, show_json, show_line
 from kvtier.errors import ConfigError
 from kvtier.sim.traces import (
     FORMAT_NAMES,
@@ -44,7 +44,10 @@ TraceFile = Annotated[
     typer.Argument(metavar="TRACE", help="Trace file; may be gzip or zstd.", readable=False),
 ]
 FormatOption = Annotated[
-    str, typer.Option("--format", metavar="NAME", help=f"One of: {', '.join(FORMAT_NAMES)}.")
+    str,
+    typer.Option(
+        "--format", metavar="NAME", help=f"Format of TRACE: {', '.join(FORMAT_NAMES)}."
+    ),
 ]
 TokensPerId = Annotated[
     int | None,
@@ -57,10 +60,10 @@ TokensPerId = Annotated[
     ),
 ]
 Output = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; replaced.")
+    Path, typer.Option("--output", "-o", metavar="FILE", help="File to write or replace.")
 ]
 OutputFormat = Annotated[
-    str, typer.Option("--to", metavar="NAME", help=f"One of: {', '.join(WRITERS)}.")
+    str, typer.Option("--to", metavar="NAME", help=f"Format to write: {', '.join(WRITERS)}.")
 ]
 
 
@@ -97,7 +100,7 @@ def info(
     if as_json:
         show_json(facts | loaded.reading())
         return
-    _show(facts)
+    show_facts({**facts, "sha256": facts["sha256"][:16]})
     show_assumptions(loaded)
 
 
@@ -146,8 +149,8 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Generate the traffic of sessions that start at random.
 
-    WORKLOAD is chat (conversations), agents (long tool loops) or shared (prompts). The manual's
-    page on the command line lists the distributions.
+    WORKLOAD is chat (conversations), agents (long tool loops) or shared (single questions after
+    shared prompts). The manual's page on the command line lists the distributions.
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)
@@ -161,19 +164,6 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
 def _write(trace: Trace, output: Path, to: str) -> None:
     write_output("--output", output, partial(write_trace, trace, format_name=to))
     typer.echo(f"{output}: {trace.requests:,} requests, {trace.refs:,} references")
-
-
-def _show(facts: dict[str, Any]) -> None:
-    table = make_table("", numbers=("",))
-    for name, value in {**facts, "sha256": facts["sha256"][:16]}.items():
-        table.add_row(name.replace("_", " "), _text(value))
-    show_table(make_console(), table)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:

@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
-from kvtier.config import KvtierConfig, LocalStore, TierConfig, resolve_rank_paths
-from kvtier.doctor import _devices, _file, _memory, _mounts, _stores
+from kvtier.config import (
+    KvtierConfig,
+    LocalStore,
+    TierConfig,
+    has_rank_paths,
+    is_built_in,
+    resolve_rank_paths,
+)
+from kvtier.doctor import _machine, _stores
 from kvtier.doctor._findings import Examination, Finding, Status
+from kvtier.errors import ConfigError
 from kvtier.os.limits import huge_page_pool, memory_limits
+from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
+from kvtier.units import approximate_size
 
 __all__ = ["examine", "examine_existing_stores"]
+
+_CHECK: Final = "configuration"
+_SLOWER_TIER_KEYS: Final = (
+    "write",
+    "write_after",
+    "promote",
+    "admit",
+    "write_budget_per_day_bytes",
+)
+"""Keys of ``placement`` that need a slower tier."""
 
 
 def examine(
@@ -21,7 +43,7 @@ def examine(
     *,
     ranks: int = 1,
     measure_s: float | None = None,
-    machine: _memory.Machine | None = None,
+    machine: _machine.Machine | None = None,
 ) -> Examination:
     """Examine everything that a start with ``config`` needs on this machine; blocks.
 
@@ -39,7 +61,7 @@ def examine(
     engines = [resolve_rank_paths(config, rank=number) for number in numbers]
     stores = _stores.StoreExaminer(config, identity or {})
     examiner = _Examiner(
-        config, engines, stores, measure_s, machine or _memory.Machine(), Examination()
+        config, engines, stores, measure_s, machine or _machine.Machine(), Examination()
     )
     examiner.run()
     return _with_places(config, examiner.examination)
@@ -74,17 +96,16 @@ class _Examiner:
     engines: Sequence[KvtierConfig]
     stores: _stores.StoreExaminer
     measure_s: float | None
-    machine: _memory.Machine
+    machine: _machine.Machine
     examination: Examination
 
     def run(self) -> None:
         config, first = self.config, self.engines[0]
-        self._add("configuration", lambda: _file.check_values(config))
-        self._add("configuration", lambda: _file.check_classes(config))
-        self._add("data parallelism", lambda: _file.check_ranks(config, len(self.engines)))
+        self._add("configuration", lambda: _check_values(config))
+        self._add("configuration", lambda: _check_classes(config))
+        self._add("data parallelism", lambda: _check_ranks(config, len(self.engines)))
         for number, tier in enumerate(first.tiers):
-            remarks = partial(_file.check_remarks, number, tier)
-            self._add(f"{tier.name}: options", remarks)
+            self._add(f"{tier.name}: options", partial(_check_remarks, number, tier))
             if number > 0:
                 self._examine_tier(number, tier)
         records = [each.trace.record for each in self.engines if each.trace.record]
@@ -118,31 +139,28 @@ class _Examiner:
         paths = [each.path for section in sections if (each := section.local_store())]
         name, key = f"{tier.name}: directory", f"tiers[{number}].{store.key}"
         usable = self._add(name, lambda: _stores.check_directories(name, key, paths))
-        place = _stores.store_place(store.path)
-        if not usable or place is None:
+        places = [place for path in paths if (place := _stores.store_place(path))]
+        if not usable or not places:
             return
         look = partial(self.stores.examine, number, sections)
         usable = self._add(f"{tier.name}: cache", look)
-        self._add(f"{tier.name}: file system", partial(self._check_mount, tier, place))
-        self._add(f"{tier.name}: device", partial(self._check_device, tier, place))
+        self._add(f"{tier.name}: file system", partial(self._check_disk, tier, places))
         if usable and self.measure_s is not None:
-            look = partial(self._measure, number, tier.name, store, place, self.measure_s)
+            look = partial(self._measure, number, tier.name, store, places[0], self.measure_s)
             self._add(f"{tier.name}: rates", look)
 
-    def _check_mount(self, tier: TierConfig, place: Path) -> Iterator[Finding]:
-        mount = _mounts.find_mount(self.machine, place)
-        exempt = _mounts.is_exempt_from_cow(place)
-        yield _mounts.check_mount(tier.name, mount, exempt_from_cow=exempt)
-
-    def _check_device(self, tier: TierConfig, place: Path) -> Iterator[Finding]:
-        mount = _mounts.find_mount(self.machine, place)
-        queues = _devices.find_queues(self.machine, mount)
-        yield from _devices.check_queues(
-            tier.name,
-            queues,
-            piece_nbytes=self.config.transfer.piece_bytes,
-            threads=self._concurrent_pieces(),
-        )
+    def _check_disk(self, tier: TierConfig, places: Sequence[Path]) -> Iterator[Finding]:
+        place = places[0]
+        mount = _machine.find_mount(self.machine, place)
+        exempt = _machine.is_exempt_from_cow(place)
+        yield _machine.check_mount(tier.name, mount, exempt_from_cow=exempt)
+        queues = _machine.find_queues(self.machine, mount)
+        piece_nbytes = self.config.transfer.piece_bytes
+        yield from _machine.check_queues(tier.name, queues, piece_nbytes=piece_nbytes)
+        if any(each.stat().st_dev != place.stat().st_dev for each in places):
+            reason = "other ranks use other file systems, which are not examined or measured"
+            remedy = "run this with the path of each"
+            yield Finding(f"{tier.name}: other ranks", Status.NOTE, reason, remedy)
 
     def _measure(
         self, number: int, name: str, store: LocalStore, place: Path, seconds: float
@@ -152,21 +170,9 @@ class _Examiner:
         if store.direct_io is not None:
             key = f"tiers[{number}].direct_io"
             yield rates.check_direct_io(name, place, store.direct_io, key)
-        measured = rates.measure_tier_rates(
-            place,
-            piece_bytes=self.config.transfer.piece_bytes,
-            threads=self._concurrent_pieces(),
-            seconds=seconds,
-            direct_io="off" if store.direct_io == "off" else "auto",
-        )
+        measured = rates.measure_store(self.config, store, seconds=seconds)
         self.examination.rates[name] = measured
-        yield from rates.check_rates(name, measured, rates.stored_chunk_nbytes(store.path))
-
-    def _concurrent_pieces(self) -> int:
-        """Return how many pieces one tier moves at once in one direction."""
-        transfer = self.config.transfer
-        queued = max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
-        return min(transfer.io_threads, queued)
+        yield from rates.check_rates(name, measured)
 
     def _examine_memory(self, config: KvtierConfig) -> None:
         machine, ram = self.machine, config.ram
@@ -174,16 +180,16 @@ class _Examiner:
 
         def check() -> Iterator[Finding]:
             pool = huge_page_pool(machine.proc)
-            yield _memory.check_huge_pages(ram_nbytes, pool, mode=ram.huge_pages)
+            yield _machine.check_huge_pages(ram_nbytes, pool, mode=ram.huge_pages)
             if ram.huge_pages != "off" and pool.holds(ram_nbytes + pool.page_nbytes):
                 return  # reserved pages do not count as free memory
             limits = memory_limits(machine.proc, machine.sys)
             engine_runs = self.stores.engine_runs
-            yield _memory.check_memory(ram_nbytes, limits, engine_runs=engine_runs)
+            yield _machine.check_memory(ram_nbytes, limits, engine_runs=engine_runs)
 
         self._add("memory", check)
         gpus = machine.count_gpus()
-        self._add("memlock", lambda: [_memory.check_locking(ram_nbytes, gpus=gpus)])
+        self._add("memlock", lambda: [_machine.check_locking(ram_nbytes, gpus=gpus)])
 
 
 def _bounce_nbytes(config: KvtierConfig) -> int:
@@ -194,3 +200,79 @@ def _bounce_nbytes(config: KvtierConfig) -> int:
 
     piece_nbytes = config.transfer.piece_bytes
     return bounce_slots_for(config, piece_nbytes) * piece_nbytes
+
+
+def _check_values(config: KvtierConfig) -> Iterator[Finding]:
+    """List the tiers, and the values that have no effect."""
+    sizes = (f"{tier.name} of {approximate_size(tier.capacity_bytes)}" for tier in config.tiers)
+    yield Finding(_CHECK, Status.OK, ", ".join(sizes))
+    for number, (faster, slower) in enumerate(pairwise(config.tiers), start=1):
+        if slower.capacity_bytes <= faster.capacity_bytes:
+            reason = f"no larger than the faster tier {faster.name}, so of little use"
+            remedy = "give the slower tier the larger capacity"
+            key = f"tiers[{number}].capacity"
+            yield Finding(_CHECK, Status.WARNING, reason, remedy, key)
+    placement, fields = config.placement, type(config.placement).model_fields
+    for name in _SLOWER_TIER_KEYS if len(config.tiers) == 1 else ():
+        if getattr(placement, name) != fields[name].default:
+            key = f"placement.{fields[name].serialization_alias or name}"
+            reason, remedy = "no effect without a slower tier", "remove it or add a tier"
+            yield Finding(_CHECK, Status.WARNING, reason, remedy, key)
+
+
+def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
+    """Check that policies and tiers from other packages load and are complete."""
+    try:
+        # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
+        if _has_custom_policies(config):
+            from kvtier.manager.build import check_policies  # noqa: PLC0415
+
+            check_policies(config)
+        if not all(is_built_in(tier.kind) for tier in config.tiers):
+            from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
+
+            check_tiers(config)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            reason, _, remedy = line.rpartition("; ")
+            yield Finding(_CHECK, Status.PROBLEM, reason or line, remedy)
+
+
+def _has_custom_policies(config: KvtierConfig) -> bool:
+    """Return whether ``config`` names a policy of another package."""
+    rules = config.placement
+    evictions = {*config.shadow, *(tier.eviction for tier in config.tiers)}
+    return not (
+        evictions <= EVICTIONS.built_in.keys()
+        and rules.policy in PLACEMENTS.built_in
+        and rules.admit in ADMISSIONS.built_in
+    )
+
+
+def _check_remarks(number: int, tier: TierConfig) -> Iterator[Finding]:
+    """Yield the warnings that a tier's options report about themselves."""
+    check, key = f"{tier.name}: options", f"tiers[{number}]"
+    try:
+        for name, problem, remedy in tier.remarks():
+            yield Finding(check, Status.WARNING, problem, remedy, f"{key}.{name}")
+    except ConfigError as error:
+        reason, _, remedy = str(error).rpartition("; ")
+        yield Finding(check, Status.PROBLEM, reason or remedy, remedy, key)
+    except Exception as error:  # noqa: BLE001 - a tier may be another package's code
+        reason = f"the tier's remarks() failed: {error!r}"
+        yield Finding(check, Status.PROBLEM, reason, "repair the tier's class", key)
+
+
+def _check_ranks(config: KvtierConfig, ranks: int) -> Iterator[Finding]:
+    """Report the memory and disk that all data-parallel ranks need together."""
+    check = "data parallelism"
+    if ranks > 1:
+        ram_nbytes, *others = (tier.capacity_bytes * ranks for tier in config.tiers)
+        sizes = f"{approximate_size(ram_nbytes)} of memory"
+        if others:
+            sizes += f" and {approximate_size(sum(others))} of slower tiers"
+        yield Finding(check, Status.NOTE, f"{ranks} ranks need {sizes}")
+    elif has_rank_paths(config):
+        reason = "each rank needs all capacities; this examines one rank"
+        remedy = "add --data-parallel-size N to examine N ranks"
+        yield Finding(check, Status.NOTE, reason, remedy)

@@ -28,10 +28,10 @@ from typing import Final, Literal
 import numpy as np
 from typing_extensions import override
 
+from kvtier.config import KvtierConfig, LocalStore
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, aligned_buffer
-from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.units import approximate_rate, approximate_size
 
@@ -42,8 +42,8 @@ __all__ = [
     "check_direct_io",
     "check_rates",
     "direct_io_refusal",
+    "measure_store",
     "measure_tier_rates",
-    "stored_chunk_nbytes",
     "time_pieces",
 ]
 
@@ -175,13 +175,30 @@ class MeasuredRates:
     write_pieces: int
 
 
+def measure_store(config: KvtierConfig, store: LocalStore, *, seconds: float) -> MeasuredRates:
+    """Measure the disk of ``store`` as a tier of ``config`` uses it.
+
+    The file is in the store's directory, or beside it if it does not exist. For the other
+    arguments and the errors see :func:`measure_tier_rates`.
+    """
+    transfer = config.transfer
+    queued = max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
+    return measure_tier_rates(
+        store.path if store.path.is_dir() else store.path.parent,
+        piece_bytes=transfer.piece_bytes,
+        threads=min(transfer.io_threads, queued),
+        seconds=seconds,
+        direct_io="off" if store.direct_io == "off" else "auto",
+    )
+
+
 def measure_tier_rates(
     path: Path,
     *,
     piece_bytes: int,
     threads: int,
     seconds: float,
-    direct_io: DirectIo = "auto",
+    direct_io: Literal["auto", "off"] = "auto",
     io: NamelessIo | None = None,
 ) -> MeasuredRates:
     """Write, then read, random pieces of a nameless file in ``path``; blocks.
@@ -193,20 +210,21 @@ def measure_tier_rates(
         piece_bytes: Bytes of one call, a multiple of 4096.
         threads: Calls at once.
         seconds: Time to measure each direction.
-        direct_io: As in the tier's section of the configuration.
+        direct_io: Whether to bypass the page cache: if the file system can, or never.
         io: System calls to use; tests pass failing ones.
 
     Raises:
         CapacityError: Too little free space to measure.
-        ConfigError: ``direct_io`` is ``require`` and the file system does not support it.
+        ConfigError: The free space went away meanwhile.
         OSError: The medium failed.
         TierUnavailableError: The medium did not answer.
     """
     io = io or NamelessIo()
     slots = _pieces_that_fit(io.free_nbytes(path), piece_bytes)
-    if direct_io == "auto":  # decided here, because the slot file would log the fallback
-        direct_io = "off" if direct_io_refusal(path) else "require"
-    spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=direct_io)
+    # Decided here, because the slot file would log the fallback.
+    bypass = direct_io == "auto" and not direct_io_refusal(path)
+    mode: DirectIo = "require" if bypass else "off"
+    spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=mode)
     file = SlotFile.open(spec, io)
     buffers = _random_buffers(threads, piece_bytes)
     try:
@@ -253,19 +271,15 @@ def _time_both(
     return writes, time_pieces(read, written[::-1], buffers, seconds)
 
 
-def check_rates(tier: str, rates: MeasuredRates, chunk_nbytes: int | None) -> Iterator[Finding]:
+def check_rates(tier: str, rates: MeasuredRates) -> Iterator[Finding]:
     """Judge the measured rates: one finding for reading, one for writing.
 
     Args:
         tier: Name of the tier.
         rates: The measurement.
-        chunk_nbytes: Bytes of a chunk; None if unknown.
     """
     read = rates.read_bytes_per_s
     reason = _figures(rates, read, rates.read_p50_s, rates.read_p99_s)
-    if chunk_nbytes:
-        chunk = approximate_size(chunk_nbytes)
-        reason += f"; {_milliseconds(chunk_nbytes / read)} for a chunk of {chunk}"
     slow = read < _SLOW_READ_BYTES_PER_S
     remedy = f"{_FASTER}; loading pays only if it is faster than recomputing"
     yield _judge(f"{tier}: read rate", reason, rates, remedy if slow else "")
@@ -295,21 +309,6 @@ def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: floa
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def stored_chunk_nbytes(path: Path) -> int | None:
-    """Return the chunk size of the model that used the store last; None if none has."""
-    try:
-        spaces = find_namespaces(path) if path.exists() else []
-    except ConfigError as error:
-        if error.__cause__ is not None:
-            raise
-        return None  # no engine has used the directory yet
-    if not spaces:
-        return None
-    # Opening and closing an index creates and removes files beside it.
-    last = max(spaces, key=lambda space: space.directory.stat().st_mtime_ns)
-    return last.layout.slot_nbytes
 
 
 def _pieces_that_fit(free_nbytes: int | None, piece_bytes: int) -> int:

@@ -418,7 +418,9 @@ class Placement(ABC):
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admit` for ``copies``."""
+        """Call :meth:`admit` for ``copies``; the default of that admits all at once."""
+        if type(self).admit is Placement.admit:
+            return [True] * len(copies)
         return [self.admit(copy, tier, ctx) for copy in copies]
 
     @abstractmethod

@@ -25,7 +25,9 @@ _HALVED = bytes(count // 2 for count in range(256))
 
 
 class Frequency(Protocol):
-    """Counts uses of keys."""
+    """Counts uses of keys in a tier of ``capacity`` slots."""
+
+    def __init__(self, capacity: int) -> None: ...
 
     def count(self, key: ChunkKey) -> None:
         """Count one use of ``key``."""

@@ -50,7 +50,6 @@ class TieredPlacement(Placement):
         self._moves = promote == "move"
         # A derived class may decide any of these chunk by chunk.
         self._places_alike = write_after == 1 and self._has_own("place")
-        self._admits_all = self._has_own("admit")
         self._promotes_alike = self._has_own("promote")
         self._demotes_alike = self._has_own("demote")
 
@@ -70,14 +69,6 @@ class TieredPlacement(Placement):
         if not self._places_alike:
             return super().place_many(copies, ctx)
         return [self._slower] * len(copies)
-
-    @override
-    def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
-    ) -> Sequence[bool]:
-        if not self._admits_all:
-            return super().admit_many(copies, tier, ctx)
-        return [True] * len(copies)
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
-from kvtier.manager import TieredOffloadingManager, TierState
+from kvtier.manager import TierState
 from kvtier.manager.build import build_manager, build_tiers
-from kvtier.sim._engine import ModelEngine, ModelRequest, ReliableSlotStatus
-from kvtier.sim._steps import StepEngine, StepModel
+from kvtier.sim._model_engine import Engine, ModelEngine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._step_engine import StepEngine, StepModel
 from kvtier.sim.single import Progress, chunk_keys
-from kvtier.sim.timing import TimeModel, TransferModel, default_speed
+from kvtier.sim.time_model import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
 
 if TYPE_CHECKING:
@@ -182,7 +181,15 @@ def simulate_cache(
         record_events=False,
         track_reuse=False,
     )
-    engine = _engine(config, model, manager, slot_status, trace.chunk_tokens, slot_bytes)
+    engine_type: type[Engine[Any]] = StepEngine if isinstance(model, StepModel) else ModelEngine
+    engine = engine_type(
+        manager,
+        model=model,
+        transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes),
+        slot_status=slot_status,
+        chunk_tokens=trace.chunk_tokens,
+        retain_s=config.placement.retain_s or 0.0,
+    )
     waits = np.zeros(trace.requests)
     saved = 0
     for done, request in enumerate(engine.serve(_requests(trace)), start=1):
@@ -212,30 +219,6 @@ def simulate_cache(
         time_model=model,
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
-    )
-
-
-def _engine(
-    config: KvtierConfig,
-    model: TimeModel,
-    manager: TieredOffloadingManager,
-    slot_status: ReliableSlotStatus,
-    chunk_tokens: int,
-    slot_bytes: int,
-) -> ModelEngine | StepEngine:
-    """Return the engine for ``model``."""
-    transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes)
-    engine = (
-        partial(StepEngine, model=model)
-        if isinstance(model, StepModel)
-        else partial(ModelEngine, model=model)
-    )
-    return engine(
-        manager,
-        transfers=transfers,
-        slot_status=slot_status,
-        chunk_tokens=chunk_tokens,
-        retain_s=config.placement.retain_s or 0.0,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -21,7 +22,7 @@ from kvtier.config import KvtierConfig, parse_config, slot_nbytes
 from kvtier.errors import ConfigError
 from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.single import Progress, SingleResult, simulate_single
-from kvtier.sim.timing import TierSpeed, TimeModel
+from kvtier.sim.time_model import TierSpeed, TimeModel
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size, format_size
 
@@ -82,41 +83,32 @@ def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | N
         ConfigError: RAM or disk is smaller than a chunk, or a speed's tier does not exist.
     """
     slots = _slots(request)
-    steps = _Steps(len(slots) * len(CANDIDATES) + len(_WRITES), progress)
+    steps, ended = len(slots) * len(CANDIDATES) + len(_WRITES), count(1)
+
+    def done(result: T) -> T:
+        if progress is not None:
+            progress(next(ended) / steps)
+        return result
+
     singles = {
         tier: [
-            steps.done(simulate_single(trace, policy=policy, capacity=capacity))
+            done(simulate_single(trace, policy=policy, capacity=capacity))
             for policy in CANDIDATES
         ]
         for tier, capacity in slots.items()
     }
     evictions = {tier: _winner(results) for tier, results in singles.items()}
-    tried = [steps.done(_try(trace, request, evictions, write)) for write in _WRITES]
+    tried = [done(_try(trace, request, evictions, write)) for write in _WRITES]
     best = _best(tried)
     comments = _reasons(trace, request, singles, tried, best)
     return "".join(f"# {line}".rstrip() + "\n" for line in comments) + best.text
 
 
-class _Steps:
-    """Reports progress step by step."""
-
-    def __init__(self, steps: int, progress: Progress | None) -> None:
-        self._left = self._steps = steps
-        self._progress = progress
-
-    def done(self, result: T) -> T:
-        """Count one step and return its result."""
-        self._left -= 1
-        if self._progress is not None:
-            self._progress(1 - self._left / self._steps)
-        return result
-
-
 def _slots(request: RecommendRequest) -> dict[str, int]:
     slot_bytes = slot_nbytes(request.chunk_bytes)
     slots = {"ram": request.ram_bytes // slot_bytes, "nvme": request.nvme_bytes // slot_bytes}
-    for tier, count in slots.items():
-        if not count:
+    for tier, chunks in slots.items():
+        if not chunks:
             need = f"a chunk takes {format_size(slot_bytes)}"
             raise ConfigError(f"--{tier}: holds no chunk; {need}: give it more")
     unknown = request.speeds.keys() - slots.keys()

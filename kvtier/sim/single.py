@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 from typing_extensions import override
@@ -80,10 +80,6 @@ class SingleResult:
     stranded_hits: int
     seconds: float
     refs_per_second: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return asdict(self)
 
 
 class Belady(ScoredEviction):

@@ -11,10 +11,11 @@ import csv
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -148,63 +149,56 @@ def write_csv(results: Sequence[SweepResult], path: Path) -> None:
         writer.writerows(asdict(result) for result in results)
 
 
-class _CellRunner:
-    """Runs cells in one process."""
-
-    def __init__(self, traces: Sequence[Trace], touch_order: TouchOrder) -> None:
-        self._traces = traces
-        self._touch_order = touch_order
-
-    def run(self, cell: Cell) -> tuple[Cell, SweepResult]:
-        """Run one cell."""
-        trace = self._traces[cell.trace]
-        result = simulate_single(
-            trace,
-            policy=cell.policy,
-            capacity=cell.capacity_chunks,
-            touch_order=self._touch_order,
-        )
-        return cell, SweepResult(
-            **result.as_dict(),
-            trace_sha256=trace.sha256,
-            format=trace.format,
-            chunk_tokens=trace.chunk_tokens,
-            assumed="; ".join(trace.assumed),
-            warnings="; ".join(trace.warnings),
-            distinct=trace.distinct,
-            capacity=cell.capacity,
-            capacity_share=cell.capacity_chunks / trace.distinct,
-            seed=SEED,
-            kvtier_version=kvtier.__version__,
-        )
+def _run(
+    traces: Sequence[Trace], touch_order: TouchOrder, cell: Cell
+) -> tuple[Cell, SweepResult]:
+    """Run one cell."""
+    trace = traces[cell.trace]
+    result = simulate_single(
+        trace, policy=cell.policy, capacity=cell.capacity_chunks, touch_order=touch_order
+    )
+    return cell, SweepResult(
+        **asdict(result),
+        trace_sha256=trace.sha256,
+        format=trace.format,
+        chunk_tokens=trace.chunk_tokens,
+        assumed="; ".join(trace.assumed),
+        warnings="; ".join(trace.warnings),
+        distinct=trace.distinct,
+        capacity=cell.capacity,
+        capacity_share=cell.capacity_chunks / trace.distinct,
+        seed=SEED,
+        kvtier_version=kvtier.__version__,
+    )
 
 
 @contextmanager
 def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
     """Yield a function from cells to an iterator of results, in any order."""
-    runner = _CellRunner(traces, touch_order)
+    run = partial(_run, traces, touch_order)
     if jobs <= 1:
-        yield lambda cells: map(runner.run, cells)
+        yield partial(map, run)
         return
     # Spawned, not forked: a fork copies locks that another thread may hold.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (runner,))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (run,))
     try:
         yield lambda cells: (
-            done.result() for done in as_completed(pool.submit(_run, cell) for cell in cells)
+            done.result()
+            for done in as_completed(pool.submit(_run_prepared, cell) for cell in cells)
         )
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_runners: list[_CellRunner] = []
-"""The runner of this process, if it is one of a pool."""
+_prepared: list[Callable[[Cell], tuple[Cell, SweepResult]]] = []
+"""The function that runs a cell in this process, if it is one of a pool."""
 
 
-def _prepare(runner: _CellRunner) -> None:
+def _prepare(run: Callable[[Cell], tuple[Cell, SweepResult]]) -> None:
     # An interrupt reaches all processes of a terminal; the workers end at once and silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _runners[:] = [runner]
+    _prepared[:] = [run]
 
 
 def _end_with_parent() -> None:
@@ -215,5 +209,5 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(cell: Cell) -> tuple[Cell, SweepResult]:
-    return _runners[0].run(cell)
+def _run_prepared(cell: Cell) -> tuple[Cell, SweepResult]:
+    return _prepared[0](cell)

@@ -17,25 +17,19 @@ from typing_extensions import override
 
 from kvtier.policies import Admission, PolicyContext
 from kvtier.testing.decision_contract import (
+    GROWTH,
     TIERS,
     DecisionContract,
     Query,
     make_queries,
     sample_queries,
 )
-from kvtier.testing.probes import (
-    count_entries,
-    count_steps,
-    held_by,
-    packages_of,
-)
 
 __all__ = ["AdmissionContract"]
 
 _CAPACITY: Final = 48
-_ENTRIES_PER_SLOT, _ENTRIES_OF_EMPTY = 8, 256
-_SMALL, _LARGE, _GROWTH = 40, 640, 1.5
-"""Chunks of two caches, and the accepted ratio of their work per chunk."""
+_SMALL, _LARGE = 40, 640
+"""Chunks of two caches."""
 
 
 class AdmissionContract(DecisionContract[Admission, bool]):
@@ -90,15 +84,11 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         for query in make_queries(2000, tiers=TIERS, chunks=8000, seed=3):
             self.answers(admission, query, ctx)
         slots = (TIERS - 1) * _CAPACITY
-        copies, keys = held_by(admission)
-        assert not copies, "it keeps copies"
-        assert keys <= self.keys_per_slot * slots
-        most = _ENTRIES_PER_SLOT * max(self.keys_per_slot, 1) * slots + _ENTRIES_OF_EMPTY
-        assert count_entries(admission) <= most
+        self.check_memory(admission, most_keys=self.keys_per_slot * slots, slots=slots)
 
     def test_the_work_per_chunk_does_not_grow_with_the_cache(self) -> None:
         small, large = self._work_per_chunk(_SMALL), self._work_per_chunk(_LARGE)
-        assert large <= _GROWTH * small, f"{small} grew to {large}"
+        assert large <= GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
         """Return the policy's steps per chunk once it has seen more chunks than fit."""
@@ -107,8 +97,4 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
             self.answers(admission, query, ctx)
         asked = make_queries(300, tiers=TIERS, chunks=chunks, seed=5)
-        steps = count_steps(
-            lambda: [self.answers(admission, query, ctx) for query in asked],
-            packages=packages_of(admission),
-        )
-        return steps / sum(len(query.copies) for query in asked)
+        return self.steps_per_chunk(admission, ctx, asked)

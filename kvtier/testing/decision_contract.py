@@ -12,9 +12,17 @@ from typing import Final, Generic, TypeVar
 from kvtier.keys import make_key
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
 from kvtier.policies.base import session_terms
-from kvtier.testing.probes import fields_of, impure_calls
+from kvtier.testing.probes import (
+    count_entries,
+    count_steps,
+    fields_of,
+    held_by,
+    impure_calls,
+    packages_of,
+)
 
 __all__ = [
+    "GROWTH",
     "TIERS",
     "DecisionContract",
     "Query",
@@ -25,6 +33,9 @@ __all__ = [
 
 TIERS: Final = 3
 """Number of tiers of the cache."""
+GROWTH: Final = 1.5
+"""Accepted ratio of the steps per chunk of a large or old cache to a small or new one."""
+_ENTRIES_PER_KEY, _ENTRIES_OF_EMPTY = 8, 256
 
 Policy = TypeVar("Policy")
 Answer = TypeVar("Answer")
@@ -119,6 +130,30 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         self, policy: Policy, query: Query, ctx: PolicyContext
     ) -> Sequence[Answer]:
         """Return the answers to ``query`` from the methods that take one chunk."""
+
+    def steps_per_chunk(
+        self, policy: Policy, ctx: PolicyContext, queries: Sequence[Query]
+    ) -> float:
+        """Return the steps of ``policy`` per chunk of ``queries``."""
+        steps = count_steps(
+            lambda: [self.answers(policy, query, ctx) for query in queries],
+            packages=packages_of(policy),
+        )
+        return steps / sum(len(query.copies) for query in queries)
+
+    def check_memory(self, policy: Policy, *, most_keys: int, slots: int = 0) -> None:
+        """Check that ``policy`` keeps no copies, at most ``most_keys`` keys, and little else.
+
+        Args:
+            policy: The policy.
+            most_keys: Maximum number of keys.
+            slots: Slots of the cache, to which other entries may be in proportion.
+        """
+        copies, keys = held_by(policy)
+        assert not copies, "it keeps copies"
+        assert keys <= most_keys
+        most = _ENTRIES_PER_KEY * max(most_keys, slots) + _ENTRIES_OF_EMPTY
+        assert count_entries(policy) <= most
 
     def test_batches_are_answered_like_single_chunks(self) -> None:
         single, batch = self.make_policy(), self.make_policy()

@@ -11,31 +11,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from typing_extensions import override
 
 from kvtier.policies import Placement, PolicyContext, Promotion
 from kvtier.testing.decision_contract import (
+    GROWTH,
     TIERS,
     DecisionContract,
     Query,
     make_queries,
     sample_queries,
 )
-from kvtier.testing.probes import (
-    count_entries,
-    count_steps,
-    held_by,
-    noting,
-    packages_of,
-)
+from kvtier.testing.probes import noting
 
 __all__ = ["PlacementContract"]
-
-_ENTRIES_PER_KEY, _ENTRIES_OF_EMPTY = 8, 256
-_GROWTH: Final = 1.5
-"""Accepted ratio of the work per chunk after many chunks to the work at first."""
 
 
 class PlacementContract(DecisionContract[Placement, object]):
@@ -127,11 +118,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         chunks = 1000 + 3 * self.most_keys
         for query in make_queries(chunks, tiers=TIERS, chunks=4 * chunks, seed=3):
             self.answers(placement, query, ctx)
-        copies, keys = held_by(placement)
-        assert not copies, "it keeps copies"
-        assert keys <= self.most_keys
-        most = _ENTRIES_PER_KEY * self.most_keys + _ENTRIES_OF_EMPTY
-        assert count_entries(placement) <= most
+        self.check_memory(placement, most_keys=self.most_keys)
 
     def test_the_work_per_chunk_does_not_grow(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
@@ -140,16 +127,12 @@ class PlacementContract(DecisionContract[Placement, object]):
 
         def work(seed: int, count: int) -> float:
             asked = make_queries(count, tiers=TIERS, chunks=chunks, seed=seed)
-            steps = count_steps(
-                lambda: [self.answers(placement, query, ctx) for query in asked],
-                packages=packages_of(placement),
-            )
-            return steps / sum(len(query.copies) for query in asked)
+            return self.steps_per_chunk(placement, ctx, asked)
 
         first = work(seed=4, count=100)
         for query in make_queries(many, tiers=TIERS, chunks=chunks, seed=5):
             self.answers(placement, query, ctx)
-        assert work(seed=6, count=100) <= _GROWTH * first
+        assert work(seed=6, count=100) <= GROWTH * first
 
     def _check_targets(self, tiers: int, source: int) -> None:
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()

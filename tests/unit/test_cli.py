@@ -180,8 +180,9 @@ def test_an_infinite_number_is_refused(shell: Shell, arguments: tuple[str, ...])
 
 def test_more_ranks_than_there_are_anywhere_are_refused_at_once(shell: Shell) -> None:
     ran = shell("check", DEMO, "--data-parallel-size", 10**12)
-    problem = "error: --data-parallel-size 1000000000000: more ranks than a machine runs"
-    assert ran == Ran(2, "", f"{problem}; write 4096 or less\n")
+    assert (ran.code, ran.out) == (2, "")
+    assert "'--data-parallel-size'" in ran.err
+    assert "4096" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rich.console import Console
 from kvtier.cli._examine import show_examination
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.doctor import Examination, Finding, Status, _examine, examine
-from kvtier.doctor._memory import Machine
+from kvtier.doctor._machine import Machine
 from kvtier.errors import ConfigError
 from kvtier.os.limits import HugePagePool, MemoryLimit
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -295,6 +295,25 @@ def test_ranks_are_named_in_a_note(tmp_path: Path) -> None:
     assert one.remedy == "add --data-parallel-size N to examine N ranks"
     (three,) = found(examine(config, ranks=3), "data parallelism")
     assert three.reason == "3 ranks need 3.00 MiB of memory and 192 MiB of slower tiers"
+
+
+def test_disks_of_other_ranks_are_named_as_not_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in "01":
+        (tmp_path / rank).mkdir(0o700)
+    config = config_of(tmp_path / RANK)
+    assert not found(examine(config, ranks=2), "nvme: other ranks")
+    stat = Path.stat
+
+    def on_its_own_disk(path: Path, **options: bool) -> os.stat_result:
+        status = stat(path, **options)
+        return os.stat_result((*status[:2], 77, *status[3:])) if path.name == "1" else status
+
+    monkeypatch.setattr(Path, "stat", on_its_own_disk)
+    (note,) = found(examine(config, ranks=2), "nvme: other ranks")
+    assert note.status is Status.NOTE
+    assert "are not examined or measured" in note.reason
 
 
 def test_a_slower_tier_that_is_no_larger_is_a_warning(tmp_path: Path) -> None:

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from kvtier.doctor import Finding, Status
-from kvtier.doctor._devices import BlockQueue, check_queues, find_queues
-from kvtier.doctor._memory import (
+from kvtier.doctor._machine import (
+    BlockQueue,
     Machine,
+    Mount,
     check_huge_pages,
     check_locking,
     check_memory,
-)
-from kvtier.doctor._mounts import (
-    Mount,
     check_mount,
+    check_queues,
     find_mount,
+    find_queues,
     is_exempt_from_cow,
     parse_mounts,
 )
@@ -31,20 +31,16 @@ NVME = BlockQueue(
     logical_block_nbytes=512,
     max_request_kb=1280,
     max_hardware_request_kb=2048,
-    requests=1023,
     scheduler="none",
     rotational=False,
-    write_cache="write back",
 )
 
 QUEUE = {
     "logical_block_size": "512",
     "max_sectors_kb": "1280",
     "max_hw_sectors_kb": "2048",
-    "nr_requests": "1023",
     "scheduler": "[none] mq-deadline",
     "rotational": "0",
-    "write_cache": "write back",
 }
 
 
@@ -126,7 +122,7 @@ def test_this_machine_has_mounts(tmp_path: Path) -> None:
 def test_a_partition_leads_to_its_disk(tree: Tree) -> None:
     tree.disk("nvme0n1", "259:0")
     tree.partition("nvme0n1", "nvme0n1p2", "259:2")
-    expected = BlockQueue("nvme0n1", 512, 1280, 2048, 1023, "none", False, "write back")
+    expected = BlockQueue("nvme0n1", 512, 1280, 2048, "none", False)
     assert find_queues(tree.machine, mount_at(259, 2)) == [expected]
     assert find_queues(tree.machine, mount_at(259, 0)) == [expected]
 
@@ -229,15 +225,13 @@ def test_btrfs_without_copy_on_write_is_fine() -> None:
 
 
 def queue_findings(queue: BlockQueue) -> list[Finding]:
-    return list(check_queues("nvme", [queue], piece_nbytes=8 << 20, threads=4))
+    return list(check_queues("nvme", [queue], piece_nbytes=8 << 20))
 
 
 def test_a_good_drive_is_one_line() -> None:
     (finding,) = queue_findings(NVME)
     assert finding.check == "nvme: device nvme0n1"
-    assert finding.reason == (
-        "requests of 1280 KiB, 1023 in the queue, scheduler none, cache write back"
-    )
+    assert finding.reason == "requests of 1280 KiB, scheduler none"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +243,6 @@ def test_a_good_drive_is_one_line() -> None:
         ({"scheduler": "bfq", "name": "sda"}, "warning", "scheduler bfq"),
         ({"logical_block_nbytes": 16384}, "warning", "sectors of 16.0 KiB"),
         ({"max_request_kb": 128}, "warning", "requests of 128 KiB; the device takes"),
-        ({"requests": 16}, "note", "4 pieces at once are 24 requests"),
     ],
 )
 def test_a_limit_that_slows_a_drive_down_is_a_finding(
@@ -271,7 +264,7 @@ def test_a_scheduler_on_other_drives_is_left_alone() -> None:
 
 
 def test_a_file_system_without_a_device_cannot_be_judged() -> None:
-    (finding,) = check_queues("nvme", [], piece_nbytes=8 << 20, threads=4)
+    (finding,) = check_queues("nvme", [], piece_nbytes=8 << 20)
     assert finding.status is Status.NOTE
 
 

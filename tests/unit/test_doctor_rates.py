@@ -22,12 +22,9 @@ from kvtier.doctor.rates import (
     check_rates,
     direct_io_refusal,
     measure_tier_rates,
-    stored_chunk_nbytes,
     time_pieces,
 )
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
-from kvtier.tiers.slab.namespace import Layout
-from kvtier.types import LayoutFingerprint
 
 MIB = 1 << 20
 PIECE = 64 << 10
@@ -308,45 +305,18 @@ def test_direct_io_is_judged_by_the_mode_in_the_file(
 
 
 def test_rates_are_put_into_words() -> None:
-    read, write = check_rates("nvme", RATES, chunk_nbytes=2 << 20)
+    read, write = check_rates("nvme", RATES)
     assert (read.status, write.status) == (Status.OK, Status.OK)
-    assert read.reason == (
-        "6.50 GB/s; p50 5 ms, p99 9 ms per 8.00 MiB, 4 at once; "
-        "0.323 ms for a chunk of 2.00 MiB"
-    )
+    assert read.reason == "6.50 GB/s; p50 5 ms, p99 9 ms per 8.00 MiB, 4 at once"
     assert write.reason == "2.50 GB/s; p50 12 ms, p99 1.5 s per 8.00 MiB, 4 at once"
 
 
 def test_a_disk_slower_than_nvme_is_a_warning_in_each_direction() -> None:
     slow = replace(RATES, read_bytes_per_s=0.99e9, write_bytes_per_s=0.49e9)
-    read, write = check_rates("nvme", slow, chunk_nbytes=None)
+    read, write = check_rates("nvme", slow)
     assert (read.status, write.status) == (Status.WARNING, Status.WARNING)
-    assert "chunk of" not in read.reason
 
 
 def test_rates_through_the_page_cache_are_marked() -> None:
-    findings = check_rates("nvme", replace(RATES, direct_io=False), chunk_nbytes=None)
+    findings = check_rates("nvme", replace(RATES, direct_io=False))
     assert [each.status for each in findings] == [Status.NOTE, Status.NOTE]
-
-
-def make_namespace(root: Path, slot_nbytes: int) -> Path:
-    """Lay out what an engine with slots of this size leaves; returns its directory."""
-    layout = Layout(LayoutFingerprint({"model": f"m{slot_nbytes}"}), slot_nbytes)
-    directory = root / layout.fingerprint.namespace()
-    directory.mkdir()
-    (directory / "layout.json").write_text(layout.to_json())
-    (directory / "lock").write_text(f"pid {slot_nbytes} on host a\x1b\n")
-    return directory
-
-
-def test_a_chunk_is_as_large_as_that_of_the_model_that_came_last(tmp_path: Path) -> None:
-    for slot_nbytes, opened_ns in ((8192, 1), (4096, 3), (16384, 2)):
-        os.utime(make_namespace(tmp_path, slot_nbytes), ns=(opened_ns, opened_ns))
-    assert stored_chunk_nbytes(tmp_path) == 4096
-
-
-def test_a_store_that_no_model_used_has_no_chunk_size(tmp_path: Path) -> None:
-    assert stored_chunk_nbytes(tmp_path) is None
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign/lock").write_text("")
-    assert stored_chunk_nbytes(tmp_path) is None

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.keys import make_key
-from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, PolicyContext
-from kvtier.policies.eviction import Lru, _lhd_history
+from kvtier.policies.eviction import Lru
 from kvtier.policies.eviction._hit_density import HitDensity
 from kvtier.policies.eviction._lhd_history import RegretBudget, Timeline
 from kvtier.policies.eviction.hedged_lhd import HedgedLhd
@@ -25,6 +24,8 @@ from tests.unit.sim_traces import TRACES, needs_traces
 SHARES = (0.01, 0.05, 0.1, 0.2)
 MOST_LOST = 0.003
 KEEP = 0.99
+LOST_SHARE, ODDS = 0.002, 4
+"""The regret budget of decision 14: share of the uses, and for each hit ahead of LRU."""
 
 
 def lead_over_lru(trace: Trace, share: float) -> float:
@@ -77,13 +78,15 @@ def test_where_prompts_share_their_beginning_it_learns_to_keep_that() -> None:
     assert lead_over_lru(trace, 0.1) > 0.03
 
 
-def test_without_a_budget_it_is_exactly_lru(
-    chat: Trace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("capacity", "is_lru"), [(20, True), (200, True), (400, False)])
+def test_in_a_tier_of_few_prompts_it_hits_what_lru_hits(
+    chat: Trace, capacity: int, is_lru: bool
 ) -> None:
-    monkeypatch.setattr(_lhd_history, "_SHARE", 0.0)
-    assert lead_over_lru(chat, 0.2) == 0.0
-    monkeypatch.undo()
-    assert lead_over_lru(chat, 0.2) != 0.0
+    ours, theirs = (
+        simulate_single(chat, policy=name, capacity=capacity).hits
+        for name in ("hedged-lhd", "lru")
+    )
+    assert (ours == theirs) is is_lru
 
 
 def test_the_same_trace_has_the_same_hits_again(chat: Trace) -> None:
@@ -186,9 +189,6 @@ def test_chunks_of_unknown_prompts_enter_in_bulk_as_one_by_one() -> None:
         else:
             for copy in survivors:
                 policy.on_insert(copy, ctx)
-        policy._flush()
-    ours, theirs = batch._history.regret_budget, single._history.regret_budget
-    assert (ours.uses, ours.depths) == (theirs.uses, theirs.depths)
     orders = [
         [copy.slot for copy in policy.pick_many(600, lambda _: True, ctx)]
         for policy in (single, batch)
@@ -215,37 +215,6 @@ def test_recovered_chunks_cost_no_more_however_they_stand(downwards: bool) -> No
     assert orders[0] == orders[1] == [copy.slot for copy in _way(chain(512), downwards)]
 
 
-def test_a_victim_that_stays_is_neither_lost_nor_an_early_eviction() -> None:
-    policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(16)
-    policy.on_insert_many(copies, ctx)
-    history = policy._history
-    for _ in range(3):
-        victims = policy.pick_many(4, lambda _: True, ctx)
-        for copy in reversed(victims):
-            policy.on_stay(copy, ctx)
-        policy._flush()
-        assert (
-            history.regret_budget.lead,
-            history.timeline.early_evictions,
-            history.members,
-        ) == (0.0, 0, 16)
-        assert history.clock == 16
-        assert not history.ghosts
-    assert set(policy.pick_many(16, lambda _: True, ctx)) == set(copies)
-
-
-def test_a_tier_says_of_a_leaving_copy_that_is_wanted_that_it_stays() -> None:
-    policy, ctx, keys = HedgedLhd(8), PolicyContext(), [copy.key for copy in chain(8)]
-    tier = TierState("ram", 0, 8, policy)
-    copies = tier.begin_writing(keys, tier.slots.allocate(8), [None, *keys], range(8))
-    tier.publish(copies, ctx)
-    assert tier.pick_leaving(3, ctx) == copies[:4:-1]
-    tier.restore(tier.leading(keys), ctx)
-    policy._flush()
-    assert policy._history.regret_budget.lead == 0.0
-    assert policy._history.clock == policy._history.members == 8
-
-
 def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
     policy, ctx = HedgedLhd(4), PolicyContext()
     first, *others = chain(20)
@@ -255,7 +224,6 @@ def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
         policy.on_insert(copy, ctx)
         assert policy.pick(lambda _: True, ctx) is copy
     policy.on_stay(first, ctx)
-    assert policy._history.members == 1
     assert policy.pick_many(2, lambda _: True, ctx) == [first]
 
 
@@ -322,48 +290,6 @@ def test_bulk_calls_choose_as_single_ones_do(
         assert ours[0].members.keys() == ours[1].members.keys()
 
 
-@settings(max_examples=40)
-@given(
-    accesses=st.lists(st.integers(0, 40), max_size=300),
-    removals=st.sets(st.integers(0, 299), max_size=10),
-)
-def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -> None:
-    capacity = 8
-    policy = HedgedLhd(capacity)
-    tier = ModelTier(policy)
-    for step, number in enumerate(accesses):
-        tier.access(make_key(number.to_bytes(8, "big"), 0))
-        if step in removals:
-            tier.remove(next(iter(tier.members)))
-    policy._stop()
-    timeline = policy._history.timeline
-    within = [run for run in timeline.cohorts if not run.beyond]
-    # The run at the edge counts as a whole, and the tier's own removals leave room.
-    assert timeline._held == sum(run.live + run.away for run in within)
-    assert sum(run.live + run.away for run in within[1:]) <= capacity
-    assert timeline.early_evicted == sum(run.away for run in within)
-    assert sum(run.live for run in timeline.cohorts) == len(tier.members)
-    held = [copy for run in timeline.cohorts for copy in run.copies if copy is not None]
-    assert len(held) == len(tier.members)
-    assert set(held) == set(tier.members.values())
-    assert [run.beyond for run in timeline.cohorts] == sorted(
-        (run.beyond for run in timeline.cohorts), reverse=True
-    )
-
-
-def test_what_lru_misses_as_well_is_not_taken_for_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_lhd_history, "_SHARE", 0.0)
-    policy = HedgedLhd(64)
-    tier = ModelTier(policy)
-    for number in range(1000):
-        tier.access(make_key((number % 66).to_bytes(8, "big"), 0))
-        policy._flush()
-        assert policy._history.regret_budget.lead == 0.0
-    assert not tier.hits
-
-
 def test_the_reach_of_lru_moves_on_with_every_key_from_beyond_it() -> None:
     timeline = Timeline(4)
     runs = [timeline.open(0, since) for since in range(3)]
@@ -404,9 +330,8 @@ def test_losses_are_bounded_by_counting_whatever_comes(
     seed: int, regimes: list[tuple[str, int]]
 ) -> None:
     capacity, rng, uses = 32, random.Random(seed), 0
-    policy = HedgedLhd(capacity)
-    ours, theirs = ModelTier(policy), ModelTier(Lru(capacity))
-    regret_budget, seen, most_lead = policy._history.regret_budget, [0], 0.0
+    ours, theirs = ModelTier(HedgedLhd(capacity)), ModelTier(Lru(capacity))
+    seen, most_lead = [0], 0
     for regime, length in regimes:
         for _ in range(10 * length):
             if regime == "new":
@@ -419,12 +344,10 @@ def test_losses_are_bounded_by_counting_whatever_comes(
             key, uses = make_key(number.to_bytes(8, "big"), 0), uses + 1
             ours.access(key)
             theirs.access(key)
-            most_lead = max(most_lead, regret_budget.lead)
-            # Runs blur where LRU's reach ends, by a run's length.
-            allowed = (
-                _lhd_history._SHARE * uses + _lhd_history._ODDS * most_lead + 2 * policy._span
-            )
-            assert theirs.hits - ours.hits <= allowed
+            lead = ours.hits - theirs.hits
+            most_lead = max(most_lead, lead)
+            # Cohorts blur where LRU's reach ends, by a cohort's length.
+            assert -lead <= LOST_SHARE * uses + ODDS * most_lead + 8
 
 
 def test_density_prefers_the_class_that_is_used_and_the_young() -> None:

@@ -9,17 +9,14 @@ import pytest
 
 from kvtier.config import parse_config, schema
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.build import build_manager, build_tiers, check_policies
 from kvtier.policies import (
-    ConditionalPlacement,
     Eviction,
-    Placement,
-    TieredPlacement,
     build_admission,
     build_eviction,
     build_placement,
 )
-from kvtier.policies.admission import WriteBudget
 from kvtier.policies.eviction import Lru
 from kvtier.policies.registry import (
     ADMISSIONS,
@@ -31,6 +28,7 @@ from kvtier.policies.shadow import ShadowTier
 from kvtier.sim.single import BELADY, TouchOrder, simulate_single
 from kvtier.sim.traces import generate
 from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import prefix
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
@@ -49,6 +47,10 @@ class Mine(Lru):
 class Down(TieredPlacement):
     def __init__(self, tiers):
         super().__init__(tiers, write="evict")
+
+
+class Eager(TieredPlacement):
+    pass
 
 
 class Half(Placement):
@@ -98,6 +100,7 @@ gone = kvtier_mine_that_is_gone:Mine
 
 [kvtier.placement]
 down = kvtier_mine:Down
+eager = kvtier_mine:Eager
 half = kvtier_mine:Half
 wrong = kvtier_mine:Mine
 gone = kvtier_mine_that_is_gone:Down
@@ -132,18 +135,27 @@ def with_placement(*lines: str) -> str:
     )
 
 
-def placed_by(*lines: str) -> Placement:
-    """Return the placement of a manager of a file with ``lines``."""
+def managed_by(*lines: str) -> TieredOffloadingManager:
+    """Return a manager of a file with ``lines``: 8 chunks in RAM, 16 on disk."""
     config = parse_config(with_placement(*lines), source="a.yaml")
-    manager = build_manager(
+    return build_manager(
         config,
-        build_tiers(config, [4, 16]),
+        build_tiers(config, [8, 16]),
         slot_nbytes=1 << 20,
         chunk_tokens=16,
         slot_status=FakeSlotStatus(),
         record_events=False,
     )
-    return manager._stack.placement
+
+
+def written_at_once(manager: TieredOffloadingManager) -> set[int]:
+    """Store six chunks; return the depths of those that are written to disk at once."""
+    keys = prefix(6)
+    plan = manager.prepare_store(keys, "writer")
+    assert plan is not None
+    manager.complete_store(plan.keys)
+    manager.end_step()
+    return {keys.index(key) for job in manager.take_jobs() for key in job.keys}
 
 
 @pytest.mark.parametrize(
@@ -230,24 +242,17 @@ def test_a_file_that_names_a_class_which_does_not_load_is_refused_with_its_line(
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["down", "kvtier_mine:Down"])
 def test_a_policy_of_another_package_may_place(name: str) -> None:
-    placement = placed_by(f"policy: {name}")
-    assert (type(placement).__name__, placement.tiers) == ("Down", 2)
-    assert placement.demotion_targets(0) == (1,)
+    assert written_at_once(managed_by("policy: tiered"))
+    assert not written_at_once(managed_by(f"policy: {name}"))
 
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["deep", "kvtier_mine:Deep"])
-@pytest.mark.parametrize("policy", ["tiered", "down"])
+@pytest.mark.parametrize("policy", ["tiered", "eager"])
 def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy: str) -> None:
-    placement = placed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
-    assert isinstance(placement, ConditionalPlacement)
-    deep, budget = placement._conditions
-    assert (type(deep).__name__, deep.capacity) == ("Deep", 4 + 16)
-    assert isinstance(budget, WriteBudget), "the budget is asked last: a refusal costs nothing"
-
-
-def test_without_conditions_nothing_stands_before_the_ladder() -> None:
-    assert type(placed_by("admit: all")) is TieredPlacement
+    manager = managed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
+    # The budget pays for two chunks, and is asked last: a refusal by Deep costs nothing.
+    assert written_at_once(manager) == {4, 5}
 
 
 @pytest.mark.usefixtures("mine")
@@ -258,7 +263,7 @@ def test_without_conditions_nothing_stands_before_the_ladder() -> None:
             ["policy: tierd"],
             (
                 "a.yaml:8: placement.policy = tierd: no such placement policy is installed; "
-                "installed: down, gone, half, tiered, wrong; did you mean tiered?"
+                "installed: down, eager, gone, half, tiered, wrong; did you mean tiered?"
             ),
         ),
         (["policy: gone"], "a.yaml:8: placement.policy = gone: does not load: No module"),
@@ -314,7 +319,7 @@ def test_a_placement_that_cannot_be_built_says_where_and_why(
     lines: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        placed_by(*lines)
+        managed_by(*lines)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -331,7 +336,7 @@ def test_a_policy_that_leaves_out_its_base_s_constructor_is_named(
     line: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        placed_by(line)
+        managed_by(line)
     assert message in str(caught.value)
     assert str(caught.value).startswith("a.yaml:8: placement.")
 

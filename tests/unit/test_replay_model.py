@@ -25,7 +25,7 @@ from kvtier.replay import _engine as engine_module
 from kvtier.replay import _replay as replay_module
 from kvtier.sim import cache as cache_module
 from kvtier.sim.cache import wait_quantiles
-from kvtier.sim.timing import TierSpeed
+from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import generate
 from kvtier.types import TransferResult
 

@@ -26,10 +26,10 @@ from kvtier.policies import (
     build_eviction,
 )
 from kvtier.policies.admission import SecondTouch
-from kvtier.sim._engine import ModelEngine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._model_engine import ModelEngine, ModelRequest, ReliableSlotStatus
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys
-from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
+from kvtier.sim.time_model import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
 from tests.support.invariants import check_manager
 from tests.support.workbench import RarelyPromoting

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import _cache_actions
+from kvtier.cli import _cache
 from kvtier.errors import ConfigError, StoreLockedError
 from kvtier.tiers.slab import inspect, maintain
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -121,7 +121,7 @@ def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patient = functools.partial(holder_of, patience=clock.patience)
-    for module in (inspect, _cache_actions):
+    for module in (inspect, _cache):
         monkeypatch.setattr(module, "holder_of", patient)
     patient_hold = functools.partial(maintain.hold, patience=clock.patience)
     monkeypatch.setattr(maintain, "hold", patient_hold)

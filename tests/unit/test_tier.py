@@ -158,6 +158,25 @@ def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
     assert make_room(tier, 2) == [second, first]
 
 
+def test_a_leaving_copy_that_is_wanted_stays_and_is_not_inserted_again() -> None:
+    class Listening(Lru):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            self.stayed: list[ChunkCopy] = []
+
+        def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+            self.stayed.append(copy)
+            super().on_stay(copy, ctx)
+
+    policy = Listening(8)
+    tier = make_tier(8, policy)
+    copies = fill(tier, prefix(8))
+    assert tier.pick_leaving(3, CTX) == copies[:4:-1]
+    tier.restore(tier.leading(prefix(8)), CTX)
+    assert sorted(copy.depth for copy in policy.stayed) == [5, 6, 7]
+    assert len(make_room(tier, 8)) == 8
+
+
 def test_a_leaving_copy_may_be_dropped() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))

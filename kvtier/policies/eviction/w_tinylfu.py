@@ -33,6 +33,7 @@ class WTinyLfu(NextVictimEviction):
     """
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
+    _counters: ClassVar[type[Frequency]] = SketchFrequency
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -42,10 +43,7 @@ class WTinyLfu(NextVictimEviction):
         self._window: CopyOrder = OrderedDict()
         self._probation: CopyOrder = OrderedDict()
         self._protected: CopyOrder = OrderedDict()
-        self._frequency = self._make_frequency()
-
-    def _make_frequency(self) -> Frequency:
-        return SketchFrequency(self.capacity)
+        self._frequency = self._counters(capacity)
 
     @override
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
@@ -100,6 +98,4 @@ class WTinyLfu(NextVictimEviction):
 class WTinyLfuExact(WTinyLfu):
     """W-TinyLFU with an exact counter for each key, to compare the sketch with."""
 
-    @override
-    def _make_frequency(self) -> Frequency:
-        return ExactFrequency(self.capacity)
+    _counters: ClassVar[type[Frequency]] = ExactFrequency

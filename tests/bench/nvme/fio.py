@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtier.doctor._memory import Machine
+from kvtier.doctor._machine import Machine
 from kvtier.os.limits import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.machine import drop_page_cache

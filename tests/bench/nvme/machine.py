@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from kvtier.doctor._memory import Machine
+from kvtier.doctor._machine import Machine
 from kvtier.os.limits import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 

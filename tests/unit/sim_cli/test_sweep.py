@@ -112,14 +112,11 @@ def test_outputs_that_keep_nothing_may_be_one(trace: Path) -> None:
 
 
 STUCK = """
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from kvtier.sim.sweep import sweep
+from kvtier.sim.traces import generate
 
-from kvtier.sim import sweep
-from tests.unit.sim_cli.stuck import Stuck
-
-pool = ProcessPoolExecutor(1, get_context("spawn"), sweep._prepare, (Stuck(),))
-pool.submit(sweep._run, None).result()
+trace = generate("chat", sessions=2, per_s=1.0, chunk_tokens=16, seed=1)
+sweep([trace], ["tests.unit.sim_cli.stuck:Stuck"], ["2", "3"], chunk_bytes=[1], jobs=2)
 """
 
 

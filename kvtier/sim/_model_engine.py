@@ -24,7 +24,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import NO_SLOT, LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
 from kvtier.policies.base import session_terms
-from kvtier.sim.timing import TimeModel, TransferModel
+from kvtier.sim.time_model import TimeModel, TransferModel
 from kvtier.types import Job, Outcome, Purpose, TransferResult
 
 __all__ = ["Engine", "ModelEngine", "ModelRequest", "ReliableSlotStatus"]

@@ -5,9 +5,9 @@ the step has tokens left. A load begins after the step that planned the load, an
 counts at the end of a later step. Prefill is chunked: a prompt's first token comes with the
 last piece.
 
-:class:`~kvtier.sim._engine.ModelEngine` has no steps: it is twice as fast, needs no engine
-settings, and serves to compare policies. This engine predicts times from known step times;
-``kvtier replay`` compares the prediction with real transfers.
+:class:`~kvtier.sim._model_engine.ModelEngine` has no steps: it is twice as fast, needs no
+engine settings, and serves to compare policies. This engine predicts times from known step
+times; ``kvtier replay`` compares the prediction with real transfers.
 
 Not modelled: the GPU's own prefix cache, its memory (so no preemptions), and the time of a
 store to RAM, which ends within a step.
@@ -27,8 +27,8 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, prompt_tokens
 from kvtier.manager.hits import Prompt
 from kvtier.policies.base import session_terms
-from kvtier.sim._engine import Engine, ModelRequest
-from kvtier.sim.timing import TimeModel
+from kvtier.sim._model_engine import Engine, ModelRequest
+from kvtier.sim.time_model import TimeModel
 from kvtier.types import Job, Purpose, TransferResult
 
 __all__ = ["StepEngine", "StepModel"]

@@ -1,0 +1,405 @@
+"""Checks of the machine: memory, file systems, and the disks under them."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import re
+import resource
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.doctor._findings import Finding, Status
+from kvtier.os.limits import HugePagePool, MemoryLimit, read_kernel_text
+from kvtier.units import approximate_size
+
+__all__ = [
+    "BlockQueue",
+    "Machine",
+    "Mount",
+    "check_huge_pages",
+    "check_locking",
+    "check_memory",
+    "check_mount",
+    "check_queues",
+    "find_mount",
+    "find_queues",
+    "is_exempt_from_cow",
+    "parse_mounts",
+]
+
+_ENGINE_NBYTES: Final = 1 << 30
+"""Memory to leave for the engine beside the RAM tier."""
+_SLOT_ALIGNMENT_NBYTES: Final = 4096
+_SMALL_REQUEST_KB: Final = 512
+_VIRTUAL_DISK: Final = re.compile("(vd|xvd)[a-z]+")
+_TESTED: Final = frozenset({"ext4", "xfs"})
+_COPY_ON_WRITE: Final = frozenset({"btrfs", "zfs", "bcachefs"})
+_UNSUITED: Final = (
+    (
+        re.compile("tmpfs|ramfs|hugetlbfs"),
+        "memory, not a disk",
+        "name a directory on a local disk, or remove the tier and raise tiers[0].capacity",
+    ),
+    (
+        re.compile("overlay|aufs"),
+        "a container's own layer, slow and deleted with the container",
+        "mount a volume of a local disk into the container and name it as path",
+    ),
+    (
+        re.compile("|".join(sorted(_COPY_ON_WRITE))),
+        "copies on write: slots scatter, and writes fail on a full disk",
+        "use ext4 or xfs; on btrfs, run chattr +C on the directory while it is empty",
+    ),
+    (
+        re.compile(
+            r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|glusterfs|afs|9p|virtiofs"
+            r"|fuse(blk)?(\..*)?"
+        ),
+        "a network file system: its pauses delay loads, its locks may fail",
+        "name a directory on a local ext4 or xfs",
+    ),
+)
+
+_FS_IOC_GETFLAGS: Final = 0x80086601
+_FS_NOCOW_FL: Final = 0x00800000
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Paths of the kernel's file systems.
+
+    Attributes:
+        proc: Where procfs is mounted.
+        sys: Where sysfs is mounted.
+        dev: Where device nodes are.
+    """
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
+
+    def count_gpus(self) -> int:
+        """Return the number of CUDA devices that the driver reports, without loading CUDA."""
+        names = (path.name for path in self.dev.glob("nvidia*"))
+        return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
+
+
+def check_memory(
+    ram_nbytes: int, limits: Sequence[MemoryLimit], *, engine_runs: bool
+) -> Finding:
+    """Check that the RAM tier fits into free memory and leaves some for the engine.
+
+    Args:
+        ram_nbytes: Bytes of the RAM tiers of all ranks.
+        limits: The limits in force.
+        engine_runs: Whether an engine has a store open; its RAM tier may then be in use.
+    """
+    check, key = "memory", "tiers[0].capacity"
+    if not limits:
+        reason = "the kernel does not report free memory"
+        return Finding(check, Status.NOTE, reason, "mount /proc")
+    tightest = min(limits, key=lambda limit: limit.free_bytes)
+    reason = (
+        f"the RAM tier needs {approximate_size(ram_nbytes)}, "
+        f"{tightest.name} leaves {approximate_size(tightest.free_bytes)}"
+    )
+    left_nbytes = tightest.free_bytes - ram_nbytes
+    if left_nbytes >= _ENGINE_NBYTES:
+        return Finding(check, Status.OK, reason)
+    if engine_runs:
+        reason = f"{reason}; a running engine may hold its RAM tier already"
+        return Finding(check, Status.NOTE, reason, "stop it and run this again", key)
+    remedy = "lower the capacity or raise the limit: pinned memory cannot be swapped out"
+    if left_nbytes < 0:
+        return Finding(check, Status.PROBLEM, reason, remedy, key)
+    return Finding(check, Status.WARNING, f"{reason}: little for the engine", remedy, key)
+
+
+def check_locking(ram_nbytes: int, *, gpus: int, locked_nbytes: int | None = -1) -> Finding:
+    """Check that this process may lock enough memory to pin the RAM tier.
+
+    Args:
+        ram_nbytes: Bytes of the RAM tier.
+        gpus: Number of CUDA devices.
+        locked_nbytes: Limit of locked memory; None for no limit, -1 for that of this process.
+    """
+    if locked_nbytes == -1:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        locked_nbytes = None if soft == resource.RLIM_INFINITY else soft
+    limit = "unlimited" if locked_nbytes is None else approximate_size(locked_nbytes)
+    if not gpus:
+        return Finding("memlock", Status.OK, f"{limit}; no GPU here, nothing is pinned")
+    if locked_nbytes is None or locked_nbytes >= ram_nbytes:
+        return Finding("memlock", Status.OK, limit)
+    reason = (
+        f"{limit}, less than the RAM tier's {approximate_size(ram_nbytes)}: pinning it fails "
+        "where the driver counts pinned memory as locked"
+    )
+    remedy = (
+        "run ulimit -l unlimited; in Docker --ulimit memlock=-1; in systemd "
+        "LimitMEMLOCK=infinity"
+    )
+    return Finding("memlock", Status.WARNING, reason, remedy)
+
+
+def check_huge_pages(ram_nbytes: int, pool: HugePagePool, *, mode: str) -> Finding:
+    """Check whether the RAM tier gets huge pages.
+
+    Args:
+        ram_nbytes: Bytes of the RAM tier.
+        pool: The kernel's pool of huge pages.
+        mode: ``tiers[0].huge_pages``.
+    """
+    check, key = "huge pages", "tiers[0].huge_pages"
+    if mode == "off":
+        return Finding(check, Status.OK, "off in the file")
+    bad = Status.PROBLEM if mode == "require" else Status.NOTE
+    file_nbytes = ram_nbytes + pool.page_nbytes  # one page for the other content of the file
+    needed = pool.needed(file_nbytes)
+    if not needed:
+        status = Status.PROBLEM if mode == "require" else Status.OK
+        return Finding(check, status, "this kernel has none", "write huge_pages: auto", key)
+    reason = f"the RAM tier needs {needed:,}; {pool.free:,} are reserved and free"
+    if pool.holds(file_nbytes):
+        return Finding(check, Status.OK, reason)
+    reason = f"{reason}: small pages make disk I/O take 1.4 times the processor time"
+    total = pool.total + needed - pool.free
+    remedy = f"run as root, best at boot: sysctl -w vm.nr_hugepages={total}"
+    return Finding(check, bad, reason, remedy, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A line of ``/proc/self/mountinfo``.
+
+    Attributes:
+        major: Major device number; 0 for a file system without a device of its own.
+        minor: Minor device number.
+        point: Where it is mounted.
+        kind: File system type, such as ``ext4``.
+        source: What is mounted, such as ``/dev/nvme0n1p1``.
+        options: Options of the mount and of the file system.
+    """
+
+    major: int
+    minor: int
+    point: Path
+    kind: str
+    source: str
+    options: frozenset[str]
+
+
+def parse_mounts(text: str) -> Iterator[Mount]:
+    """Yield the mounts that ``text``, a mountinfo file, names; see proc_pid_mountinfo(5).
+
+    >>> line = "27 1 254:0 / /data rw,relatime shared:1 - ext4 /dev/vda rw,discard"
+    >>> mount = next(parse_mounts(line))
+    >>> mount.kind, mount.point, sorted(mount.options)
+    ('ext4', PosixPath('/data'), ['discard', 'relatime', 'rw'])
+    """
+    for line in text.splitlines():
+        mine, _, theirs = line.partition(" - ")
+        fields, tail = mine.split(), theirs.split()
+        if len(fields) < 6 or len(tail) < 2:
+            continue
+        major, _, minor = fields[2].partition(":")
+        options = {*fields[5].split(","), *(tail[2].split(",") if len(tail) > 2 else ())}
+        point = Path(_unescape(fields[4]))
+        yield Mount(
+            int(major), int(minor), point, tail[0], _unescape(tail[1]), frozenset(options)
+        )
+
+
+def find_mount(machine: Machine, place: Path) -> Mount:
+    """Return the mount that contains the existing directory ``place``.
+
+    Raises:
+        OSError: There is no procfs.
+        LookupError: No mount contains ``place``.
+    """
+    resolved = place.resolve()
+    found: Mount | None = None
+    text = (machine.proc / "self/mountinfo").read_text("utf-8", "surrogateescape")
+    for mount in parse_mounts(text):
+        # Of equal mount points the later covers the earlier.
+        if resolved.is_relative_to(mount.point) and (
+            found is None or len(mount.point.parts) >= len(found.point.parts)
+        ):
+            found = mount
+    if found is None:
+        raise LookupError(f"no mount contains {place}")
+    return found
+
+
+def is_exempt_from_cow(place: Path) -> bool:
+    """Return whether new files in ``place`` are overwritten in place (``chattr +C``)."""
+    flags = array.array("l", [0])
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
+    except OSError:  # a file system without attributes
+        return False
+    finally:
+        os.close(fd)
+    return bool(flags[0] & _FS_NOCOW_FL)
+
+
+def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Finding:
+    """Check that the file system suits a store.
+
+    Args:
+        tier: Name of the tier.
+        mount: The mount of its directory.
+        exempt_from_cow: Whether files there are overwritten in place although the file system
+            copies on write.
+    """
+    exempt = exempt_from_cow or "nodatacow" in mount.options
+    status, problem, remedy = _judge_kind(mount.kind, exempt_from_cow=exempt)
+    reason = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
+    if problem:
+        reason = f"{reason}: {problem}"
+    return Finding(f"{tier}: file system", status, reason, remedy)
+
+
+def _judge_kind(kind: str, *, exempt_from_cow: bool) -> tuple[Status, str, str]:
+    if kind in _TESTED or (kind in _COPY_ON_WRITE and exempt_from_cow):
+        return Status.OK, "", ""
+    for kinds, problem, remedy in _UNSUITED:
+        if kinds.fullmatch(kind):
+            return Status.WARNING, problem, remedy
+    return Status.NOTE, "kvtier is not tested on it", "prefer a local ext4 or xfs"
+
+
+def _unescape(text: str) -> str:
+    """Undo the octal escapes of white space and backslashes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockQueue:
+    """Limits of one disk's queue, from ``/sys/block/NAME/queue``.
+
+    Attributes:
+        name: The disk, such as ``nvme0n1``.
+        logical_block_nbytes: Unit of addressing; O_DIRECT must be aligned to it.
+        max_request_kb: Largest request the kernel sends, in KiB (``max_sectors_kb``).
+        max_hardware_request_kb: Largest request the device takes (``max_hw_sectors_kb``).
+        scheduler: The I/O scheduler in use; ``none`` or empty for none.
+        rotational: Whether the device reports that it spins.
+    """
+
+    name: str
+    logical_block_nbytes: int
+    max_request_kb: int
+    max_hardware_request_kb: int
+    scheduler: str
+    rotational: bool
+
+
+def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
+    """Return the disks under ``mount``; empty if the kernel names none.
+
+    A partition resolves to its disk, a device-mapper or RAID device to its members.
+    """
+    if mount.major:
+        number = f"{mount.major}:{mount.minor}"
+    else:  # btrfs has an anonymous number and names one of its devices
+        number = _device_number(machine, mount.source)
+    entry = machine.sys / "dev/block" / number
+    if not number or not entry.exists():
+        return []
+    disks = sorted(set(_disks(entry.resolve())))
+    return [_read_queue(disk) for disk in disks]
+
+
+def check_queues(
+    tier: str, queues: Sequence[BlockQueue], *, piece_nbytes: int
+) -> Iterator[Finding]:
+    """Check whether a limit of the disks slows the tier down.
+
+    Args:
+        tier: Name of the tier.
+        queues: The disks under it.
+        piece_nbytes: Bytes of the largest I/O call.
+    """
+    if not queues:
+        reason = "the kernel names no block device under the file system"
+        remedy = "run kvtier doctor: it measures the rates"
+        yield Finding(f"{tier}: device", Status.NOTE, reason, remedy)
+    for queue in queues:
+        check = f"{tier}: device {queue.name}"
+        scheduler = queue.scheduler or "none"
+        reason = f"requests of {queue.max_request_kb} KiB, scheduler {scheduler}"
+        yield Finding(check, Status.OK, reason)
+        for status, problem, remedy in _slow_limits(queue, piece_nbytes):
+            yield Finding(check, status, problem, remedy)
+
+
+def _slow_limits(queue: BlockQueue, piece_nbytes: int) -> Iterator[tuple[Status, str, str]]:
+    settings = f"/sys/block/{queue.name}/queue"
+    if queue.logical_block_nbytes > _SLOT_ALIGNMENT_NBYTES:
+        size = approximate_size(queue.logical_block_nbytes)
+        problem = f"sectors of {size}: slots are multiples of 4 KiB, so O_DIRECT fails"
+        remedy = "format the drive with sectors of 4 KiB or less, or set direct_io: off"
+        yield Status.WARNING, problem, remedy
+    if queue.rotational and _VIRTUAL_DISK.fullmatch(queue.name):
+        problem = "a virtual disk, which reports itself as spinning"
+        yield Status.NOTE, problem, "run kvtier doctor: it measures the rates"
+    elif queue.rotational:
+        problem = "a spinning disk: recomputing a prefix is usually faster than reading it"
+        yield Status.WARNING, problem, "name a directory on an NVMe drive"
+    if queue.scheduler == "bfq" or (
+        queue.name.startswith("nvme") and queue.scheduler not in {"", "none"}
+    ):
+        problem = f"scheduler {queue.scheduler}: costs processor time and orders nothing"
+        yield Status.WARNING, problem, f"run as root: echo none > {settings}/scheduler"
+    reachable_kb = min(queue.max_hardware_request_kb, piece_nbytes >> 10)
+    if queue.max_request_kb < min(_SMALL_REQUEST_KB, reachable_kb):
+        problem = (
+            f"splits a piece of {approximate_size(piece_nbytes)} into requests of "
+            f"{queue.max_request_kb} KiB; the device takes larger ones"
+        )
+        remedy = f"run as root: echo {min(reachable_kb, 4096)} > {settings}/max_sectors_kb"
+        yield Status.WARNING, problem, remedy
+
+
+def _device_number(machine: Machine, source: str) -> str:
+    """Return ``MAJOR:MINOR`` of ``source``; empty if it is not a block device."""
+    if not source.startswith("/dev/"):
+        return ""
+    try:
+        status = (machine.dev / source.removeprefix("/dev/")).stat()
+    except OSError:
+        return ""
+    if not stat.S_ISBLK(status.st_mode):
+        return ""
+    return f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+
+
+def _disks(entry: Path) -> Iterator[Path]:
+    """Yield the sysfs directories of the disks under the device at ``entry``."""
+    disk = entry.parent if (entry / "partition").exists() else entry
+    members = sorted(disk.glob("slaves/*"))
+    if not members:
+        yield disk
+    for member in members:
+        yield from _disks(member.resolve())
+
+
+def _read_queue(disk: Path) -> BlockQueue:
+    queue = disk / "queue"
+    schedulers = read_kernel_text(queue / "scheduler")
+    chosen = re.search(r"\[(\S+)\]", schedulers)
+    return BlockQueue(
+        name=disk.name,
+        logical_block_nbytes=int(read_kernel_text(queue / "logical_block_size") or 512),
+        max_request_kb=int(read_kernel_text(queue / "max_sectors_kb")),
+        max_hardware_request_kb=int(read_kernel_text(queue / "max_hw_sectors_kb")),
+        scheduler=chosen[1] if chosen else schedulers,
+        rotational=read_kernel_text(queue / "rotational") == "1",
+    )
