@@ -163,11 +163,9 @@ METRICS: Final[Mapping[str, Metric]] = {
 
 
 class StatisticsSource(Protocol):
-    """An object with figures. It has one reader, because each ``take`` removes values.
+    """An object with figures, such as a :class:`~kvtier.connector.service.CacheService`.
 
-    A :class:`~kvtier.connector.service.CacheService` has the figures of its tiers. The
-    :class:`~kvtier.connector.scheduler.ConnectorScheduler` that drives it adds the copies of
-    its workers, and then is the one to read.
+    It has one reader, because each ``take`` removes values.
     """
 
     @property

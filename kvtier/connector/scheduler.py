@@ -18,11 +18,10 @@ Calls of one step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Final
 
-from kvtier.connector.figures import EngineStatistics
 from kvtier.connector.groups import SchedulerOptions, build_layouts, ceil_div
 from kvtier.connector.jobs import JobState, WorkerJobs
 from kvtier.connector.metadata import (
@@ -43,11 +42,10 @@ from kvtier.connector.protocols import (
 from kvtier.connector.requests import OfferQueue, TrackedRequest
 from kvtier.connector.service import CacheService
 from kvtier.connector.stores import StoreRules, computed_tokens
-from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
-from kvtier.manager import LoadPlan, ResidencyEvent
+from kvtier.manager import LoadPlan
 from kvtier.manager.hits import Reach
 from kvtier.types import JobId
 
@@ -62,13 +60,10 @@ NOTHING_TO_DO: Final = ConnectorMetadata()
 class ConnectorScheduler:
     """Drives a cache for one engine. Not thread-safe; the scheduler's thread calls it.
 
-    No method waits, except :meth:`reset_cache` and :meth:`shutdown`.
-
-    It is a :class:`~kvtier.connector.metrics.StatisticsSource`, whose figures include the
-    copies of the workers.
+    No method waits, except :meth:`reset_cache`.
 
     Args:
-        cache: The cache; shut down with this object, which is the only reader of its figures.
+        cache: The cache. Its owner reads its figures and events, and shuts it down.
         options: How the engine is set up.
 
     Attributes:
@@ -95,7 +90,6 @@ class ConnectorScheduler:
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._store_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
-        self._transfers = Transfers()
 
     # -- requests that wait --------------------------------------------------------------------
 
@@ -214,7 +208,8 @@ class ConnectorScheduler:
         Args:
             output: Results of all ranks, or of some ranks.
         """
-        self._transfers.add(output.transfers)
+        if output.transfers:
+            self._cache.record_copies(output.transfers)
         for job_id in output.failed_loads:
             self._jobs.fail(job_id)
         for job_id, ranks in output.completed_jobs.items():
@@ -242,33 +237,7 @@ class ConnectorScheduler:
         self._offers.remove(tracked)
         self._cache.end_request(tracked)
 
-    # -- figures, reset and shutdown -----------------------------------------------------------
-
-    def take_events(self) -> Iterable[ResidencyEvent]:
-        """Return residency changes, removals before the stores that use their room."""
-        return self._cache.take_events()
-
-    @property
-    def is_active(self) -> bool:
-        """Whether another step is certain: a request runs, or work is pending."""
-        return bool(self._requests or self._jobs) or self._cache.is_active
-
-    def statistics(self) -> EngineStatistics:
-        """Return all figures of the cache now."""
-        return self._cache.statistics()
-
-    def take_load_waits(self) -> Sequence[float]:
-        """Return the seconds that requests waited for a load, since the last call."""
-        return self._cache.take_load_waits()
-
-    def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
-        """Return, per tier, seconds from an eviction to the next request for the chunk."""
-        return self._cache.take_reuse_gaps()
-
-    def take_transfers(self) -> Transfers:
-        """Return the copies of workers and between tiers since the last call."""
-        self._transfers.add(self._cache.take_transfers())
-        return self._transfers.take()
+    # -- reset ---------------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
         """Make everything in every tier a miss; running requests offer their chunks again.
@@ -294,10 +263,6 @@ class ConnectorScheduler:
             tracked.offer_again()
             self._offers.add(tracked)
         return self._cache.reset_cache()
-
-    def shutdown(self) -> None:
-        """Shut the cache down. Idempotent."""
-        self._cache.shutdown()
 
     # -- internals -----------------------------------------------------------------------------
 

@@ -115,6 +115,8 @@ class CacheService:
         self._clock = StepClock()
         self.step_scheduled = self._clock.scheduled
         self.is_idle = False
+        self._worker_jobs = 0
+        """Loads and stores whose end the workers have not reported."""
         self._internal_errors = 0
         self._step_begins = True
         self._steps_with_events = 0
@@ -177,6 +179,7 @@ class CacheService:
         fail.
         """
         self.is_idle = False
+        self._worker_jobs += 1
         try:
             plan = self._manager.prepare_load(keys, req_id)
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
@@ -196,6 +199,7 @@ class CacheService:
     def complete_load(self, req_id: str) -> None:
         """End a request's oldest load: chunks that a worker could not load are dropped."""
         self.is_idle = False
+        self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._waits.end(req_id)
         loads = self._loads.get(req_id)
         if loads:
@@ -217,6 +221,7 @@ class CacheService:
             return NOTHING_TO_STORE
         plan = self._manager.prepare_store(keys, req_id)
         if plan is not None and plan.keys:
+            self._worker_jobs += 1
             self._hints.begin_job(req_id)
         return plan
 
@@ -224,6 +229,7 @@ class CacheService:
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
         self.is_idle = False
+        self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._manager.complete_store(keys)
         self._retain(keys, req_id)
         self._hints.end_job(req_id)
@@ -293,12 +299,18 @@ class CacheService:
 
     @property
     def is_active(self) -> bool:
-        """Whether another step is certain: a request runs, or work is pending.
+        """Whether another step is certain: a request runs, workers copy, or work is pending.
 
         Waiting events do not count: they are taken in this step, after its figures.
         """
         manager = self._manager
-        return bool(manager.requests) or (not self._is_closed and manager.has_work())
+        if manager.requests or self._worker_jobs:
+            return True
+        return not self._is_closed and manager.has_work()
+
+    def record_copies(self, copies: Transfers) -> None:
+        """Add the finished copies of workers to the transfers between tiers."""
+        self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:
         """Return the seconds that requests waited for a load, since the last call."""
@@ -309,7 +321,7 @@ class CacheService:
         return self._manager.take_reuse_gaps()
 
     def take_transfers(self) -> Transfers:
-        """Return the transfers between tiers that ended since the last call."""
+        """Return the recorded copies, and the transfers between tiers, since the last call."""
         return self._jobs.transfers.take()
 
     def statistics(self) -> EngineStatistics:
@@ -352,6 +364,7 @@ class CacheService:
     def _reset_manager(self) -> None:
         """Make everything a miss in the manager. The tiers are reset even if this fails."""
         self.is_idle = False
+        self._worker_jobs = 0
         self._loads.clear()
         self._hints.forget_jobs()
         try:

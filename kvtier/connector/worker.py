@@ -21,7 +21,6 @@ failed loads, with the blocks that have invalid content.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
@@ -35,33 +34,14 @@ from kvtier.connector.metadata import (
 from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.logs import get_logger
-from kvtier.memory.slot_layout import RankShare
 from kvtier.types import JobId, Purpose
 
 if TYPE_CHECKING:
-    from kvtier.memory import HostRegion
-    from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+    from kvtier.memory.copy import BlockCopyPlan
 
-__all__ = ["ConnectorWorker", "WorkerOptions"]
+__all__ = ["ConnectorWorker"]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """Options of one rank's worker.
-
-    Attributes:
-        rank: This rank.
-        share: The rank's part of every slot.
-        blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest that each part of :meth:`ConnectorWorker.shutdown` may take.
-    """
-
-    rank: int
-    share: RankShare
-    blocks_per_chunk: int
-    close_timeout_s: float = 30.0
 
 
 class ConnectorWorker:
@@ -71,23 +51,11 @@ class ConnectorWorker:
     :meth:`shutdown` wait.
 
     Args:
-        kv: The rank's KV memory.
-        region: The RAM tier; closed with the worker.
-        options: Options of the worker.
-
-    Raises:
-        UnsupportedError: The KV memory does not fit the region's slots.
+        device: Copies of the rank; closed with the worker.
     """
 
-    def __init__(self, kv: KVBlocks, region: HostRegion, options: WorkerOptions) -> None:
-        self._device = DeviceEngine(
-            kv,
-            region,
-            rank=options.rank,
-            share=options.share,
-            blocks_per_chunk=options.blocks_per_chunk,
-            close_timeout_s=options.close_timeout_s,
-        )
+    def __init__(self, device: DeviceEngine) -> None:
+        self._device = device
         self._deferred: dict[JobId, TransferJob] = {}
         self._loads: dict[JobId, tuple[TransferJob, BlockCopyPlan | None]] = {}
         self._submitted = 0

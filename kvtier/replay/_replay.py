@@ -28,7 +28,7 @@ from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.connector.transfers import transfer_type_of
-from kvtier.connector.worker import ConnectorWorker, WorkerOptions
+from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.paged import PagedMemory
@@ -230,7 +230,7 @@ def _replay(
         )
         waits = [request.first_token_s - request.arrival_s for request in requests]
         figures = engine.cache.statistics().tiers
-        moved = engine.batcher.connector.take_transfers().totals()
+        moved = engine.cache.take_transfers().totals()
         names = [tier.name for tier in figures]
         return ReplayResult(
             trace=trace.name,
@@ -301,11 +301,8 @@ def _open_engine(
             huge_pages=config.ram.huge_pages,
         )
         stack.callback(region.close)
-        worker = ConnectorWorker(
-            memory.kv,
-            HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S),
-            WorkerOptions(0, shard_of(0), per_chunk, timeout_s),
-        )
+        attached = HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
+        worker = ConnectorWorker(_open_device(memory, attached, per_chunk, timeout_s))
         stack.callback(worker.shutdown)
         storage = open_storage(
             config,
@@ -332,6 +329,24 @@ def _open_engine(
             concurrency=model.concurrency,
         )
         yield ReplayEngine(cache, worker, batcher, memory, model)
+
+
+def _open_device(
+    memory: PagedMemory, region: HostRegion, blocks_per_chunk: int, close_timeout_s: float
+) -> DeviceEngine:
+    """Return the copies between ``memory`` and ``region``, which is closed with them."""
+    try:
+        return DeviceEngine(
+            memory.kv,
+            region,
+            rank=0,
+            share=shard_of(0),
+            blocks_per_chunk=blocks_per_chunk,
+            close_timeout_s=close_timeout_s,
+        )
+    except BaseException:
+        region.close()
+        raise
 
 
 def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
@@ -400,19 +415,9 @@ def _measure_copies(
         attachers=0,
         timeout_s=_MEET_TIMEOUT_S,
     )
-    try:
-        device = DeviceEngine(
-            memory.kv,
-            region,
-            rank=0,
-            share=shard_of(0),
-            blocks_per_chunk=blocks_per_chunk,
-            close_timeout_s=_MEET_TIMEOUT_S,
-        )
-    except BaseException:
-        region.close()
-        raise
-    with contextlib.closing(device):
+    with contextlib.closing(
+        _open_device(memory, region, blocks_per_chunk, _MEET_TIMEOUT_S)
+    ) as device:
         blocks = range(1, chunks * blocks_per_chunk + 1)
         plan = device.plan(list(blocks), [len(blocks)], [0], list(range(chunks)))
         best_s = {"store": math.inf, "load": math.inf}

@@ -34,7 +34,7 @@ from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
 from kvtier.connector.metrics import Reporter
 from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
-from kvtier.connector.worker import ConnectorWorker, WorkerOptions
+from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError
 from kvtier.keys import group_of, strip_adapter
 from kvtier.logs import get_logger
@@ -45,7 +45,7 @@ from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, read_vllm_config
 from kvtier.vllm.kinds import cache_groups
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.vllm.opening import offer_region, open_cache
+from kvtier.vllm.opening import open_cache, open_device
 from kvtier.vllm.pages import find_pages, share_slots
 from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
 from kvtier.vllm.steps import StepReader
@@ -161,7 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = ConnectorScheduler(self._cache, options)
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
-        self._reporter = Reporter(self._scheduler)
+        self._reporter = Reporter(self._cache)
         warn_of_weak_hashes(self._vllm, settings)
 
     @override
@@ -265,7 +265,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: PLC0415
 
         names = [tier.name for tier in self._settings.tiers]
-        for event in self._scheduler.take_events():
+        for event in self._cache.take_events():
             where = {
                 "medium": MEDIUM_STORAGE if event.tier else MEDIUM_CPU,
                 "ownership": names[event.tier] if event.tier else None,
@@ -316,7 +316,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             _workers.discard(self._worker)
             self._worker.shutdown()
         if self.role is KVConnectorRole.SCHEDULER:
-            self._scheduler.shutdown()
+            self._cache.shutdown()
 
     # -- worker side ---------------------------------------------------------------------------
 
@@ -338,18 +338,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             blocks_per_chunk=engine.blocks_per_chunk,
         )
         content = kv_content(self._vllm, engine)
-        region = offer_region(engine, settings, shape, content=content)
-        options = WorkerOptions(
-            rank=engine.rank,
-            share=shape.share,
-            blocks_per_chunk=engine.blocks_per_chunk,
-            close_timeout_s=settings.transfer.close_timeout_s,
-        )
-        try:
-            self._worker = ConnectorWorker(kv, region, options)
-        except BaseException:
-            region.close()
-            raise
+        device = open_device(engine, settings, kv, shape, content=content)
+        self._worker = ConnectorWorker(device)
         _workers.add(self._worker)
 
     @override

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.connector.device import DeviceEngine
 from kvtier.connector.observer import Positions
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import UnsupportedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copy import KVBlocks
 from kvtier.transfer import bounce_slots_for
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.identity import fingerprint
 from kvtier.vllm.pages import SlotShape
 
-__all__ = ["offer_region", "open_cache", "require_same_file"]
+__all__ = ["offer_region", "open_cache", "open_device", "require_same_file"]
 
 _MEET_TIMEOUT_S: Final = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""
@@ -51,6 +53,42 @@ def offer_region(
         timeout_s=_OFFER_TIMEOUT_S,
         huge_pages=settings.ram.huge_pages,
     )
+
+
+def open_device(
+    engine: EngineFacts,
+    settings: KvtierConfig,
+    kv: KVBlocks,
+    shape: SlotShape,
+    *,
+    content: str,
+) -> DeviceEngine:
+    """Return the copies between this rank's KV memory and the RAM tier, in a worker.
+
+    Args:
+        engine: The engine.
+        settings: kvtier's configuration.
+        kv: The rank's KV memory.
+        shape: The stripes of a slot.
+        content: Description of the slots' bytes.
+
+    Raises:
+        ConfigError: The RAM tier is smaller than one chunk.
+        UnsupportedError: The KV memory does not fit the slots.
+    """
+    region = offer_region(engine, settings, shape, content=content)
+    try:
+        return DeviceEngine(
+            kv,
+            region,
+            rank=engine.rank,
+            share=shape.share,
+            blocks_per_chunk=engine.blocks_per_chunk,
+            close_timeout_s=settings.transfer.close_timeout_s,
+        )
+    except BaseException:
+        region.close()
+        raise
 
 
 def require_same_file(

@@ -58,13 +58,12 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.manager.hits import GroupReach
 from kvtier.manager.plans import NOTHING_TO_STORE
-from kvtier.memory import HostRegion
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Purpose
 from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, data_parallel_rank
-from kvtier.vllm.opening import offer_region, open_cache
+from kvtier.vllm.opening import open_cache, open_device
 from kvtier.vllm.pages import SlotShape
 from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
 
@@ -156,12 +155,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             share=shard_of(engine.rank),
             is_portable=False,
         )
-        region = offer_region(engine, settings, shape, content=kv_content(vllm_config, engine))
-        try:
-            self._worker = _Worker(kv, region, engine, settings)
-        except BaseException:
-            region.close()
-            raise
+        content = kv_content(vllm_config, engine)
+        self._worker = _Worker(open_device(engine, settings, kv, shape, content=content))
         return self._worker
 
 
@@ -378,17 +373,8 @@ class _Manager(OffloadingManager):
 class _Worker(OffloadingWorker):
     """One rank's copies between blocks and RAM slots."""
 
-    def __init__(
-        self, kv: KVBlocks, region: HostRegion, engine: EngineFacts, settings: KvtierConfig
-    ) -> None:
-        self._device = DeviceEngine(
-            kv,
-            region,
-            rank=engine.rank,
-            share=shard_of(engine.rank),
-            blocks_per_chunk=engine.blocks_per_chunk,
-            close_timeout_s=settings.transfer.close_timeout_s,
-        )
+    def __init__(self, device: DeviceEngine) -> None:
+        self._device = device
 
     @override
     def submit_store(

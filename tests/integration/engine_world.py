@@ -27,7 +27,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier.connector import worker as worker_side
 from kvtier.keys import ChunkKey, group_of, make_key, strip_adapter
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach
@@ -124,9 +123,10 @@ def arrange(monkeypatch: Any) -> None:
     monkeypatch.setattr(entry_point, "kv_content", lambda *_: "")
     monkeypatch.setattr(entry_point, "find_pages", lambda *_: None)
     monkeypatch.setattr(entry_point, "share_slots", lambda *_, **__: nothing)
-    monkeypatch.setattr(entry_point, "offer_region", lambda engine, *_, **__: engine)
     monkeypatch.setattr(
-        worker_side, "DeviceEngine", lambda _, engine, **__: engine.extra_config["world"].device
+        entry_point,
+        "open_device",
+        lambda engine, *_, **__: engine.extra_config["world"].device,
     )
 
 

@@ -36,12 +36,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvtier.connector.figures import EngineStatistics
 from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from tests.integration.engine_world import EngineWorld, NotesConnector
 from tests.integration.scheduler_setup import Setup
+from tests.unit.test_connector_metrics import engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +69,6 @@ class Books:
 
     is_idle = False
     is_active = True
-    internal_errors = 0
 
     def __init__(self, groups: Sequence[GroupReach], world: PairedWorld) -> None:
         self.service = self.slot_status = self
@@ -157,8 +158,17 @@ class Books:
     def take_transfers(self) -> Transfers:
         return Transfers()
 
-    def statistics(self) -> Books:
-        return self
+    def record_copies(self, copies: Transfers) -> None:
+        pass
+
+    def take_load_waits(self) -> list[float]:
+        return []
+
+    def take_reuse_gaps(self) -> list[list[float]]:
+        return []
+
+    def statistics(self) -> EngineStatistics:
+        return engine()
 
     def step_scheduled(self, tokens: int) -> None:
         pass

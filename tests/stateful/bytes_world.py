@@ -20,13 +20,14 @@ from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
+from kvtier.connector.device import DeviceEngine
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.protocols import RequestContext
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
-from kvtier.connector.worker import ConnectorWorker, WorkerOptions
+from kvtier.connector.worker import ConnectorWorker
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
 from kvtier.manager.hits import Reach
@@ -386,16 +387,15 @@ class BytesWorld:
         return Storage(self._manager, engine, disks, pool, region, None, None)
 
     def _make_worker(self, rank: int) -> ConnectorWorker:
-        return ConnectorWorker(
+        device = DeviceEngine(
             self._contents.kv[rank],
             self._map_region(),
-            WorkerOptions(
-                rank=rank,
-                share=shard_of(rank),
-                blocks_per_chunk=self._options.blocks_per_chunk,
-                close_timeout_s=PATIENCE_S,
-            ),
+            rank=rank,
+            share=shard_of(rank),
+            blocks_per_chunk=self._options.blocks_per_chunk,
+            close_timeout_s=PATIENCE_S,
         )
+        return ConnectorWorker(device)
 
     # -- steps of the engine; others get on where these yield ----------------------------------
 

@@ -292,9 +292,9 @@ def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> Transfers:
     return transfers
 
 
-def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
+def test_a_cache_has_what_its_workers_copied_and_its_tiers() -> None:
     toy = ToyEngine(slots=(8, 16))
-    published = Published(toy.connector)
+    published = Published(toy.cache.service)
     toy.fill("a", 2 * TOKENS)
     for _ in range(3):  # until the chunks are demoted: a busy engine is not read at every step
         toy.step()
@@ -317,21 +317,29 @@ def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
         assert published.value("kvtier_kv_offload_size_count", **labels) == count
 
 
-def test_a_scheduler_side_is_active_until_its_cache_and_its_workers_are_done() -> None:
+def test_a_cache_is_active_until_its_tiers_and_its_workers_are_done() -> None:
     toy = ToyEngine()
-    seen = []
-
-    def look() -> None:
-        seen.append((toy.connector.is_active, toy.cache.service.is_active))
-
-    look()
+    service = toy.cache.service
+    seen = [service.is_active]
     request = toy.arrive("a", TOKENS)
-    look()
+    seen.append(service.is_active)
     toy.schedule(request)
     toy.step()
     toy.finish(request)
     toy.step()
-    look()  # the workers still copy, and their figures are to come
+    seen.append(service.is_active)  # the workers still copy, and their figures are to come
     toy.acknowledge()
-    look()
-    assert seen == [(False, False), (True, True), (True, False), (False, False)]
+    seen.append(service.is_active)
+    assert seen == [False, True, True, False]
+
+
+def test_a_reset_forgets_the_copies_of_workers() -> None:
+    toy = ToyEngine()
+    request = toy.arrive("a", TOKENS)
+    toy.schedule(request)
+    toy.step()
+    toy.finish(request)
+    toy.connector.reset_cache()
+    toy.acknowledge()  # ignored: the job is of before the reset
+    toy.step()
+    assert not toy.cache.service.is_active

@@ -90,7 +90,7 @@ def test_the_tokens_of_a_hit_are_those_of_a_group_that_loads_the_whole_prefix() 
         assert engine.connector.load_sources("b") == {0: 8 * TOKENS}
         engine.step()
         engine.acknowledge()
-        (ram,) = engine.connector.statistics().tiers
+        (ram,) = engine.cache.service.statistics().tiers
         assert ram.hit_tokens == 8 * TOKENS
 
 
@@ -337,35 +337,21 @@ def test_a_request_nobody_announced_is_followed_from_then_on() -> None:
     announced = engine.arrive("a", 20)
     other = ToyEngine()
     assert other.match(announced) == 0
-    assert other.connector.is_active
+    assert other.cache.service.is_active
     announced.over = True
     other.connector.request_finished(announced)
     other.connector.request_finished(announced)
-    assert not other.connector.is_active
+    assert not other.cache.service.is_active
 
 
 def test_copies_are_reported_once() -> None:
     engine = ToyEngine()
-    assert not engine.connector.take_transfers()
+    assert not engine.cache.service.take_transfers()
     copied = Transfers()
     copied.record("gpu", "ram", nbytes=4096, seconds=0.5)
     engine.connector.update_connector_output(WorkerOutput(transfers=copied))
-    assert engine.connector.take_transfers().totals() == {"gpu_to_ram": (4096, 0.5)}
-    assert not engine.connector.take_transfers()
-
-
-def test_residency_events_pass_through() -> None:
-    engine = ToyEngine()
-    engine.fill("a", TOKENS)
-    (event,) = engine.connector.take_events()
-    assert (event.tier, event.removed, len(event.keys)) == (0, False, 1)
-
-
-def test_shutdown_closes_the_cache() -> None:
-    engine = ToyEngine()
-    engine.connector.shutdown()
-    engine.connector.shutdown()
-    assert engine.is_idle()
+    assert engine.cache.service.take_transfers().totals() == {"gpu_to_ram": (4096, 0.5)}
+    assert not engine.cache.service.take_transfers()
 
 
 def test_the_stepped_engine_has_all_that_the_real_one_has() -> None:
@@ -383,7 +369,7 @@ def test_a_step_in_which_requests_only_generate_calls_nothing() -> None:
         engine.schedule(request)
     engine.step()
     engine.acknowledge()
-    list(engine.connector.take_events())
+    list(engine.cache.service.take_events())
     engine.step()
     for _ in range(10):
         engine.counted.calls.clear()
@@ -405,7 +391,7 @@ def test_where_answers_are_not_stored_no_step_of_theirs_calls_anything() -> None
     engine.schedule(request)
     engine.step()
     engine.acknowledge()
-    list(engine.connector.take_events())
+    list(engine.cache.service.take_events())
     engine.step()
     engine.counted.calls.clear()
     for _ in range(3 * TOKENS):

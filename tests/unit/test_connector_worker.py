@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.connector.device import DeviceEngine
 from kvtier.connector.metadata import (
     BlockSpec,
     ConnectorMetadata,
@@ -18,7 +19,7 @@ from kvtier.connector.metadata import (
     TransferJob,
     WorkerOutput,
 )
-from kvtier.connector.worker import ConnectorWorker, WorkerOptions
+from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
@@ -54,8 +55,18 @@ def kv_blocks(caches: Sequence[torch.Tensor]) -> KVBlocks:
     return KVBlocks(rows, [[(number, row.shape[1]) for number, row in enumerate(rows)]])
 
 
-def options(share: RankShare | None = None) -> WorkerOptions:
-    return WorkerOptions(rank=0, share=share or shard_of(0), blocks_per_chunk=1)
+def make_worker(
+    kv: KVBlocks, region: HostRegion, share: RankShare | None = None
+) -> ConnectorWorker:
+    device = DeviceEngine(
+        kv,
+        region,
+        rank=0,
+        share=share or shard_of(0),
+        blocks_per_chunk=1,
+        close_timeout_s=30.0,
+    )
+    return ConnectorWorker(device)
 
 
 class Bench:
@@ -64,7 +75,7 @@ class Bench:
     def __init__(self, region: HostRegion) -> None:
         self.region = region
         self.caches = make_caches()
-        self.worker = ConnectorWorker(kv_blocks(self.caches), region, options())
+        self.worker = make_worker(kv_blocks(self.caches), region)
 
     def job(self, request: str, blocks: list[int], slots: list[int], stamp: int) -> TransferJob:
         return TransferJob(
@@ -287,7 +298,7 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
     whole = model.whole()
     job = TransferJob("a", BlockSpec((3,), (1,), (0,)), SlotSpec((5,), (7,)))
     share = model.share(0, 1)
-    out = ConnectorWorker(kv_of(whole, model.heads_of(0, 1)), region, options(share))
+    out = make_worker(kv_of(whole, model.heads_of(0, 1)), region, share)
     out.defer_stores(ConnectorMetadata(store_jobs={1: job}))
     out.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
     content = bytes(region.slot(5))
@@ -300,7 +311,7 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
         share = model.share(rank, 2)
         heads = model.heads_of(rank, 2)
         caches = [torch.zeros_like(layer[:, heads]) for layer in whole]
-        into = ConnectorWorker(kv_of(caches, slice(None)), region, options(share))
+        into = make_worker(kv_of(caches, slice(None)), region, share)
         into.start_load(ConnectorMetadata(load_jobs={1: job}))
         into.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
         assert into.get_finished() == {"a"}
@@ -314,4 +325,4 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
 
 def test_kv_memory_that_does_not_fit_the_slots_is_refused(open_region: OpenRegion) -> None:
     with pytest.raises(UnsupportedError, match="bytes"):
-        ConnectorWorker(kv_blocks(make_caches()), open_region(PAGE_NBYTES), options())
+        make_worker(kv_blocks(make_caches()), open_region(PAGE_NBYTES))

@@ -290,7 +290,7 @@ class ToyEngine:
 
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
-        list(self.connector.take_events())
+        list(self.cache.service.take_events())
         return not self.connector.has_pending_work()
 
     def fill(self, name: str, prompt: int | Sequence[int]) -> None:

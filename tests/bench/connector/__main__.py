@@ -6,6 +6,9 @@ Real vLLM engines on the CPU with the demo model, each in a process of its own.
 with it, from RAM in the engine that stored it and from NVMe in the next one. A prompt's last
 block is always computed. The page cache is cold as far as direct I/O makes it so.
 
+*Calls*: the Python time of all calls of the connector in a step in which 64 requests
+generate, with kvtier and with a connector that does nothing (calls.py).
+
 *Steps*: waves of requests that hit nothing, through an engine whose connector is taken out for
 every other wave: what a wave takes with it is compared with the wave next to it, in the same
 engine, without. Two engines do so in turn, one with kvtier and one whose connector does
@@ -28,10 +31,12 @@ many short waves. The interval beside a ratio is where the median of ever more o
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -50,7 +55,7 @@ from tests.demo.model import (
     ModelShape,
     write_model,
 )
-from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.runner import EngineProcess, command, run_engine
 from tests.demo.scenario import (
     Prompt,
     Report,
@@ -76,6 +81,9 @@ IDLE = {
 }
 PAIRS_PER_START = 24
 WAVES_IN_RAM = 8
+CALL_STEPS = 400
+CALLS_AIM_MS = 0.04
+REQUESTS = 64
 
 
 class StepModel(NamedTuple):
@@ -179,6 +187,39 @@ class Bench:
             require_hits(loaded, "nvme")
             times = first_tokens_ms(loaded, len(waves))
             yield figure(f"{path}, NVMe after a restart", times, base, NVME_BAR)
+
+    def calls(self) -> Iterator[Figure]:
+        """Yield the time of the connector's calls in a step in which 64 requests generate."""
+        times: dict[str, list[float]] = {"kvtier": [], "idle": []}
+        wave = Wave(
+            prompts=tuple(self._prompt(48) for _ in range(REQUESTS)), max_tokens=CALL_STEPS
+        )
+        for _ in range(self._rounds):
+            with_kvtier = self._scenario((wave,), self._write_config(1024, {})).model_copy(
+                update={"gpu_blocks": 2048, "compute_threads": self._compute_threads}
+            )
+            with_kvtier.arguments["max_num_seqs"] = REQUESTS
+            with_idle = with_kvtier.model_copy(update={"config": None, "connector": IDLE})
+            for name, scenario in (("kvtier", with_kvtier), ("idle", with_idle)):
+                times[name].append(statistics.median(self._call_times_us(scenario)) / 1e3)
+        what = f"calls in a step, {REQUESTS} requests generate"
+        yield figure(f"{what}, against {CALLS_AIM_MS} ms", times["kvtier"], CALLS_AIM_MS, 1.0)
+        yield figure(f"{what}, connector that does nothing", times["idle"])
+
+    def _call_times_us(self, scenario: Scenario) -> list[float]:
+        """Run an engine whose connector's calls are timed, in a process of its own."""
+        file = self._directory / "calls.json"
+        file.write_text(scenario.model_dump_json())
+        *interpreter, _ = command(scenario)
+        done = subprocess.run(
+            [*interpreter, "tests.bench.connector.calls", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=STEPS_TIMEOUT_S,
+            check=True,
+        )
+        times: list[float] = json.loads(done.stdout)
+        return times
 
     def steps(self, path: str) -> Iterator[Figure]:
         """Yield what steps that hit nothing take, with kvtier against without."""
@@ -387,7 +428,7 @@ def main() -> None:
     """Run what is asked for and print it against the bars."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- connector", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="prompts, or starts")
-    parser.add_argument("--only", choices=["first", "steps"], help="one bench")
+    parser.add_argument("--only", choices=["first", "calls", "steps"], help="one bench")
     parser.add_argument("--model", choices=MODELS, help="steps of one of the two models")
     parser.add_argument("--path", choices=PATHS, help="one of the two load paths")
     parser.add_argument(
@@ -410,6 +451,8 @@ def main() -> None:
         figures: list[Figure] = []
         if arguments.only in (None, "first"):
             figures += bench.first_tokens(paths)
+        if arguments.only in (None, "calls"):
+            figures += bench.calls()
         if arguments.only in (None, "steps"):
             for name in [arguments.model] if arguments.model else MODELS:
                 bench.use_model(name)
@@ -421,7 +464,7 @@ def main() -> None:
         met = "" if each.bar is None else "yes" if (each.ratio or 0) <= each.bar else "no"
         table.add_row(
             each.what,
-            *(f"{ms:.2f}" for ms in (each.median_ms, each.least_ms, each.most_ms)),
+            *(f"{ms:.4g}" for ms in (each.median_ms, each.least_ms, each.most_ms)),
             "" if each.ratio is None else f"{each.ratio:.3f}",
             *(
                 "" if span is None else "{:.3f}..{:.3f}".format(*span)
