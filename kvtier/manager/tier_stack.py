@@ -156,7 +156,7 @@ class TierStack:
         self.slot_status = slot_status
         self.cost_model = cost_model
         self.is_counted = group_filter(counting_group)
-        self.jobs = StorageJobs([tier.name for tier in tiers])
+        self.jobs = _StorageJobs([tier.name for tier in tiers])
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0
@@ -392,7 +392,7 @@ class JobRecord:
         return arrived, [move for move in moves if move[2] is not _DONE]
 
 
-class StorageJobs:
+class _StorageJobs:
     """Every storage job from its plan to its settled result.
 
     Args:
