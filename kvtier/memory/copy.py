@@ -101,11 +101,7 @@ class BlockCopyPlan:
         for copy in self.groups:
             chosen = np.isin(copy.slots, wanted)
             if chosen.any():
-                parts.append(
-                    GroupCopy(
-                        copy.group, copy.blocks[chosen], copy.slots[chosen], copy.subs[chosen]
-                    )
-                )
+                parts.append(copy.part(chosen))
         return BlockCopyPlan(parts, slots)
 
     def joined_with(self, others: Sequence[BlockCopyPlan]) -> BlockCopyPlan:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 from typing_extensions import override
 
 from kvtier.config import KvtierConfig
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
-from kvtier.transfer.routes import Route, SlotMemory, all_of
+from kvtier.transfer.routes import Route, SlotMemory, all_of, part_of
 from kvtier.types import Job, JobId, Outcome
 
 __all__ = ["BetweenTiers", "BounceBuffer", "bounce_slots_for"]
@@ -70,14 +70,6 @@ class BounceBuffer:
             self._free.put_nowait(lane)
 
 
-class _Part(NamedTuple):
-    """Chunks of a job that move through one lane together."""
-
-    keys: Sequence[bytes]
-    source_slots: Sequence[int]
-    destination_slots: Sequence[int]
-
-
 class BetweenTiers(Route):
     """Moves chunks from one storage tier to another; the source tier verifies every byte.
 
@@ -102,7 +94,7 @@ class BetweenTiers(Route):
     async def run(self, job: Job) -> SlotOutcomes:
         self._running.add(job.job_id)
         try:
-            return await all_of([self._move(job, part) for part in self._parts(job)])
+            return await all_of([self._move(part) for part in self._parts(job)])
         finally:
             self._running.discard(job.job_id)
 
@@ -110,34 +102,27 @@ class BetweenTiers(Route):
     def abandon(self, job: Job) -> None:
         self._running.discard(job.job_id)
 
-    def _parts(self, job: Job) -> list[_Part]:
+    def _parts(self, job: Job) -> list[Job]:
         """Split ``job`` into parts that fit a lane."""
         step = self._buffer.lane_slots
-        return [
-            _Part(
-                job.keys[start : start + step],
-                job.source_slots[start : start + step],
-                job.destination_slots[start : start + step],
-            )
-            for start in range(0, len(job.keys), step)
-        ]
+        return [part_of(job, slice(at, at + step)) for at in range(0, len(job.keys), step)]
 
-    async def _move(self, job: Job, part: _Part) -> SlotOutcomes:
+    async def _move(self, part: Job) -> SlotOutcomes:
         """Move one part through a lane."""
         async with self._buffer.lane(len(part.keys)) as views:
             try:
-                return await self._copy(job, part, views)
+                return await self._copy(part, views)
             except BaseException:
-                self.abandon(job)  # before the next part gets the lane
+                self.abandon(part)  # before the next part gets the lane
                 raise
 
-    async def _copy(self, job: Job, part: _Part, views: Sequence[memoryview]) -> SlotOutcomes:
+    async def _copy(self, part: Job, views: Sequence[memoryview]) -> SlotOutcomes:
         """Read one part into ``views`` and write the whole chunks from there."""
-        if job.job_id not in self._running:
+        if part.job_id not in self._running:
             return _cancelled(part)
-        reading = self._source.read(part.keys, part.source_slots, views, purpose=job.purpose)
+        reading = self._source.read(part.keys, part.source_slots, views, purpose=part.purpose)
         read = check_outcomes(await reading, len(part.keys))
-        if job.job_id not in self._running:
+        if part.job_id not in self._running:
             return _cancelled(part)
         whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]
         if not whole:
@@ -146,7 +131,7 @@ class BetweenTiers(Route):
             [part.keys[at] for at in whole],
             [part.destination_slots[at] for at in whole],
             [views[at] for at in whole],
-            purpose=job.purpose,
+            purpose=part.purpose,
         )
         written = check_outcomes(await writing, len(whole))
         outcomes = list(read.outcomes)
@@ -155,5 +140,5 @@ class BetweenTiers(Route):
         return SlotOutcomes(outcomes, read.error or written.error)
 
 
-def _cancelled(part: _Part) -> SlotOutcomes:
+def _cancelled(part: Job) -> SlotOutcomes:
     return SlotOutcomes([Outcome.CANCELLED] * len(part.keys), "no longer needed")

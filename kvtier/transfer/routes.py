@@ -14,7 +14,16 @@ from typing_extensions import override
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, JobId, Outcome
 
-__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "all_of", "raise_later"]
+__all__ = [
+    "FromTier",
+    "Route",
+    "SlotMemory",
+    "Stamps",
+    "ToTier",
+    "all_of",
+    "part_of",
+    "raise_later",
+]
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
@@ -116,7 +125,7 @@ class FromTier(Route):
         step = max(-(-chunks // _MOST_PARTS), least)
         if chunks <= step or chunks * self._tier.slot_nbytes > _MOST_NBYTES_IN_PARTS:
             return self._finish(job, self._begin(job))
-        parts = [_part_of(job, slice(at, at + step)) for at in range(0, chunks, step)]
+        parts = [part_of(job, slice(at, at + step)) for at in range(0, chunks, step)]
         return self._join(job, [self._begin_part(part) for part in parts])
 
     def _begin(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
@@ -179,13 +188,13 @@ class FromTier(Route):
         self._stamps.poison(_select(slots, lost), _select(generations, lost))
 
 
-def _part_of(job: Job, part: slice) -> Job:
+def part_of(job: Job, part: slice) -> Job:
     """Return a job with the chunks ``part`` of ``job``."""
     return job._replace(
         keys=job.keys[part],
         source_slots=job.source_slots[part],
         destination_slots=job.destination_slots[part],
-        payload=job.payload[part],
+        payload=None if job.payload is None else job.payload[part],
     )
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvtier.cli import _replay as replay_command
 from kvtier.cli._app import app
-from kvtier.config import KvtierConfig, parse_config
+from kvtier.config import KvtierConfig, TierConfig, parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import CostModel, LoadChoice, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
@@ -30,8 +30,8 @@ from kvtier.replay._requests import ReplayRequest, make_requests, pick_requests
 from kvtier.sim.cache import CacheResult, simulate_cache
 from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
+from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.process import HostProcess
-from kvtier.types import SharedMemory
 from tests.unit.listening import PlainEar, Told
 
 CHUNK_NBYTES = 64 << 10
@@ -239,9 +239,9 @@ class TestReplay:
         hosts: list[str] = []
         start = HostProcess.start
 
-        def note(tier: str, opening: dict[str, Any], memory: SharedMemory) -> Any:
-            hosts.append(tier)
-            return start(tier, opening, memory)
+        def note(options: TierConfig, context: TierContext) -> Any:
+            hosts.append(options.name)
+            return start(options, context)
 
         monkeypatch.setattr(HostProcess, "start", note)
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3

@@ -17,7 +17,6 @@ from kvtier.config import TierConfig
 from kvtier.errors import (
     CapacityError,
     ClosedError,
-    ConfigError,
     KvtierError,
     TierUnavailableError,
 )
@@ -31,8 +30,8 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.hosted.connection import Connection
 from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes, unpack_keys
-from kvtier.tiers.hosted.process import HostProcess, Opened
-from kvtier.types import Outcome, Purpose, SharedMemory
+from kvtier.tiers.hosted.process import HostProcess, Opened, shared_memory
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["HostedTier"]
 
@@ -69,7 +68,7 @@ class HostedTier(StorageTier):
         self.capacity_slots = opened.capacity_slots
         self._options = options
         self._context = context
-        self._memory = _require_memory(options, context)
+        self._memory = shared_memory(options, context)
         self._recovered = opened.recovered
         self._host: HostProcess | None = host
         self._connection: Connection | None = None
@@ -94,7 +93,7 @@ class HostedTier(StorageTier):
             StoreDamagedError: The store's files are not what they should be.
             TierUnavailableError: The host could not be started, or the medium fails.
         """
-        return cls(options, context, *_start(options, context))
+        return cls(options, context, *HostProcess.start(options, context))
 
     @property
     def host_pid(self) -> int | None:
@@ -361,7 +360,7 @@ class HostedTier(StorageTier):
     def _host_again(self) -> HostProcess:
         # Stored here, because the waiting task may be cancelled.
         context = dataclasses.replace(self._context, was_reset=self._was_reset)
-        self._host, _ = _start(self._options, context)
+        self._host, _ = HostProcess.start(self._options, context)
         return self._host
 
     def _queue(self, op: str, slots: Sequence[int]) -> None:
@@ -410,24 +409,3 @@ class HostedTier(StorageTier):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"tier {self.name} is closed")
-
-
-def _require_memory(options: TierConfig, context: TierContext) -> SharedMemory:
-    if context.memory is None:
-        raise ConfigError(
-            f"tier {options.name}: own_process needs shared memory; set own_process: false"
-        )
-    return context.memory
-
-
-def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Opened]:
-    opening = {
-        "options": options.model_dump(mode="json"),
-        "slot_nbytes": context.slot_nbytes,
-        "fingerprint": dict(context.fingerprint.fields),
-        "label": context.fingerprint.label,
-        "piece_nbytes": context.piece_nbytes,
-        "threads": context.pool.threads,
-        "was_reset": context.was_reset,
-    }
-    return HostProcess.start(options.name, opening, _require_memory(options, context))

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
-from kvtier.config import child_environment
-from kvtier.errors import TierUnavailableError
+from kvtier.config import TierConfig, child_environment
+from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.logs import get_logger
+from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
 from kvtier.types import SharedMemory
 
-__all__ = ["HostProcess", "Opened", "aend", "relog"]
+__all__ = ["HostProcess", "Opened", "aend", "relog", "shared_memory"]
 
 _OPEN_TIMEOUT_S: Final = 600.0
 _EXIT_TIMEOUT_S: Final = 5.0
@@ -63,23 +64,22 @@ class HostProcess:
     parser: FrameParser
 
     @classmethod
-    def start(
-        cls, tier: str, opening: dict[str, Any], memory: SharedMemory
-    ) -> tuple[Self, Opened]:
+    def start(cls, options: TierConfig, context: TierContext) -> tuple[Self, Opened]:
         """Start a host and wait until its tier is open; blocks.
 
         Args:
-            tier: The tier's name, for errors.
-            opening: Options and context, as JSON.
-            memory: The memory that both processes map.
+            options: Options of the tier.
+            context: The tier's context; both processes map its memory.
 
         Returns:
             The process, and its report on the open tier.
 
         Raises:
+            ConfigError: There is no shared memory.
             KvtierError: The tier's error when it was opened.
             TierUnavailableError: The process could not be started, ended, or took too long.
         """
+        tier, memory = options.name, shared_memory(options, context)
         try:
             host = cls._spawn(memory)
         except OSError as error:
@@ -87,7 +87,7 @@ class HostProcess:
             raise TierUnavailableError(tier, problem) from error
         try:
             with _abandoned_on_failure(host):
-                opened = host.open(opening)
+                opened = host.open(_opening(options, context))
         except TimeoutError as error:
             problem = _took_too_long(host.process)
             raise TierUnavailableError(tier, problem) from error
@@ -165,6 +165,32 @@ def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
     except BaseException:
         host.abandon()
         raise
+
+
+def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
+    """Return the memory that contains all buffers.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if context.memory is None:
+        raise ConfigError(
+            f"tier {options.name}: own_process needs shared memory; set own_process: false"
+        )
+    return context.memory
+
+
+def _opening(options: TierConfig, context: TierContext) -> dict[str, Any]:
+    """Return options and context as JSON."""
+    return {
+        "options": options.model_dump(mode="json"),
+        "slot_nbytes": context.slot_nbytes,
+        "fingerprint": dict(context.fingerprint.fields),
+        "label": context.fingerprint.label,
+        "piece_nbytes": context.piece_nbytes,
+        "threads": context.pool.threads,
+        "was_reset": context.was_reset,
+    }
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> bytes:

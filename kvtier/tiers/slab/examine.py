@@ -14,27 +14,29 @@ from typing import Final
 from kvtier.config import NvmeTierConfig, Remark, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import Fields, StoreExamination
-from kvtier.tiers.slab.budget import describe_neighbour, unix_time_s, unreadable_neighbours
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import find_other_version, present_holder, store_locked
-from kvtier.tiers.slab.lock import Patience, is_tool, passing_holder
-from kvtier.tiers.slab.namespace import (
-    INDEX,
-    find_foreign_file,
-    has_namespace_name,
-    is_of_other_version,
-    is_ours,
-    nbytes_of,
-    read_layout,
+from kvtier.tiers.slab.inspect import (
+    StoredNamespace,
+    find_other_version,
+    present_holder,
+    store_locked,
+)
+from kvtier.tiers.slab.lock import Patience, is_tool
+from kvtier.tiers.slab.namespace import INDEX, nbytes_of
+from kvtier.tiers.slab.neighbours import (
+    Found,
+    Neighbour,
+    State,
+    describe,
+    find_directories,
+    unusable,
 )
 from kvtier.tiers.slab.start_plan import (
-    Neighbour,
     Opening,
-    State,
     describe_difference,
     plan_start,
+    room_needed,
     slab_options,
-    wanted_nbytes,
 )
 
 __all__ = ["examine_store"]
@@ -56,8 +58,8 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
     options = slab_options(options)
     io = BlockIo()
     try:
-        neighbours, unreadable = _look(options.path, io)
-        foreign = list(_foreign(options.path, identity, io))
+        found = find_directories(options.path, io) if options.path.is_dir() else []
+        neighbours = _neighbours(options.path, found) if found else []
         own = _own(neighbours, identity)
         others = [each for each in neighbours if each is not own]
         slots, opening = _opening(own, options, identity)
@@ -69,58 +71,46 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
         problem = f"{error.filename or options.path}: {error.strerror}"
         raise ConfigError(f"{problem}; run this as the user that runs the engine") from error
     slots_nbytes = own.slots_nbytes if own else 0
-    wanted = wanted_nbytes(opening.nbytes, slots, slots_nbytes, index_nbytes)
+    grown_nbytes, added_nbytes = room_needed(opening.nbytes, slots, slots_nbytes, index_nbytes)
     return StoreExamination(
         refusals=[
-            *foreign,
+            *_foreign(found, identity),
             *_in_use(own, identity),
             *_other_version(own, options),
             *plan.refusals,
         ],
-        warnings=[*unreadable, *_awaited([own, plan.awaited]), *plan.warnings],
+        warnings=[*unusable(found), *_awaited([own, plan.awaited]), *plan.warnings],
         notes=list(_cost_of_change(own, opening, options)),
         holders=[each.holder for each in neighbours if each.holder],
         free_nbytes=free_nbytes,
-        wanted_nbytes=wanted,
-        index_nbytes=max(wanted - (opening.nbytes - slots_nbytes), 0),
+        wanted_nbytes=grown_nbytes + added_nbytes,
+        index_nbytes=added_nbytes,
         reclaimed_nbytes=plan.reclaimed_nbytes,
         own_nbytes=slots_nbytes + index_nbytes,
     )
 
 
-def _look(root: Path, io: BlockIo) -> tuple[list[Neighbour], list[Remark]]:
-    """Return the namespaces in ``root``, and remarks on other directories that take room."""
-    if not root.is_dir():
-        return [], []
+def _neighbours(root: Path, found: Sequence[Found]) -> list[Neighbour]:
+    """Return the namespaces among ``found``."""
     neighbours = list[Neighbour]()
     with store_locked(root, _PATIENCE):
-        for directory in filter(has_namespace_name, root.iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                neighbours += _neighbour(directory, io)
-    return neighbours, list(unreadable_neighbours(root, io))
+        for each in found:
+            if each.is_namespace:
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    is_locked = present_holder(each.directory) is not None
+                    neighbours.append(describe(each, is_locked=is_locked))
+    return neighbours
 
 
-def _neighbour(directory: Path, io: BlockIo) -> Iterator[Neighbour]:
-    is_other = is_of_other_version(directory, io)
-    if find_foreign_file(directory) or not (is_other or is_ours(directory, io)):
-        return
-    holder = present_holder(directory) or ""
-    state = State.OTHER_VERSION if is_other else State.IDLE
-    if holder:
-        is_passing = passing_holder(directory) and not is_other
-        state = State.PASSING if is_passing else State.ENGINE
-    yield describe_neighbour(directory, state, io, holder=holder)
-
-
-def _foreign(root: Path, identity: Fields, io: BlockIo) -> Iterator[Remark]:
+def _foreign(found: Sequence[Found], identity: Fields) -> Iterator[Remark]:
     """Yield remarks on matching namespaces that belong to another user."""
-    for directory in filter(has_namespace_name, root.iterdir() if root.is_dir() else ()):
-        layout = read_layout(directory, io)
-        if layout is None or describe_difference(layout.fingerprint.fields, identity):
+    for each in found:
+        if not each.problem or each.layout is None:
             continue
-        if problem := find_foreign_file(directory):
+        if not describe_difference(each.layout.fingerprint.fields, identity):
+            problem = f"{each.directory} cannot be used: {each.problem}"
             remedy = "move it away or remove it to start with an empty cache"
-            yield Remark("path", f"{directory} cannot be used: {problem}", remedy)
+            yield Remark("path", problem, remedy)
 
 
 def _own(neighbours: Sequence[Neighbour], identity: Fields) -> Neighbour | None:
@@ -138,10 +128,10 @@ def _opening(
 ) -> tuple[int, Opening]:
     """Return the number of slots, 0 if unknown, and the namespace to open."""
     slots, nbytes = 0, options.capacity_bytes
-    if own is not None and own.slot_nbytes:
-        slots = options.capacity_bytes // own.slot_nbytes
-        nbytes = slots * own.slot_nbytes
-    return slots, Opening(identity, nbytes, unix_time_s())
+    if own is not None and own.layout is not None:
+        slots = options.capacity_bytes // own.layout.slot_nbytes
+        nbytes = slots * own.layout.slot_nbytes
+    return slots, Opening(identity, nbytes)
 
 
 def _in_use(own: Neighbour | None, identity: Fields) -> Iterator[Remark]:
@@ -157,9 +147,11 @@ def _in_use(own: Neighbour | None, identity: Fields) -> Iterator[Remark]:
 
 
 def _other_version(own: Neighbour | None, options: NvmeTierConfig) -> Iterator[Remark]:
-    if own is None or own.state is not State.IDLE or options.on_mismatch == "remove":
+    if own is None or own.layout is None or own.state is not State.IDLE:
         return
-    if problem := find_other_version(own.directory):
+    if options.on_mismatch == "remove":
+        return
+    if problem := find_other_version(StoredNamespace(own.directory, own.layout)):
         remedy = "start the kvtier that wrote it, or set on_mismatch: remove"
         yield Remark("on_mismatch", problem, remedy)
 

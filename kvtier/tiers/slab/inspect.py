@@ -37,7 +37,6 @@ from kvtier.tiers.slab.namespace import (
     Layout,
     has_namespace_name,
     nbytes_of,
-    read_layout,
     require_layout,
 )
 from kvtier.tiers.slab.removals import Removal
@@ -51,6 +50,7 @@ from kvtier.tiers.slab.schema import (
 )
 
 __all__ = [
+    "WAL",
     "Entry",
     "IndexReader",
     "Order",
@@ -65,7 +65,7 @@ __all__ = [
     "store_locked",
 ]
 
-_WAL: Final = f"{INDEX}-wal"
+WAL: Final = f"{INDEX}-wal"
 
 
 def _cast(*columns: str) -> str:
@@ -289,16 +289,13 @@ def count_chunks(space: StoredNamespace) -> int | None:
         return None
 
 
-def find_other_version(directory: Path) -> str:
+def find_other_version(space: StoredNamespace) -> str:
     """Return a message if another version wrote the index of an idle namespace; else empty."""
-    layout = read_layout(directory, BlockIo())
-    if layout is None:
-        return ""
     try:
-        with IndexReader(StoredNamespace(directory, layout), idle=True) as reader:
+        with IndexReader(space, idle=True) as reader:
             reader.reset_at()
     except IndexVersionError as error:
-        return f"{directory / INDEX}: {error}"
+        return f"{space.index_path}: {error}"
     except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
         return ""
     return ""
@@ -306,7 +303,7 @@ def find_other_version(directory: Path) -> str:
 
 def index_nbytes(space: StoredNamespace) -> int:
     """Return the bytes of the index and its log."""
-    return nbytes_of(space.index_path) + nbytes_of(space.directory / _WAL)
+    return nbytes_of(space.index_path) + nbytes_of(space.directory / WAL)
 
 
 class IndexReader:
@@ -423,7 +420,7 @@ class IndexReader:
             raise IndexMissingError("it is missing")
         if self._beside_engine:
             uri = _uri(self._path, "mode=ro")
-        elif nbytes_of(self._directory / _WAL):
+        elif nbytes_of(self._directory / WAL):
             return self._open_copy()
         else:
             uri = _uri(self._path, "mode=ro&immutable=1")
@@ -433,7 +430,7 @@ class IndexReader:
         """Open a copy and delete its files, so that a killed process leaves none."""
         with contextlib.ExitStack() as stack:
             directory = _make_scratch(self._path, stack)
-            for name in (INDEX, _WAL):
+            for name in (INDEX, WAL):
                 with (self._directory / name).open("rb") as source:
                     _copy(self._path, source, directory / name)
             return self._open_at(_uri(directory / INDEX, "mode=rw"))

@@ -26,9 +26,7 @@ from kvtier.tiers.slab.lock import (
     PATIENCE,
     Patience,
     acquire,
-    is_tool,
     name_holder,
-    passing_holder,
     try_acquire,
 )
 from kvtier.types import LayoutFingerprint
@@ -39,17 +37,13 @@ __all__ = [
     "LAYOUT",
     "SLOTS",
     "Layout",
+    "LayoutVersionError",
     "Namespace",
-    "Occupied",
     "find_foreign_file",
     "has_namespace_name",
-    "is_of_other_version",
-    "is_ours",
     "nbytes_of",
     "open_root",
-    "read_layout",
     "require_layout",
-    "why_unreadable",
 ]
 
 LAYOUT: Final = "layout.json"
@@ -71,6 +65,10 @@ _FORMAT: Final = "kvtier slab"
 _VERSION: Final = 1
 _NAME: Final = re.compile("[0-9a-f]{16}")
 _OPENER: Final = "another process that is still opening it (try again)"
+
+
+class LayoutVersionError(ValueError):
+    """A ``layout.json`` is of another version of kvtier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +105,28 @@ class Layout:
         """Parse the text of the file.
 
         Raises:
-            ValueError: It is not a layout of this version.
+            LayoutVersionError: Another version of kvtier wrote it.
+            ValueError: It is not a layout.
         """
-        content = _parse(text)
-        label = content.get("model", "") if isinstance(content, dict) else ""
+        try:
+            content = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("it is nested too deep") from error
         match content:
+            case {"format": form, "version": int(version)} if (
+                form == _FORMAT and 0 < version != _VERSION
+            ):
+                raise LayoutVersionError(f"it has version {version}; this kvtier {_VERSION}")
             case {
                 "format": str(form),
                 "version": int(version),
                 "slot_nbytes": int(slot_nbytes),
                 "fingerprint": dict(fields),
-            }:
-                pass
+            } if (form, version) == (_FORMAT, _VERSION):
+                label = str(content.get("model", ""))
+                return cls(LayoutFingerprint(fields, label), slot_nbytes)
             case _:
                 raise ValueError("it does not describe a kvtier store")
-        if (form, version) != (_FORMAT, _VERSION):
-            raise ValueError(
-                f"it has format {form!r}, version {version}; this kvtier {_VERSION}"
-            )
-        return cls(LayoutFingerprint(fields, str(label)), slot_nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Occupied:
-    """A namespace that is locked, but not by a running engine.
-
-    Attributes:
-        directory: Its directory.
-        holder: Holder of the lock, for people.
-        by_tool: Whether the holder is a tool; otherwise it seems to be the I/O process of an
-            engine that died.
-    """
-
-    directory: Path
-    holder: str
-    by_tool: bool
 
 
 class Namespace:
@@ -187,21 +172,10 @@ class Namespace:
         return namespace
 
     @classmethod
-    def open_idle(cls, directory: Path, io: BlockIo) -> Self | Occupied | None:
-        """Lock ``directory`` if it is a namespace that no engine has open.
-
-        Returns:
-            The locked namespace; or :class:`Occupied` if its holder will release it soon; None
-            if an engine has it open or it is foreign.
-        """
-        if not is_ours(directory, io):
-            return None
+    def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
+        """Lock the namespace ``directory``; return None if it is locked or cannot be."""
         try:
-            if find_foreign_file(directory):
-                return None
-            with contextlib.suppress(BlockingIOError):
-                return cls(directory, try_acquire(directory, io), io)
-            return _occupied(directory)
+            return cls(directory, try_acquire(directory, io), io)
         except OSError:
             return None
 
@@ -388,74 +362,17 @@ def nbytes_of(path: Path) -> int:
         return 0
 
 
-def read_layout(directory: Path, io: BlockIo) -> Layout | None:
-    """Return the layout in ``directory``; None if ``directory`` is not a namespace."""
-    try:
-        return require_layout(directory, io)
-    except (OSError, ValueError, StoreDamagedError):
-        return None
-
-
 def require_layout(directory: Path, io: BlockIo) -> Layout:
     """Return the layout of a namespace.
 
     Raises:
         OSError: ``directory`` is not a directory, or its files cannot be read.
-        ValueError: Its ``layout.json`` is not one of this version.
+        LayoutVersionError: Another version of kvtier wrote its ``layout.json``.
+        ValueError: Its ``layout.json`` is not one of kvtier's.
         StoreDamagedError: It has foreign files.
     """
     _require_own_files("", directory)
     return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
-
-
-def is_of_other_version(directory: Path, io: BlockIo) -> bool:
-    """Return whether ``directory`` is a namespace of another version of kvtier."""
-    return _version_of(directory, io) not in {None, _VERSION}
-
-
-def _version_of(directory: Path, io: BlockIo) -> int | None:
-    """Return the version of a namespace's layout, None if ``directory`` is not a namespace."""
-    try:
-        _require_own_files("", directory)
-        content = _parse(io.read_bytes(directory / LAYOUT))
-    except (OSError, ValueError, StoreDamagedError):
-        return None
-    match content:
-        case {"format": str(form), "version": int(version)} if form == _FORMAT and version > 0:
-            return version
-        case _:
-            return None
-
-
-def why_unreadable(directory: Path, io: BlockIo) -> str:
-    """Return why ``directory`` cannot be read as a namespace; empty if it can.
-
-    Empty also for a directory that does not look like a namespace: one that can be entered and
-    has no slots.
-    """
-    try:
-        require_layout(directory, io)
-        return find_foreign_file(directory)
-    except PermissionError:
-        return "this user may not look into it"
-    except (OSError, ValueError, StoreDamagedError):
-        with contextlib.suppress(OSError):  # it is a file or a broken link
-            if nbytes_of(directory / SLOTS) and _version_of(directory, io) is None:
-                return f"it has slots and no readable {LAYOUT}"
-    return ""
-
-
-def is_ours(directory: Path, io: BlockIo) -> bool:
-    """Return whether ``directory`` is a namespace of this version."""
-    layout = read_layout(directory, io)
-    return layout is not None and layout.fingerprint.namespace() == directory.name
-
-
-def _occupied(directory: Path) -> Occupied | None:
-    holder = passing_holder(directory)
-    if not holder:
-        return None
-    return Occupied(directory, holder, is_tool(holder))
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:
@@ -481,18 +398,6 @@ def _require_own_files(tier: str, directory: Path) -> None:
         foreign = printable(min(names - {LOCK, _DRAFT}))
         problem = f"it has {foreign} but no {LAYOUT}"
         raise StoreDamagedError(tier, _unusable(directory, problem))
-
-
-def _parse(text: str | bytes) -> object:
-    """Parse the text of a ``layout.json``.
-
-    Raises:
-        ValueError: It is not JSON, or nested too deep.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
 
 
 def _unusable(directory: Path, problem: str) -> str:

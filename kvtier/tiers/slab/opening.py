@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import sqlite3
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, Remark
 from kvtier.errors import (
     ConfigError,
     StoreDamagedError,
@@ -27,7 +28,6 @@ from kvtier.errors import (
 )
 from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
 from kvtier.tiers.slab.index import (
     IndexDatabase,
@@ -36,7 +36,14 @@ from kvtier.tiers.slab.index import (
     no_rows,
 )
 from kvtier.tiers.slab.lock import PATIENCE
-from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
+from kvtier.tiers.slab.namespace import SLOTS, Layout, Namespace, open_root
+from kvtier.tiers.slab.neighbours import (
+    Found,
+    Neighbour,
+    describe,
+    find_directories,
+    unusable,
+)
 from kvtier.tiers.slab.removals import RemovalReason, mark_keys
 from kvtier.tiers.slab.schema import (
     IndexDamagedError,
@@ -44,7 +51,8 @@ from kvtier.tiers.slab.schema import (
     damage_raised,
     is_full,
 )
-from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
+from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec, no_room
+from kvtier.tiers.slab.start_plan import Opening, plan_start, room_needed
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "open_store", "release_store", "slots_within"]
@@ -98,21 +106,26 @@ def open_store(
         StoreDamagedError: The path has no store of this layout.
         TierUnavailableError: The medium failed.
     """
-    capacity_slots = slots_within(options, context)
+    spec = SlotFileSpec(
+        tier=options.name,
+        path=options.path / context.fingerprint.namespace() / SLOTS,
+        capacity_slots=slots_within(options, context),
+        slot_nbytes=context.slot_nbytes,
+        direct_io=options.direct_io,
+    )
     try:
         with contextlib.ExitStack() as stack:
-            namespace = _open_namespace(options, context, capacity_slots, io, stack)
-            file_spec = _file_spec(options, context, namespace, capacity_slots)
-            file = SlotFile.open_as_found(file_spec, io)
+            namespace = _open_namespace(options, context, spec, io, stack)
+            file = SlotFile.open(spec, io)
             stack.callback(file.close)
             # On a full disk the index uses the room that a lower capacity frees. The file's
             # size still says which slots exist, whenever this is interrupted.
-            file.truncate(file_spec)
+            file.truncate(spec)
             database, rows = _open_index(options, context, namespace, file, io)
             stack.callback(database.close)
             # Rows without slots are deleted durably before the file grows. After that its size
             # no longer says which slots were written, and their chunks would all be misses.
-            file.reserve(file_spec)
+            file.reserve(spec)
             if options.durability == "power":
                 namespace.sync()
             stack.pop_all()
@@ -160,7 +173,7 @@ def release_store(store: OpenStore) -> None:
 def _open_namespace(
     options: NvmeTierConfig,
     context: TierContext,
-    capacity_slots: int,
+    spec: SlotFileSpec,
     io: BlockIo,
     stack: contextlib.ExitStack,
 ) -> Namespace:
@@ -172,14 +185,18 @@ def _open_namespace(
         stack.callback(namespace.close)
     if options.durability == "power":
         namespace.sync()  # if this fails, nothing has been removed yet
-    _make_room(options, namespace, _file_spec(options, context, namespace, capacity_slots), io)
+    _make_room(options, namespace, Opening(context.fingerprint.fields, spec.nbytes), spec, io)
     return namespace
 
 
 def _make_room(
-    options: NvmeTierConfig, namespace: Namespace, spec: SlotFileSpec, io: BlockIo
+    options: NvmeTierConfig,
+    namespace: Namespace,
+    opening: Opening,
+    spec: SlotFileSpec,
+    io: BlockIo,
 ) -> None:
-    """Make room, waiting for processes that have namespaces open for a short time.
+    """Remove other namespaces, waiting for processes that have one open for a short time.
 
     The store's lock is released between attempts, because those processes may need it.
 
@@ -187,32 +204,109 @@ def _make_room(
         StoreLockedError: A process takes longer than PATIENCE.
     """
 
-    def attempt(*, patient: bool) -> Occupied | None:
-        with open_root(options.name, options.path, io):
-            return make_room(namespace, spec, options, io, patient=patient)
+    def attempt(*, patient: bool) -> Neighbour | None:
+        with open_root(options.name, options.path, io), contextlib.ExitStack() as stack:
+            around = _lock_others(namespace, io, stack, patient=patient)
+            return _remove_others(options, namespace, opening, spec, io, around)
 
     for _ in PATIENCE.attempts():
         if attempt(patient=True) is None:
             return
-    if (occupied := attempt(patient=False)) is not None:
+    if (awaited := attempt(patient=False)) is not None:
         raise StoreLockedError(
             options.name,
-            occupied.directory,
-            occupied.holder,
+            awaited.directory,
+            awaited.holder,
             "the capacity is not enough beside it: let that finish, or end it, and start again",
         )
 
 
-def _file_spec(
-    options: NvmeTierConfig, context: TierContext, namespace: Namespace, capacity_slots: int
-) -> SlotFileSpec:
-    return SlotFileSpec(
-        tier=options.name,
-        path=namespace.slots_path,
-        capacity_slots=capacity_slots,
-        slot_nbytes=context.slot_nbytes,
-        direct_io=options.direct_io,
+class _Surroundings(NamedTuple):
+    """The other namespaces of a store.
+
+    Attributes:
+        found: The directories.
+        neighbours: The namespaces.
+        locked: Those that this start has locked.
+    """
+
+    found: Sequence[Found]
+    neighbours: Sequence[Neighbour]
+    locked: Mapping[Path, Namespace]
+
+
+def _lock_others(
+    own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
+) -> _Surroundings:
+    """Lock the idle namespaces beside ``own`` until ``stack`` ends."""
+    root = own.directory.parent
+    found = [each for each in find_directories(root, io) if each.directory != own.directory]
+    neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
+    for each in found:
+        if not each.is_namespace:
+            continue
+        other = Namespace.open_idle(each.directory, io)
+        if other is not None:
+            stack.callback(other.close)
+            locked[each.directory] = other
+        neighbours.append(describe(each, is_locked=other is None, patient=patient))
+    return _Surroundings(found, neighbours, locked)
+
+
+def _remove_others(
+    options: NvmeTierConfig,
+    own: Namespace,
+    opening: Opening,
+    spec: SlotFileSpec,
+    io: BlockIo,
+    around: _Surroundings,
+) -> Neighbour | None:
+    """Remove idle namespaces until the rest and this slot file fit the capacity.
+
+    The capacity limits the slot files. The index beside each takes some 120 bytes a slot and 20
+    MiB, which must be free when a slot file is created or grows. Nothing is removed if the disk
+    could not hold the file anyway.
+
+    Returns:
+        None if everything is within the capacity now. Otherwise the namespace to wait for; then
+        nothing was removed.
+
+    Raises:
+        ConfigError: The disk has too little room even without the idle namespaces; or one that
+            must be removed is protected, or was made by another version.
+        OSError: The file system failed.
+    """
+    plan = plan_start(opening, around.neighbours, options)
+    if plan.refusals:
+        raise ConfigError("\n".join(_line(options, each) for each in plan.refusals))
+    if plan.awaited is not None:
+        return plan.awaited
+    for remark in unusable(around.found):
+        logger.warning("%s", _line(options, remark))
+    _require_room(own, spec, plan.reclaimed_nbytes, io)
+    for remark in plan.warnings:
+        logger.warning("%s", _line(options, remark))
+    for each in plan.removed:
+        if not each.slots_nbytes:
+            logger.info("tier %s: removing the rest of %s", options.name, each.directory)
+        around.locked[each.directory].remove()
+    return None
+
+
+def _line(options: NvmeTierConfig, remark: Remark) -> str:
+    return f"tier {options.name}: {remark.problem}; {remark.remedy}"
+
+
+def _require_room(
+    own: Namespace, spec: SlotFileSpec, reclaimed_nbytes: int, io: BlockIo
+) -> None:
+    """Raise ConfigError if the disk cannot hold the slot file and its index."""
+    slots_nbytes, index_nbytes = room_needed(
+        spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes
     )
+    free_nbytes = io.free_nbytes(own.directory)
+    if free_nbytes is not None and free_nbytes + reclaimed_nbytes < slots_nbytes + index_nbytes:
+        raise no_room(spec, free_nbytes, index_nbytes)
 
 
 def _open_index(

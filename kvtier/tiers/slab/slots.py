@@ -75,23 +75,6 @@ class SlotFile:
 
     @classmethod
     def open(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
-        """Open or create the file, reserve its room, and use O_DIRECT if possible.
-
-        Raises:
-            ConfigError: The disk has too little room, or O_DIRECT is required and unsupported.
-            OSError: The file system failed otherwise.
-        """
-        file = cls.open_as_found(spec, io)
-        try:
-            file.truncate(spec)
-            file.reserve(spec)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    @classmethod
-    def open_as_found(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
         """Open or create the file without changing its size.
 
         Call :meth:`truncate` and :meth:`reserve` before using it.

@@ -10,77 +10,25 @@ A cache that holds chunks and was used within ``keep_for`` is removed only with
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from kvtier.config import NvmeTierConfig, Remark, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.index import index_room_nbytes
-from kvtier.units import approximate_duration, approximate_size
+from kvtier.tiers.slab.neighbours import Neighbour, State
+from kvtier.units import approximate_size
 
 __all__ = [
-    "Neighbour",
     "Opening",
     "StartPlan",
-    "State",
     "describe_difference",
     "plan_start",
+    "room_needed",
     "slab_options",
-    "wanted_nbytes",
 ]
-
-
-class State(enum.Enum):
-    """State of a namespace."""
-
-    IDLE = "idle"
-    """No process has the namespace open."""
-    ENGINE = "engine"
-    """An engine has the namespace open, within a capacity of its own."""
-    PASSING = "passing"
-    """A tool or the I/O process of a dead engine has the namespace open for a short time."""
-    OTHER_VERSION = "other version"
-    """Another version of kvtier made the namespace, so it stays; no process has it open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A namespace in the same store as the one that is opened.
-
-    Attributes:
-        directory: Its directory.
-        state: Whether the namespace is open, and by what.
-        slots_nbytes: Bytes of the slot file; 0 if there is none.
-        slot_nbytes: Bytes of one slot; 0 if unknown.
-        model: The model's name for people.
-        fields: Its identity; None if another version made it.
-        chunks: Number of chunks; None if unknown.
-        last_opened: When an engine opened it, comparable with other namespaces' times.
-        last_used_s: When it was last written or copied here, in seconds since the epoch.
-        holder: Process that has it open, for people; empty if there is none.
-    """
-
-    directory: Path
-    state: State
-    slots_nbytes: int
-    slot_nbytes: int = 0
-    model: str = "unknown"
-    fields: Fields | None = None
-    chunks: int | None = None
-    last_opened: int = 0
-    last_used_s: float = 0.0
-    holder: str = ""
-
-    def describe(self, now_s: float) -> str:
-        """Return a description of the cache for a message."""
-        held = approximate_size(self.slots_nbytes)
-        if self.chunks is not None:
-            held += f" with {self.chunks:,} chunk{'' if self.chunks == 1 else 's'}"
-        age = approximate_duration(max(now_s - self.last_used_s, 0))
-        return f"the cache of model {self.model} in {self.directory} ({held}, used {age} ago)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +43,7 @@ class Opening:
 
     fields: Fields
     nbytes: int
-    now_s: float
+    now_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +112,9 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
     return options
 
 
-def wanted_nbytes(nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int) -> int:
+def room_needed(
+    nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int
+) -> tuple[int, int]:
     """Return the disk room that a slot file and its index still need.
 
     Args:
@@ -174,8 +124,9 @@ def wanted_nbytes(nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbyt
         own_index_nbytes: Present bytes of the index.
     """
     if nbytes <= own_slots_nbytes:
-        return 0
-    return nbytes - own_slots_nbytes + max(index_room_nbytes(slots) - own_index_nbytes, 0)
+        return 0, 0
+    index_nbytes = max(index_room_nbytes(slots) - own_index_nbytes, 0)
+    return nbytes - own_slots_nbytes, index_nbytes
 
 
 def describe_difference(theirs: Fields | None, ours: Fields) -> str:

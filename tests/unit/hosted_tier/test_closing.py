@@ -83,7 +83,7 @@ async def test_a_host_that_starts_again_too_late_is_ended(
     harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[process.HostProcess] = []
-    start = client._start
+    start = process.HostProcess.start
 
     def close_meanwhile(
         options: TierConfig, context: TierContext
@@ -94,7 +94,7 @@ async def test_a_host_that_starts_again_too_late_is_ended(
         return found
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(client, "_start", close_meanwhile)
+    monkeypatch.setattr(process.HostProcess, "start", close_meanwhile)
     keys = make_keys([1])
     await harness.put(keys, [0])
     kill(harness.tier, signal.SIGKILL)

@@ -38,7 +38,7 @@ async def test_a_reset_for_which_no_host_could_be_started_is_owed(
     await harness.put(keys[:2], [0, 1])
     kill(harness.tier, signal.SIGKILL)
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_start", refuse_to_start)
+        patch.setattr(process.HostProcess, "start", refuse_to_start)
         with pytest.raises(TierUnavailableError, match="no more processes"):
             await harness.tier.reset()
         assert await harness.get(keys[:1], [0]) == [FAILED]
@@ -77,7 +77,7 @@ async def test_a_reset_that_closing_cannot_make_up_for_either_is_said_to_be_lost
 ) -> None:
     await harness.put(make_keys([1]), [0])
     kill(harness.tier, signal.SIGKILL)
-    monkeypatch.setattr(client, "_start", refuse_to_start)
+    monkeypatch.setattr(process.HostProcess, "start", refuse_to_start)
     with pytest.raises(TierUnavailableError):
         await harness.tier.reset()
     await harness.tier.aclose()

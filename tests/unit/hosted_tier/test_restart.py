@@ -13,11 +13,11 @@ from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.hosted import HostedTier, client, connection, process
+from kvtier.tiers.hosted import HostedTier, connection, process
 from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, let_no_host_end, opened
 
 Started = tuple[process.HostProcess, process.Opened]
-start = client._start
+start = process.HostProcess.start
 
 
 def call_at_start(
@@ -33,7 +33,7 @@ def call_at_start(
         loop.call_soon_threadsafe(call)
         return found
 
-    monkeypatch.setattr(client, "_start", start_and_call)
+    monkeypatch.setattr(process.HostProcess, "start", start_and_call)
     return hosts
 
 

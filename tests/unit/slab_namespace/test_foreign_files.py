@@ -151,7 +151,7 @@ def test_other_slots_under_the_same_fingerprint_are_refused(open_tier: Opener) -
     ("changes", "message"),
     [
         ({"version": 2}, "version 2"),
-        ({"format": "tar"}, "format 'tar'"),
+        ({"format": "tar"}, "does not describe a kvtier store"),
         ({"fingerprint": {"model": "m", "ranks": 2}}, "ranks is 2, this engine's 1"),
         ({"slot_nbytes": "many"}, "does not describe a kvtier store"),
     ],

@@ -1,0 +1,194 @@
+"""The namespaces of a store: one walk over its directories, for a start and for the commands.
+
+A start locks what it finds, and ``kvtier check`` only looks. So the walk reads the files, and
+its caller says who has a namespace open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.config import Remark
+from kvtier.errors import StoreDamagedError
+from kvtier.tiers.base import Fields
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.inspect import WAL, StoredNamespace, count_chunks
+from kvtier.tiers.slab.lock import LOCK, is_tool, last_opened, passing_holder, read_holder
+from kvtier.tiers.slab.namespace import (
+    INDEX,
+    LAYOUT,
+    SLOTS,
+    Layout,
+    LayoutVersionError,
+    find_foreign_file,
+    has_namespace_name,
+    nbytes_of,
+    require_layout,
+)
+from kvtier.units import approximate_duration, approximate_size
+
+__all__ = ["Found", "Neighbour", "State", "describe", "find_directories", "unusable"]
+
+
+class State(enum.Enum):
+    """State of a namespace."""
+
+    IDLE = "idle"
+    """No process has the namespace open."""
+    ENGINE = "engine"
+    """An engine has the namespace open, within a capacity of its own."""
+    PASSING = "passing"
+    """A tool or the I/O process of a dead engine has the namespace open for a short time."""
+    OTHER_VERSION = "other version"
+    """Another version of kvtier made the namespace, so it stays; no process has it open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A directory with the name of a namespace.
+
+    Attributes:
+        directory: The directory.
+        layout: Its layout; None if it has none of this version.
+        is_other_version: Whether another version of kvtier made it.
+        problem: Why this user cannot use it, although it looks like a namespace; else empty.
+    """
+
+    directory: Path
+    layout: Layout | None = None
+    is_other_version: bool = False
+    problem: str = ""
+
+    @property
+    def is_namespace(self) -> bool:
+        """Whether this is a usable namespace of any version."""
+        if self.problem:
+            return False
+        if self.layout is None:
+            return self.is_other_version
+        return self.layout.fingerprint.namespace() == self.directory.name
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A namespace in the same store as the one that is opened.
+
+    Attributes:
+        directory: Its directory.
+        state: Whether the namespace is open, and by what.
+        layout: Meaning of its bytes; None if another version made it.
+        slots_nbytes: Bytes of the slot file; 0 if there is none.
+        chunks: Number of chunks; None if unknown.
+        last_opened: When an engine opened it, comparable with other namespaces' times.
+        last_used_s: When it was last written or copied here, in seconds since the epoch.
+        holder: Process that has it open, for people; empty if there is none.
+    """
+
+    directory: Path
+    state: State
+    layout: Layout | None
+    slots_nbytes: int
+    chunks: int | None
+    last_opened: int
+    last_used_s: float
+    holder: str
+
+    @property
+    def fields(self) -> Fields | None:
+        """Its identity; None if another version made it."""
+        return None if self.layout is None else self.layout.fingerprint.fields
+
+    @property
+    def model(self) -> str:
+        """The model's name for people."""
+        return "unknown" if self.layout is None else self.layout.model
+
+    def describe(self, now_s: float) -> str:
+        """Return a description of the cache for a message."""
+        held = approximate_size(self.slots_nbytes)
+        if self.chunks is not None:
+            held += f" with {self.chunks:,} chunk{'' if self.chunks == 1 else 's'}"
+        age = approximate_duration(max(now_s - self.last_used_s, 0))
+        return f"the cache of model {self.model} in {self.directory} ({held}, used {age} ago)"
+
+
+def find_directories(root: Path, io: BlockIo) -> list[Found]:
+    """Return the directories in ``root`` that have the name of a namespace."""
+    return [_look_at(path, io) for path in root.iterdir() if has_namespace_name(path)]
+
+
+def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
+    """Return what is known about a namespace; chunks are counted only if it is idle.
+
+    Args:
+        found: The namespace.
+        is_locked: Whether another process has it locked.
+        patient: Whether a holder whose process is not found counts as the I/O process of an
+            engine that died. Otherwise it counts as an engine, because it may run in another
+            container.
+
+    Raises:
+        OSError: Its files cannot be looked at.
+    """
+    directory, layout = found.directory, found.layout
+    state, holder = State.OTHER_VERSION if found.is_other_version else State.IDLE, ""
+    if is_locked:
+        holder = passing_holder(directory)
+        is_passing = is_tool(holder) or (patient and bool(holder))
+        state = State.PASSING if is_passing and layout is not None else State.ENGINE
+        holder = holder or read_holder(directory) or "another process"
+    slots_nbytes = nbytes_of(directory / SLOTS)
+    chunks = None
+    if layout is not None and state is State.IDLE and slots_nbytes:
+        chunks = count_chunks(StoredNamespace(directory, layout))
+    return Neighbour(
+        directory=directory,
+        state=state,
+        layout=layout,
+        slots_nbytes=slots_nbytes,
+        chunks=chunks,
+        last_opened=last_opened(directory),
+        last_used_s=max(_times_of_use(directory), default=0.0),
+        holder=holder,
+    )
+
+
+def unusable(found: Sequence[Found]) -> Iterator[Remark]:
+    """Yield a remark on each directory that takes room and cannot be used."""
+    for each in found:
+        if each.problem:
+            problem = (
+                f"{each.directory} looks like a cache of kvtier's, but {each.problem}: its "
+                "room is not counted against the capacity"
+            )
+            yield Remark("path", problem, "remove it, or let this user read it")
+
+
+def _look_at(directory: Path, io: BlockIo) -> Found:
+    layout, is_other_version = None, False
+    try:
+        try:
+            layout = require_layout(directory, io)
+        except LayoutVersionError:
+            is_other_version = True
+        return Found(directory, layout, is_other_version, find_foreign_file(directory))
+    except PermissionError:
+        return Found(directory, problem="this user may not look into it")
+    except (OSError, ValueError, StoreDamagedError):
+        with contextlib.suppress(OSError):  # it is a file or a broken link
+            if nbytes_of(directory / SLOTS):
+                return Found(directory, problem=f"it has slots and no readable {LAYOUT}")
+        return Found(directory)
+
+
+def _times_of_use(directory: Path) -> Iterator[float]:
+    """Yield the times of the files whose times say when a namespace was used."""
+    for name in (SLOTS, INDEX, WAL, LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            status = (directory / name).stat()
+            # The change time counts as well: a copy may keep the original's modification time.
+            yield max(status.st_mtime, status.st_ctime)
