@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import KvtierConfig, load_config
+from kvtier.config import KvtierConfig, VllmEntryPoint, load_config
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
 from kvtier.memory.slot_layout import RankShare
-from kvtier.vllm.opening import offer_region, open_cache, require_same_file
+from kvtier.vllm.opening import (
+    offer_region,
+    open_cache,
+    read_settings,
+    require_same_file,
+)
 from kvtier.vllm.pages import SlotShape
 from tests.unit.test_vllm_content import FACTS
 
@@ -60,3 +65,16 @@ def test_a_tier_that_is_smaller_than_all_ranks_chunk_is_refused(tmp_path: Path) 
     engine = replace(FACTS, rank=0, world_size=1)
     with pytest.raises(ConfigError, match="smaller than one chunk"):
         offer_region(engine, config(tmp_path, "8KiB"), SHAPE, content="layers")
+
+
+@pytest.mark.parametrize(("entry_point", "path"), [("connector", "direct"), ("spec", "staged")])
+def test_an_engine_reads_the_file_that_vllm_names(
+    tmp_path: Path, entry_point: str, path: str
+) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: [{kind: ram, capacity: 1MiB}]\n")
+    engine = replace(FACTS, extra_config={"kvtier_config": str(file)})
+    settings = read_settings(engine, VllmEntryPoint(entry_point))
+    assert settings.transfer.load_path == path
+    with pytest.raises(ConfigError, match=f"vllm-args FILE --entry-point {entry_point}`"):
+        read_settings(FACTS, VllmEntryPoint(entry_point))
