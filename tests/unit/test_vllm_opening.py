@@ -6,15 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier.config import KvtierConfig, VllmEntryPoint, load_config
+from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
+from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import RankShare
 from kvtier.vllm.opening import (
     offer_region,
     open_cache,
+    open_device,
     read_settings,
     require_same_file,
 )
@@ -48,6 +52,38 @@ def test_the_scheduler_attaches_to_the_memory_of_its_workers(tmp_path: Path) -> 
     finally:
         attached.close()
         created.close()
+
+
+def kv_of(page_nbytes: int) -> KVBlocks:
+    return KVBlocks([torch.zeros((8, page_nbytes), dtype=torch.int8)], [[(0, page_nbytes)]])
+
+
+def test_a_worker_copies_between_its_blocks_and_the_tier(tmp_path: Path) -> None:
+    engine = replace(FACTS, engine_id=f"device-{tmp_path.name}", rank=0, world_size=1)
+    block_nbytes = SHAPE.stripe_nbytes // engine.blocks_per_chunk
+    kv = kv_of(block_nbytes)
+    device = open_device(engine, config(tmp_path), kv, SHAPE, content="layers")
+    worker = ConnectorWorker(device)
+    try:
+        kv.tensors[0][0:4] = 7
+        for purpose, blocks in (("store", range(4)), ("load", range(4, 8))):
+            plan = device.plan(list(blocks), [4], [0], [2])
+            start = device.store if purpose == "store" else device.load
+            start(blocks.start, plan, [1])
+            device.wait({blocks.start})
+            (result,) = device.poll()
+            assert result.is_whole, result.error
+        assert bool((kv.tensors[0] == 7).all())
+    finally:
+        worker.shutdown()
+
+
+def test_memory_that_does_not_fit_the_slots_leaves_no_tier_behind(tmp_path: Path) -> None:
+    engine = replace(FACTS, engine_id=f"misfit-{tmp_path.name}", rank=0, world_size=1)
+    settings = config(tmp_path)
+    for _ in range(2):  # the name of the memory is free again
+        with pytest.raises(UnsupportedError):
+            open_device(engine, settings, kv_of(1 << 20), SHAPE, content="layers")
 
 
 def test_memory_from_another_file_is_refused(tmp_path: Path) -> None:
