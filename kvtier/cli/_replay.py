@@ -118,20 +118,14 @@ def _check_beside(config: KvtierConfig) -> None:
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
     """Measure the disks whose speed is not given, as ``kvtier doctor`` does."""
-    from kvtier.doctor.rates import measure_tier_rates  # noqa: PLC0415
+    from kvtier.doctor.rates import measure_store  # noqa: PLC0415
 
     speeds = {}
     for tier in config.tiers:
         store = tier.local_store()
         if store is None or tier.name in given:
             continue
-        rates = measure_tier_rates(
-            store.path if store.path.is_dir() else store.path.parent,
-            piece_bytes=config.transfer.piece_bytes,
-            threads=config.transfer.io_threads,
-            seconds=_MEASURE_S,
-            direct_io=store.direct_io or "auto",
-        )
+        rates = measure_store(config, store, seconds=_MEASURE_S)
         speeds[tier.name] = TierSpeed(
             rates.read_bytes_per_s, rates.write_bytes_per_s, rates.read_p50_s
         )

@@ -15,11 +15,10 @@ from kvtier.config._engine import (
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
 from kvtier.config._kinds import (
-    TIER_GROUP,
-    has_custom_policies,
     is_built_in,
     load_tier,
     options_of,
+    schema,
 )
 from kvtier.config._load import load_config, parse_config, parse_tier
 from kvtier.config._models import (
@@ -37,12 +36,10 @@ from kvtier.config._models import (
     check_chunk_fits,
     slot_nbytes,
 )
-from kvtier.config._schema import schema
 from kvtier.config._yaml import Origin
 
 __all__ = [
     "RANK_PLACEHOLDER",
-    "TIER_GROUP",
     "Duration",
     "EngineConfig",
     "Environment",
@@ -64,7 +61,6 @@ __all__ = [
     "check_chunk_fits",
     "child_environment",
     "environment",
-    "has_custom_policies",
     "has_rank_paths",
     "is_built_in",
     "load_config",

@@ -1,4 +1,4 @@
-"""Tier kinds: the built-in ones, those of installed packages, and any class.
+"""Tier kinds: the built-in ones, those of installed packages, and any class; their JSON Schema.
 
 Reading a configuration imports no built-in tier, only the model of its options.
 """
@@ -20,39 +20,27 @@ from kvtier.policies.registry import (
 )
 
 __all__ = [
-    "TIER_GROUP",
-    "has_custom_policies",
     "installed_kinds",
     "is_built_in",
     "load_tier",
     "options_of",
+    "schema",
 ]
 
-TIER_GROUP: Final = "kvtier.tiers"
+_TIER_GROUP: Final = "kvtier.tiers"
 """Entry points: a kind's name -> a class with ``Options: type[TierConfig]``."""
 _BUILT_IN: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": NvmeTierConfig}
 
 
 def installed_kinds() -> tuple[str, ...]:
     """Return the names of all tier kinds, the built-in ones first."""
-    others = entry_points(group=TIER_GROUP).names - _BUILT_IN.keys()
+    others = entry_points(group=_TIER_GROUP).names - _BUILT_IN.keys()
     return (*_BUILT_IN, *sorted(others))
 
 
 def is_built_in(kind: str) -> bool:
     """Return whether ``kind`` is one of kvtier's own."""
     return kind in _BUILT_IN
-
-
-def has_custom_policies(config: KvtierConfig) -> bool:
-    """Return whether ``config`` names a policy of another package."""
-    rules = config.placement
-    evictions = {*config.shadow, *(tier.eviction for tier in config.tiers)}
-    return not (
-        evictions <= EVICTIONS.built_in.keys()
-        and rules.policy in PLACEMENTS.built_in
-        and rules.admit in ADMISSIONS.built_in
-    )
 
 
 def options_of(kind: str) -> type[TierConfig]:
@@ -93,10 +81,63 @@ def load_tier(kind: str) -> Any:  # noqa: ANN401 - of another package
 
 def _point(kind: str) -> EntryPoint:
     if re.match(CLASS_PATTERN, kind):
-        return EntryPoint(name=kind, value=kind, group=TIER_GROUP)
-    installed = entry_points(group=TIER_GROUP)
+        return EntryPoint(name=kind, value=kind, group=_TIER_GROUP)
+    installed = entry_points(group=_TIER_GROUP)
     if kind not in installed.names:
         known = ", ".join(installed_kinds())
         remedy = "or name a class as module:Class"
         raise ConfigError(f"unknown tier kind {kind!r}; installed: {known}; {remedy}")
     return installed[kind]
+
+
+# Schemas are made in pydantic's mode "serialization" because only there are defaults written
+# as in a file (512MiB, not 536870912); what a model reads and writes is otherwise the same.
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a file, including every installed tier kind.
+
+    Raises:
+        ConfigError: The package that provides a tier kind is broken.
+    """
+    root = KvtierConfig.model_json_schema(mode="serialization")
+    definitions = root["$defs"]
+    definitions.pop("TierConfig", None)
+    references = []
+    for kind in installed_kinds():
+        tier = _tier_schema(kind)
+        definitions.update(tier.pop("$defs", {}))
+        definitions[f"tier-{kind}"] = tier
+        references.append({"$ref": f"#/$defs/tier-{kind}"})
+    definitions["tier-class"] = _schema_of_classes()
+    references.append({"$ref": "#/$defs/tier-class"})
+    root["properties"]["tiers"]["items"] = {"oneOf": references}
+    root["properties"]["shadow"]["items"] = EVICTIONS.schema()
+    placement = definitions["PlacementConfig"]["properties"]
+    placement["policy"] |= PLACEMENTS.schema()
+    placement["admit"] |= ADMISSIONS.schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **root,
+        "title": "kvtier configuration",
+        "description": "Tiers for an LLM engine's KV cache, fastest first.",
+    }
+
+
+def _schema_of_classes() -> dict[str, Any]:
+    """Return the schema of a tier of kind ``module:Class``, which accepts any keys."""
+    tier = TierConfig.model_json_schema(mode="serialization")
+    tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
+    tier["properties"]["eviction"] |= EVICTIONS.schema()
+    return {**tier, "additionalProperties": True, "title": "tier of a class"}
+
+
+def _tier_schema(kind: str) -> dict[str, Any]:
+    tier = options_of(kind).model_json_schema(mode="serialization")
+    properties = tier["properties"]
+    description = properties["kind"].get("description", "")
+    properties["kind"] = {"const": kind, "description": description}
+    # A model may have a default for `kind`; a file must state `kind`.
+    tier["required"] = ["kind", *(key for key in tier.get("required", ()) if key != "kind")]
+    properties["eviction"] |= EVICTIONS.schema()
+    return {**tier, "title": f"{kind} tier"}

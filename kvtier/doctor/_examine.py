@@ -13,7 +13,6 @@ from kvtier.config import (
     KvtierConfig,
     LocalStore,
     TierConfig,
-    has_custom_policies,
     has_rank_paths,
     is_built_in,
     resolve_rank_paths,
@@ -22,6 +21,7 @@ from kvtier.doctor import _machine, _stores
 from kvtier.doctor._findings import Examination, Finding, Status
 from kvtier.errors import ConfigError
 from kvtier.os.limits import huge_page_pool, memory_limits
+from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
 from kvtier.units import approximate_size
 
 __all__ = ["examine", "examine_existing_stores"]
@@ -170,17 +170,7 @@ class _Examiner:
         if store.direct_io is not None:
             key = f"tiers[{number}].direct_io"
             yield rates.check_direct_io(name, place, store.direct_io, key)
-        transfer = self.config.transfer
-        measured = rates.measure_tier_rates(
-            place,
-            piece_bytes=transfer.piece_bytes,
-            # As many as one tier moves at once in one direction.
-            threads=min(
-                transfer.io_threads, max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
-            ),
-            seconds=seconds,
-            direct_io="off" if store.direct_io == "off" else "auto",
-        )
+        measured = rates.measure_store(self.config, store, seconds=seconds)
         self.examination.rates[name] = measured
         yield from rates.check_rates(name, measured)
 
@@ -232,20 +222,37 @@ def _check_values(config: KvtierConfig) -> Iterator[Finding]:
 
 def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
     """Check that policies and tiers from other packages load and are complete."""
+    # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
+    if _has_custom_policies(config):
+        from kvtier.manager.build import check_policies  # noqa: PLC0415
+
+        yield from _problems_of(check_policies, config)
+    if not all(is_built_in(tier.kind) for tier in config.tiers):
+        from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
+
+        yield from _problems_of(check_tiers, config)
+
+
+def _problems_of(
+    check: Callable[[KvtierConfig], None], config: KvtierConfig
+) -> Iterator[Finding]:
     try:
-        # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
-        if has_custom_policies(config):
-            from kvtier.manager.build import check_policies  # noqa: PLC0415
-
-            check_policies(config)
-        if not all(is_built_in(tier.kind) for tier in config.tiers):
-            from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
-
-            check_tiers(config)
+        check(config)
     except ConfigError as error:
         for line in str(error).splitlines():
             reason, _, remedy = line.rpartition("; ")
             yield Finding(_CHECK, Status.PROBLEM, reason or line, remedy)
+
+
+def _has_custom_policies(config: KvtierConfig) -> bool:
+    """Return whether ``config`` names a policy of another package."""
+    rules = config.placement
+    evictions = {*config.shadow, *(tier.eviction for tier in config.tiers)}
+    return not (
+        evictions <= EVICTIONS.built_in.keys()
+        and rules.policy in PLACEMENTS.built_in
+        and rules.admit in ADMISSIONS.built_in
+    )
 
 
 def _check_remarks(number: int, tier: TierConfig) -> Iterator[Finding]:

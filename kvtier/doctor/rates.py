@@ -28,6 +28,7 @@ from typing import Final, Literal
 import numpy as np
 from typing_extensions import override
 
+from kvtier.config import KvtierConfig, LocalStore
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, aligned_buffer
@@ -41,6 +42,7 @@ __all__ = [
     "check_direct_io",
     "check_rates",
     "direct_io_refusal",
+    "measure_store",
     "measure_tier_rates",
     "time_pieces",
 ]
@@ -173,13 +175,30 @@ class MeasuredRates:
     write_pieces: int
 
 
+def measure_store(config: KvtierConfig, store: LocalStore, *, seconds: float) -> MeasuredRates:
+    """Measure the disk of ``store`` as a tier of ``config`` uses it.
+
+    The file is in the store's directory, or beside it if it does not exist. For the other
+    arguments and the errors see :func:`measure_tier_rates`.
+    """
+    transfer = config.transfer
+    queued = max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
+    return measure_tier_rates(
+        store.path if store.path.is_dir() else store.path.parent,
+        piece_bytes=transfer.piece_bytes,
+        threads=min(transfer.io_threads, queued),
+        seconds=seconds,
+        direct_io="off" if store.direct_io == "off" else "auto",
+    )
+
+
 def measure_tier_rates(
     path: Path,
     *,
     piece_bytes: int,
     threads: int,
     seconds: float,
-    direct_io: DirectIo = "auto",
+    direct_io: Literal["auto", "off"] = "auto",
     io: NamelessIo | None = None,
 ) -> MeasuredRates:
     """Write, then read, random pieces of a nameless file in ``path``; blocks.
@@ -191,20 +210,21 @@ def measure_tier_rates(
         piece_bytes: Bytes of one call, a multiple of 4096.
         threads: Calls at once.
         seconds: Time to measure each direction.
-        direct_io: As in the tier's section of the configuration.
+        direct_io: Whether to bypass the page cache: if the file system can, or never.
         io: System calls to use; tests pass failing ones.
 
     Raises:
         CapacityError: Too little free space to measure.
-        ConfigError: ``direct_io`` is ``require`` and the file system does not support it.
+        ConfigError: The free space went away meanwhile.
         OSError: The medium failed.
         TierUnavailableError: The medium did not answer.
     """
     io = io or NamelessIo()
     slots = _pieces_that_fit(io.free_nbytes(path), piece_bytes)
-    if direct_io == "auto":  # decided here, because the slot file would log the fallback
-        direct_io = "off" if direct_io_refusal(path) else "require"
-    spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=direct_io)
+    # Decided here, because the slot file would log the fallback.
+    bypass = direct_io == "auto" and not direct_io_refusal(path)
+    mode: DirectIo = "require" if bypass else "off"
+    spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=mode)
     file = SlotFile.open(spec, io)
     buffers = _random_buffers(threads, piece_bytes)
     try:
