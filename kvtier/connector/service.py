@@ -24,9 +24,15 @@ from kvtier.connector.timing import LoadWaits, StepClock
 from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
-from kvtier.manager import LoadPlan, ResidencyEvent, StorePlan
+from kvtier.manager import (
+    NO_GENERATION,
+    NO_SLOT,
+    NOTHING_TO_STORE,
+    LoadPlan,
+    ResidencyEvent,
+    StorePlan,
+)
 from kvtier.manager.hits import Prompt
-from kvtier.manager.plans import NO_GENERATION, NO_SLOT, NOTHING_TO_STORE
 
 __all__ = ["CacheService"]
 

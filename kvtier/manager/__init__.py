@@ -13,29 +13,26 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
 
 These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
 (:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the jobs in flight and the
-:mod:`~kvtier.manager.reports`. ``plans`` and ``copies`` define the values that these modules
-exchange. ``build`` makes a manager from a configuration.
+:mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt. ``build`` makes a
+manager from a configuration.
 """
 
 from __future__ import annotations
 
 from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
 from kvtier.manager.estimates import LoadCost, prompt_tokens
-from kvtier.manager.plans import (
-    LoadPlan,
-    ManagerLimits,
-    ManagerSnapshot,
-    SlotStatus,
-    StorePlan,
-    TierCounters,
-    TierSnapshot,
-)
-from kvtier.manager.reports import ResidencyEvent
+from kvtier.manager.load import NO_SLOT, LoadPlan
+from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierCounters, TierSnapshot
+from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import NO_GENERATION, ManagerLimits, SlotStatus
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.policies.base import NO_TERMS, RequestTerms
 
 __all__ = [
+    "NOTHING_TO_STORE",
+    "NO_GENERATION",
+    "NO_SLOT",
     "NO_TERMS",
     "CostFigures",
     "CostModel",

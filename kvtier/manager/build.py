@@ -9,8 +9,8 @@ from typing import Final
 from kvtier.config import KvtierConfig
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.hits import GroupReach
-from kvtier.manager.plans import ManagerLimits, SlotStatus
 from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import ManagerLimits, SlotStatus
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.policies import (
     Admission,

@@ -314,7 +314,7 @@ class _DemotionJobs:
         """Plan jobs that copy ``listed``; chunks without a slot are counted as lost.
 
         Args:
-            source: Tier of the listed.
+            source: Tier of the copies.
             listed: The copies to demote.
             index: Index of the tier that receives it.
             is_eviction: Whether the copies leave ``source`` in this order, to free slots.

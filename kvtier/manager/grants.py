@@ -31,16 +31,17 @@ from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.base import RequestTerms, is_idle
 from kvtier.types import JobId
 
-__all__ = ["DEFERRED", "Grants", "Phase", "RequestState"]
+__all__ = ["DEFERRED", "Grants", "LookupPhase", "RequestState"]
 
+_RECHECK_STEPS: Final = 16
 _RESIDENT = CopyState.RESIDENT
 
 
-BudgetUse: TypeAlias = tuple[int, int, int]
+_BudgetUse: TypeAlias = tuple[int, int, int]
 """Number of changes of grants, RAM slots of direct loads, RAM slots of late promotions."""
 
 
-class Phase:
+class LookupPhase:
     """Where a request stands between its first lookup and its load."""
 
     OPEN: ClassVar[int] = 0
@@ -55,23 +56,23 @@ class Phase:
     """A load of the request failed: every lookup is a miss until the request ends."""
 
 
-DEFERRED: Final = (Phase.QUEUED, Phase.WAITING)
+DEFERRED: Final = (LookupPhase.QUEUED, LookupPhase.WAITING)
 """Phases in which a lookup has no result yet."""
 
 
 class RequestState:
     """One request from its first lookup to its end.
 
-    Only :class:`Grants` changes ``phase`` and ``granted``.
+    Only :class:`Grants` changes the attributes from ``phase`` to ``refused_at``.
 
     Attributes:
         req_id: The engine's id of the request.
         terms: The tiers that the request may use.
-        phase: One of :class:`Phase`.
+        phase: One of :class:`LookupPhase`.
         wanted: Chunks that the request waits for, in the order of its load.
         wanted_since_s: Time when the request was queued.
         deferred_steps: Steps since the request entered its phase.
-        looked_up_at: Step of the last lookup since the request settled.
+        looked_up_at: Step of the last lookup, or in which the request settled.
         granted: RAM copies that are pinned for the request.
         pending: Number of ``granted`` copies that are not whole yet.
         jobs: Promotion jobs planned for the request.
@@ -87,7 +88,7 @@ class RequestState:
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
         self.req_id = req_id
         self.terms = terms
-        self.phase = Phase.OPEN
+        self.phase = LookupPhase.OPEN
         self.wanted: list[ChunkKey] = []
         self.wanted_since_s = 0.0
         self.deferred_steps = 0
@@ -95,7 +96,7 @@ class RequestState:
         self.granted: dict[ChunkCopy, None] = {}
         self.pending = 0
         self.jobs: set[JobId] = set()
-        self.refused_at: BudgetUse | None = None
+        self.refused_at: _BudgetUse | None = None
         self.refusals = 0
         self.is_miss_counted = False
         self.has_kv = False
@@ -181,9 +182,9 @@ class Grants:
         self.waiting: dict[RequestState, None] = {}
         self.settled: dict[RequestState, None] = {}
         self._members = {
-            Phase.QUEUED: self.queued,
-            Phase.WAITING: self.waiting,
-            Phase.SETTLED: self.settled,
+            LookupPhase.QUEUED: self.queued,
+            LookupPhase.WAITING: self.waiting,
+            LookupPhase.SETTLED: self.settled,
         }
         self.granted = 0
         self._direct = 0  # RAM slots that direct loads in flight fill
@@ -207,9 +208,25 @@ class Grants:
         return self.budget - self.granted - self._direct - reserved
 
     @property
-    def budget_use(self) -> BudgetUse:
+    def _budget_use(self) -> _BudgetUse:
         """A value that changes whenever the use of the pin budget changes."""
         return self._changes, self._direct, self._stack.jobs.late_slots
+
+    def fits(self, request: RequestState, slots: int) -> bool:
+        """Return whether ``slots`` of the budget are left; else see :meth:`is_refused`."""
+        fits = slots <= self.budget_left
+        request.refused_at = None if fits else self._budget_use
+        return fits
+
+    def is_refused(self, request: RequestState) -> bool:
+        """Return whether the budget's use is unchanged since ``request`` did not fit.
+
+        Computing the cost of thousands of chunks takes long. While the budget's use is
+        constant, the cost is computed only now and then: evictions may change it too.
+        """
+        if request.deferred_steps % _RECHECK_STEPS == 0:
+            return False
+        return request.refused_at == self._budget_use
 
     def reserve(self, request: RequestState, fills: int, reads: Sequence[ChunkCopy]) -> bool:
         """Reserve the RAM slots of a direct load until the load is planned or the step ends.
@@ -235,10 +252,6 @@ class Grants:
         """Count resident RAM copies as taken: a load of this step reads them."""
         self._reserved[request] = _Reservation(0, reads)
 
-    def end_reservation(self, request: RequestState) -> None:
-        """End the reservation of ``request``, if any, because it is looked up again."""
-        self._reserved.pop(request, None)
-
     def begin_load(self, request: RequestState | None, fills: int) -> None:
         """Replace the reservation and the grants of ``request`` by a planned load.
 
@@ -257,22 +270,27 @@ class Grants:
 
     # -- phases -----------------------------------------------------------------------------
 
+    def record_lookup(self, request: RequestState) -> None:
+        """End the reservation of ``request``, and keep its grants if it is settled."""
+        self._reserved.pop(request, None)
+        request.looked_up_at = self._stack.step
+
     def enqueue(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
         """Queue ``request`` for the chunks that its load needs."""
         request.wanted = list(dict.fromkeys(keys))  # each chunk is granted once
         request.wanted_since_s = self._stack.ctx.now
-        self._enter(request, Phase.QUEUED)
+        self._enter(request, LookupPhase.QUEUED)
 
     def await_arrival(self, request: RequestState) -> None:
         """Take ``request`` out of the queue; the request settles once its grants are whole."""
         request.wanted.clear()
-        self._enter(request, Phase.WAITING)
+        self._enter(request, LookupPhase.WAITING)
         if not request.pending:
             self._settle(request)
 
     def release(self, request: RequestState) -> None:
         """End the grants of ``request`` and cancel jobs that serve no other request."""
-        if request.phase in (Phase.OPEN, Phase.FAILED):
+        if request.phase in (LookupPhase.OPEN, LookupPhase.FAILED):
             return  # neither has any
         if request.granted:
             self.withdraw(request, list(request.granted))
@@ -285,7 +303,7 @@ class Grants:
         request.jobs.clear()
         request.wanted.clear()
         request.refused_at = None
-        self._enter(request, Phase.OPEN)
+        self._enter(request, LookupPhase.OPEN)
 
     def fail(self, request: RequestState) -> None:
         """End the grants of ``request`` after a failed load; later lookups are misses.
@@ -293,7 +311,7 @@ class Grants:
         Otherwise the request would be looked up, and fail, for as long as the cause lasts.
         """
         self.release(request)
-        self._enter(request, Phase.FAILED)
+        self._enter(request, LookupPhase.FAILED)
         request.tails.clear()  # it offers its chunks again from the root
 
     def end_step(self) -> None:
@@ -306,6 +324,8 @@ class Grants:
         limits = self._stack.limits
         if self._reserved:
             self._reserved.clear()
+        for request in self.queued:
+            request.deferred_steps += 1
         for request in list(self.waiting):
             request.deferred_steps += 1
             if request.deferred_steps >= limits.max_arrival_steps:
@@ -324,9 +344,19 @@ class Grants:
 
     # -- grants -----------------------------------------------------------------------------
 
-    def grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
-        """Pin ``copies``, whole in RAM or on their way there, for ``request``."""
+    def grant(
+        self, request: RequestState, copies: Sequence[ChunkCopy], job_id: JobId | None = None
+    ) -> None:
+        """Pin ``copies``, whole in RAM or on their way there, for ``request``.
+
+        Args:
+            request: The request.
+            copies: RAM copies.
+            job_id: The job that was planned to fill them; None if there was none.
+        """
         self._changes += 1
+        if job_id is not None:
+            request.jobs.add(job_id)
         coming = []
         for copy in copies:
             if not copy.grants:
@@ -372,8 +402,7 @@ class Grants:
             copy.grants -= 1
             if not copy.grants:
                 self.granted -= 1
-        self._ram.unpin(copies)
-        self._stack.drop_transient(copies)
+        self._stack.unpin(copies)
 
     def withdraw_from_all(self, copy: ChunkCopy) -> None:
         """End all grants of a whole copy that is about to be dropped."""
@@ -413,7 +442,7 @@ class Grants:
         members = self._members.get(request.phase)
         if members is not None:
             del members[request]
-        if request.phase == Phase.QUEUED or phase == Phase.OPEN:
+        if request.phase == LookupPhase.QUEUED or phase == LookupPhase.OPEN:
             request.deferred_steps = 0
         request.phase = phase
         members = self._members.get(phase)
@@ -423,11 +452,11 @@ class Grants:
     def _settle(self, request: RequestState) -> None:
         """Let later lookups of ``request`` see RAM only."""
         request.looked_up_at = self._stack.step
-        self._enter(request, Phase.SETTLED)
+        self._enter(request, LookupPhase.SETTLED)
 
     def _reduce_pending(self, request: RequestState, chunks: int) -> None:
         request.pending -= chunks
-        if not request.pending and request.phase == Phase.WAITING:
+        if not request.pending and request.phase == LookupPhase.WAITING:
             self._settle(request)
 
     def _change_waiters(

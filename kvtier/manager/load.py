@@ -4,12 +4,11 @@ Loads are kept per request rather than per chunk: a chunk may be dropped, stored
 loaded by another request while workers still read its former slot for the first request. Each
 load must take back its own pins.
 
-**Direct loads.** A chunk in a slower tier is a hit at once if a RAM slot can be reserved for it
-(:mod:`kvtier.manager.lookup`). Its load, planned in the same step, allocates the slots, plans
-the jobs that fill them, and names the slots and their expected stamps to the workers. A worker
-copies each chunk as soon as its slot has its stamp. So a chunk moves from the disk to the
-device within one job of the worker, with no scheduling step in between. Its copy in RAM stays
-if the placement policy keeps it.
+**Direct loads** (:mod:`kvtier.manager.promote`). The plan names the RAM slots and their
+expected stamps to the workers before the slots are filled. A worker copies each chunk as soon
+as its slot has its stamp. So a chunk moves from the disk to the device within one job of the
+worker, with no scheduling step in between. Its copy in RAM stays if the placement policy keeps
+it.
 
 **Hits.** Only when a load ends is it known which chunks arrived, so hits are counted then: the
 chunks before the first that failed, because the engine computes from there on. With several KV
@@ -21,23 +20,42 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promote import Promoter
-from kvtier.manager.tier_stack import TierStack
+from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
 
-__all__ = ["Loader"]
+__all__ = ["NO_SLOT", "LoadPlan", "Loader"]
 
+NO_SLOT: Final = -1
+"""Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
 
 
+class LoadPlan(NamedTuple):
+    """The RAM slots of a request's chunks, for a load.
+
+    Attributes:
+        slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` if it has none.
+        generations: Stamp that each slot must have; a worker must not load from a slot with
+            another stamp. :data:`NO_GENERATION` where there is no slot.
+        origins: Index of the tier that each chunk's bytes come from.
+        wait_s: Longest time until all slots have their stamps; 0 if they have them now.
+    """
+
+    slots: Sequence[int]
+    generations: Sequence[int]
+    origins: Sequence[int]
+    wait_s: float = 0.0
+
+
 @dataclass(slots=True)
-class _Load:
+class _PendingLoad:
     """A load in flight.
 
     Attributes:
@@ -78,7 +96,7 @@ class Loader:
         self._grants = grants
         self._promoter = promoter
         self._demoter = demoter
-        self._loads: dict[str, list[_Load]] = {}
+        self._loads: dict[str, list[_PendingLoad]] = {}
 
     def prepare(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
@@ -113,10 +131,8 @@ class Loader:
             if request is not None:
                 self._grants.fail(request)
         if any(load.origins):
-            for copy in copies:
-                copy.origin = 0
-        self._ram.unpin(copies)
-        self._stack.drop_transient(copies)
+            self._ram.clear_origins(copies)
+        self._stack.unpin(copies)
         self._count_hits(load, loaded)
 
     def in_flight(self) -> Iterator[ChunkCopy]:
@@ -137,18 +153,17 @@ class Loader:
 
     def _use(self, copies: Sequence[ChunkCopy]) -> None:
         """Count a use of resident ``copies``."""
-        for copy in copies:
-            copy.hits += 1
+        self._ram.count_hits(copies)
         self._ram.touch(copies, self._stack.ctx)
         self._demoter.record_use(copies)
 
-    def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
+    def _begin(self, load: _PendingLoad, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)
         self._grants.begin_load(request, load.direct)
         if request is not None:
             request.extend(load.copies)
 
-    def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
+    def _count_hits(self, load: _PendingLoad, loaded: Sequence[bool]) -> None:
         """Count the chunks of a load that the engine does not compute."""
         keys = load.keys
         hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
@@ -189,8 +204,7 @@ class Loader:
         load = _load_of(keys, [copy for copy in chosen if copy is not None], direct=direct)
         load.coming = {copy for copy in load.copies if copy.state != _RESIDENT}
         self._ram.pin(load.coming)
-        for copy in load.coming:
-            copy.hits += 1
+        self._ram.count_hits(load.coming)
         plan = LoadPlan(load.slots, load.generations, load.origins)
         if None in chosen:
             load.lead = chosen.index(None)
@@ -210,7 +224,7 @@ class Loader:
             for copy, origin in zip(copies, origins, strict=True)
         )
 
-    def _drop_failed(self, load: _Load, failed: Iterable[ChunkCopy]) -> None:
+    def _drop_failed(self, load: _PendingLoad, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load, so that no other request gets them.
 
         A copy that was on its way when ``load`` was planned was only late. The copy may arrive
@@ -246,9 +260,9 @@ class Loader:
 
 def _load_of(
     keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], *, direct: int = 0
-) -> _Load:
+) -> _PendingLoad:
     """Return the load of ``copies``, in the order of ``keys``."""
-    return _Load(
+    return _PendingLoad(
         keys,
         copies,
         [copy.slot for copy in copies],

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
+from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
 from kvtier.manager.hits import HitRules, Presence, Prompt
 from kvtier.manager.promote import Promoter
 from kvtier.manager.tier import TierState
@@ -29,7 +29,7 @@ class HitLookup:
     Args:
         stack: The tiers.
         rules: The chunks that a hit needs.
-        grants: Ends the reservation of a request that is looked up again.
+        grants: Records the lookups.
         promoter: Prepares the load of a hit.
     """
 
@@ -44,10 +44,10 @@ class HitLookup:
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now; None to look up again in the next step."""
-        self._grants.end_reservation(request)
+        self._grants.record_lookup(request)
         if request.phase in DEFERRED:
             return None
-        if request.phase == Phase.FAILED:
+        if request.phase == LookupPhase.FAILED:
             return 0
         presence, readable = self._presence_for(request)
         end = self._rules.longest(prompt, presence)
@@ -66,10 +66,11 @@ class HitLookup:
         Unless ``request`` is settled, a chunk on its way to RAM counts as a chunk of a slower
         tier until it is whole.
         """
-        if request.phase == Phase.FAILED:
+        if request.phase == LookupPhase.FAILED:
             return None
+        self._grants.record_lookup(request)
         presence, readable = self._presence_for(request)
-        if request.phase == Phase.OPEN:
+        if request.phase == LookupPhase.OPEN:
             self._stack.record_wanted((key,))
         if not presence.has(key):
             self._count_miss(request)
@@ -84,8 +85,7 @@ class HitLookup:
     def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
         """Return the chunks that ``request`` may load, and its readable slower tiers."""
         allowed = request.terms.load_tiers
-        if request.phase == Phase.SETTLED:
-            request.looked_up_at = self._stack.step
+        if request.phase == LookupPhase.SETTLED:
             return _Presence(self._stack, None, allowed), ()
         readable = self._stack.readable(allowed)
         return _Presence(self._stack, readable, allowed), readable
@@ -127,17 +127,11 @@ class _Presence:
         self._allowed = allowed
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
-        lead = 0
-        if self._allowed is None:
-            lead = len(self._ram.leading(keys))
-            if lead == len(keys) or self._readable is None:
-                return lead
-            rest = keys[lead:]
-            if self._readable and self._ram.copies.keys().isdisjoint(rest):
-                lead += len(self._readable[0].leading(rest))
-        while lead < len(keys) and self.has(keys[lead]):
-            lead += 1
-        return lead
+        if self._allowed is not None:
+            return next((at for at, key in enumerate(keys) if not self.has(key)), len(keys))
+        if self._readable is None:
+            return len(self._ram.leading(keys))
+        return len(self._stack.find_leading(keys, self._readable)[0])
 
     def has(self, key: ChunkKey) -> bool:
         if self._allowed is not None and not self._stack.is_from(key, self._allowed):

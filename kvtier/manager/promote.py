@@ -27,11 +27,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import compress
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
+from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import JobRecord, TierStack, first_resident
@@ -40,9 +41,7 @@ from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Promoter"]
 
-_RECHECK_STEPS: Final = 16
 _RESIDENT = CopyState.RESIDENT
-_LATE = CopyState.LATE
 _DONE = Outcome.DONE
 
 
@@ -125,10 +124,11 @@ class _Hit(NamedTuple):
 class Promoter:
     """Grants chunks to queued requests, plans promotion jobs and applies their results."""
 
-    def __init__(self, stack: TierStack, grants: Grants) -> None:
+    def __init__(self, stack: TierStack, grants: Grants, demoter: Demoter) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._grants = grants
+        self._demoter = demoter
 
     def prepare(
         self, request: RequestState, keys: Sequence[ChunkKey], readable: Sequence[TierState]
@@ -150,7 +150,7 @@ class Promoter:
             ram.restore(copies, stack.ctx)
             self._grants.reserve_reads(request, copies)
             return True
-        hit = self._find(keys, readable)
+        hit = _Hit(*stack.find_leading(keys, readable))
         stack.record_wanted([copy.key for copy in compress(*hit)])
         in_ram = hit.in_ram()
         ram.restore(in_ram, stack.ctx)
@@ -189,26 +189,21 @@ class Promoter:
         limits, now = self._stack.limits, self._stack.ctx.now
         is_blocked = False
         for request in list(self._grants.queued):
-            request.deferred_steps += 1
             # Steps alone do not measure a wait: a busy engine takes tens of milliseconds for
             # one, an idle engine does a thousand per second.
             may_wait = (
                 request.deferred_steps < limits.max_queue_steps
                 or now - request.wanted_since_s < limits.max_queue_s
             )
-            must_wait = may_wait and (is_blocked or self._is_still_refused(request))
+            must_wait = may_wait and (is_blocked or self._grants.is_refused(request))
             if must_wait or not self._start(request, may_wait=may_wait):
                 is_blocked = True
 
-    def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Apply the result of a promotion job.
-
-        Returns:
-            RAM copies of moved chunks; the copies that they were read from were dropped.
-        """
+    def apply(self, record: JobRecord, result: TransferResult) -> None:
+        """Apply the result of a promotion job."""
         if not result.settled:
             self._expire(record)
-            return []
+            return
         stack, ram = self._stack, self._ram
         tier = stack.tiers[record.source]
         tier.unpin(record.sources.copies)
@@ -233,33 +228,9 @@ class Promoter:
         transient = sum([copy.transient for copy in arrived]) if ram.transient else 0
         tier.counters.promoted += len(arrived) - transient
         stack.drop_transient(arrived)  # those whose request ended
-        return moved
+        self._demoter.add_sole_copies(ram, moved)
 
     # -- deciding ---------------------------------------------------------------------------
-
-    def _find(self, keys: Sequence[ChunkKey], readable: Sequence[TierState]) -> _Hit:
-        """Find ``keys`` in RAM or else in ``readable``, up to the first missing key."""
-        ram = self._ram
-        copies = ram.leading(keys)
-        tiers = [0] * len(copies)
-        rest = keys[len(copies) :]
-        if readable and ram.copies.keys().isdisjoint(rest):
-            copies += readable[0].leading(rest)
-            tiers += [readable[0].index] * (len(copies) - len(tiers))
-        for key in keys[len(copies) :]:
-            copy = ram.copies.get(key)
-            if copy is None:
-                found = first_resident(readable, key)
-                if found is None:
-                    break
-                tier, copy = found
-                tiers.append(tier.index)
-            elif copy.state == _LATE:
-                break
-            else:
-                tiers.append(0)
-            copies.append(copy)
-        return _Hit(copies, tiers)
 
     def _is_direct(self, hit: _Hit, in_ram: Sequence[ChunkCopy]) -> bool:
         """Return whether ``hit`` may be loaded before its chunks are in RAM.
@@ -284,16 +255,6 @@ class Promoter:
 
     # -- granting ---------------------------------------------------------------------------
 
-    def _is_still_refused(self, request: RequestState) -> bool:
-        """Return whether the budget's use is unchanged since ``request`` did not fit.
-
-        Computing the cost of thousands of chunks takes long. While the budget's use is
-        constant, the cost is computed only now and then: evictions may change it too.
-        """
-        if request.deferred_steps % _RECHECK_STEPS == 0:
-            return False
-        return request.refused_at == self._grants.budget_use
-
     def _start(self, request: RequestState, *, may_wait: bool) -> bool:
         """Grant a queued request its chunks; return whether it left the queue.
 
@@ -303,15 +264,13 @@ class Promoter:
         """
         stack, grants = self._stack, self._grants
         readable = stack.readable(request.terms.load_tiers)
-        hit, choice = self._worthwhile(self._find(request.wanted, readable))
-        cost, left = hit.cost, grants.budget_left
+        hit, choice = self._worthwhile(_Hit(*stack.find_leading(request.wanted, readable)))
+        cost = hit.cost
         may_wait = may_wait and cost <= grants.budget
-        request.refused_at = None
-        if cost > left:
+        if not grants.fits(request, cost):
             if may_wait:
-                request.refused_at = grants.budget_use
                 return False
-            hit = hit.affordable(left)
+            hit = hit.affordable(grants.budget_left)
         if 0 in hit.tiers:
             grants.grant(request, hit.in_ram())
         promoted = self._promote(request, hit, may_wait=may_wait)
@@ -348,8 +307,7 @@ class Promoter:
         if jobs is None:
             return None if may_wait else 0
         for job_id, copies in jobs:
-            request.jobs.add(job_id)
-            self._grants.grant(request, copies)
+            self._grants.grant(request, copies, job_id)
         return len(sources)
 
     # -- jobs -------------------------------------------------------------------------------
@@ -395,8 +353,7 @@ class Promoter:
         )
         stack.tiers[index].pin(sources.copies)
         moved = self._apply_placement(index, sources.copies, copies)
-        for source in sources.copies:
-            source.hits += 1
+        stack.tiers[index].count_hits(sources.copies)
         job_id = stack.jobs.add(
             JobRecord(
                 source=index,

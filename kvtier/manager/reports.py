@@ -1,16 +1,27 @@
-"""What the manager reports beside its counters: residency events and reuse gaps."""
+"""What the manager reports: counters, snapshots, residency events and reuse gaps."""
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import Final
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.manager.cost_model import CostFigures
+from kvtier.types import Outcome
 
-__all__ = ["SAMPLING_BYTE", "EventLog", "ResidencyEvent", "ReuseGaps"]
+__all__ = [
+    "SAMPLING_BYTE",
+    "EventLog",
+    "ManagerSnapshot",
+    "ResidencyEvent",
+    "ReuseGaps",
+    "TierCounters",
+    "TierSnapshot",
+]
 
 _MAX_EVENT_CHUNKS: Final = 1024
 _MAX_TAKEN_CHUNKS: Final = 8192
@@ -19,6 +30,120 @@ _SAMPLED_CHUNKS: Final = 1 << 8
 """Number of chunks to track per tier: a distribution needs hundreds of gaps."""
 SAMPLING_BYTE: Final = -1 - GROUP_NBYTES
 """Position in a key of the last byte of its hash, which is as random as any other."""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Counts of chunks in one tier since the manager was made."""
+
+    hits: int = 0
+    """Chunks that an engine loaded with bytes from this tier."""
+    prompt_hits: int = 0
+    """Hits of the counting group, which is used to count prompt tokens."""
+    misses: int = 0
+    """Misses: one per request, for its first chunk that no tier has. In RAM, promoted chunks
+    count too."""
+    stored: int = 0
+    """Chunks that became resident, from any source."""
+    evicted: int = 0
+    """Chunks evicted to free slots."""
+    followed: int = 0
+    """Evicted chunks tracked until their next lookup; a large tier is sampled."""
+    refused: int = 0
+    """Chunks refused for lack of slots or by the placement policy."""
+    failed: int = 0
+    """Failed transfers of chunks into this tier."""
+    read_failed: int = 0
+    """Failed transfers of chunks out of this tier."""
+    expired: int = 0
+    """Transfers of chunks to or from this tier that missed their deadline."""
+    shut_out: int = 0
+    """Transfers of chunks refused because this tier is out of service or its queue is full."""
+    load_failed: int = 0
+    """Chunks of this tier that a worker could not load into the GPU."""
+    corrupt: int = 0
+    """Chunks dropped because their bytes were corrupt."""
+    lost: int = 0
+    """Chunks of this tier that did not reach their slower tier."""
+    dropped: int = 0
+    """Chunks not sent to this tier because it did not keep up. In RAM: chunks refused because
+    others waited for a slower tier."""
+    promoted: int = 0
+    """Chunks of this tier promoted to RAM to stay there."""
+    demoted: int = 0
+    """Chunks of this tier that arrived in a slower tier."""
+    stranded: int = 0
+    """Chunks of this tier that were computed because no tier had a chunk before them."""
+    unretained: int = 0
+    """Chunks not retained, or released before their deadline."""
+
+    def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
+        """Count a chunk that did not arrive, by cause; cancelled chunks are not counted."""
+        if outcome is Outcome.EXPIRED:
+            self.expired += 1
+        elif outcome is Outcome.REFUSED:
+            self.shut_out += 1
+        elif outcome is Outcome.CANCELLED:
+            return
+        elif reading:
+            self.read_failed += 1
+        else:
+            self.failed += 1
+
+    def snapshot(self) -> TierCounters:
+        """Return a copy, in half the time of :func:`dataclasses.replace`."""
+        return TierCounters(*_values_of(self))
+
+
+_values_of = operator.attrgetter(*(field.name for field in fields(TierCounters)))
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """State of one tier at one moment.
+
+    Attributes:
+        name: The tier's name.
+        capacity: Slots.
+        used: Slots that are not free.
+        resident: Chunks that are hits.
+        held: Copies that cannot be evicted now: pinned, dirty or being written.
+        dirty: Copies that a slower tier must still receive.
+        quarantined: Slots kept out of use until a worker acknowledged its jobs.
+        counters: A copy of the counters.
+    """
+
+    name: str
+    capacity: int
+    used: int
+    resident: int
+    held: int
+    dirty: int
+    quarantined: int
+    counters: TierCounters
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSnapshot:
+    """State of the manager at one moment.
+
+    Attributes:
+        tiers: One per tier, fastest first.
+        requests: Requests that began and did not end.
+        waiting: Requests that wait for promotions, or for their turn.
+        granted: RAM slots held for waiting requests.
+        retained: RAM slots retained until a deadline.
+        jobs: Storage jobs in flight.
+        cost_model: Estimated load and compute times, and the loads skipped because of them.
+    """
+
+    tiers: Sequence[TierSnapshot]
+    requests: int
+    waiting: int
+    granted: int
+    retained: int
+    jobs: int
+    cost_model: CostFigures
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,41 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, compress, count
+from typing import Final, NamedTuple
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.copies import CopyList, nearest_to_root
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
-from kvtier.manager.tier_stack import TierStack
+from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.base import NO_TERMS
 
-__all__ = ["Storer"]
+__all__ = ["NOTHING_TO_STORE", "StorePlan", "Storer"]
 
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
 _slot_of = operator.attrgetter("slot")
 _NO_TAIL: tuple[ChunkKey | None, int] = (None, -1)
+
+
+class StorePlan(NamedTuple):
+    """The RAM slots for new chunks of a request.
+
+    Attributes:
+        keys: The chunks to store, in the order they were offered.
+        slots: RAM slot of each chunk.
+        generation: Stamp that the worker writes beside each slot once its bytes are whole.
+        evicted: Keys that were evicted from RAM; announce these evictions before the stores.
+    """
+
+    keys: Sequence[ChunkKey]
+    slots: Sequence[int]
+    generation: int
+    evicted: Sequence[ChunkKey]
+
+
+NOTHING_TO_STORE: Final = StorePlan((), (), NO_GENERATION, ())
 
 
 class Storer:

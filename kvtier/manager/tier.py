@@ -2,7 +2,8 @@
 
 A copy is *pinned* while a transfer, a request or a deadline needs it, and *dirty* while a
 slower tier must still receive it. A resident copy is *idle*, and may be evicted, if it is
-neither pinned nor dirty. Only :class:`TierState` writes a copy's state, pins and dirty count.
+neither pinned nor dirty. Only :class:`TierState` writes a copy's attributes, except the number
+of grants, which :class:`~kvtier.manager.grants.Grants` writes, and those of the policies.
 It therefore knows the number of idle copies at any time, and a store that cannot succeed is
 refused without a scan.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.copies import CopyList, prompt_order, split_prompts
-from kvtier.manager.plans import TierCounters, TierSnapshot
+from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
@@ -319,6 +320,16 @@ class TierState:
             self.transient -= 1
 
     # -- uses -------------------------------------------------------------------------------
+
+    def count_hits(self, copies: Iterable[ChunkCopy]) -> None:
+        """Increment the number of hits of ``copies``."""
+        for copy in copies:
+            copy.hits += 1
+
+    def clear_origins(self, copies: Iterable[ChunkCopy]) -> None:
+        """Record that promoted ``copies`` were loaded: their later hits are RAM's."""
+        for copy in copies:
+            copy.origin = 0
 
     def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Record a use of resident ``copies`` of a prompt: group by group, root to leaf."""

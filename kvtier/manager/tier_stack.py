@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from kvtier.keys import ChunkKey, group_filter
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import CostModel
-from kvtier.manager.plans import ManagerLimits, SlotStatus
 from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
 from kvtier.manager.tier import TierState
@@ -17,12 +17,87 @@ from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
 from kvtier.types import Job, JobId, Outcome, Purpose
 
-__all__ = ["Failure", "JobRecord", "TierStack", "first_resident"]
+__all__ = [
+    "NO_GENERATION",
+    "Failure",
+    "JobRecord",
+    "ManagerLimits",
+    "SlotStatus",
+    "TierStack",
+    "first_resident",
+]
 
+NO_GENERATION: Final = 0
+"""A stamp that no write uses."""
 _RESIDENT = CopyState.RESIDENT
+_LATE = CopyState.LATE
 _DONE = Outcome.DONE
 Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
 """The source copy, the destination copy, and the outcome of the failed transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """Bounds of the manager, in chunks unless the name says otherwise.
+
+    Attributes:
+        pin_budget: RAM slots that may be held for waiting requests.
+        reserve: Share of a tier's slots that write-on-evict keeps free.
+        queue: Chunks that may be on their way to one slower tier at a time.
+        batch: Most chunks of one job.
+        retained: RAM slots that may be retained until a deadline.
+        backlog: Chunks that may be queued for one slower tier or on their way there. Newer
+            chunks then stay in RAM only.
+        load_timeout_s: Deadline of a promotion.
+        store_timeout_s: Deadline of a demotion.
+        max_queue_steps: Steps that a request waits at most for its promotions to start.
+        max_queue_s: Seconds of the same wait, which ends after both limits have passed.
+        max_arrival_steps: Steps that a request may wait for chunks on their way.
+        max_idle_grant_steps: Steps without a lookup after which a request's grants end.
+        max_store_refusals: Refusals after which a store is cut to the chunks that fit.
+        direct_loads: Whether chunks in slower tiers are hits at once and loaded as they arrive.
+    """
+
+    pin_budget: int
+    reserve: float
+    queue: int
+    batch: int = 256
+    retained: int = 0
+    backlog: int = sys.maxsize
+    load_timeout_s: float = 10.0
+    store_timeout_s: float = 60.0
+    max_queue_steps: int = 256
+    max_queue_s: float = 0.0
+    max_arrival_steps: int = 20_000
+    max_idle_grant_steps: int = 256
+    max_store_refusals: int = 16
+    direct_loads: bool = False
+
+
+class SlotStatus(Protocol):
+    """The workers' reports about RAM slots, read from shared memory.
+
+    vLLM's offloading contract has no way to report a failed job. So the workers acknowledge
+    every job, and write its outcome into memory that they share with the scheduler.
+    """
+
+    def issue(self, slots: Sequence[int]) -> None:
+        """Record that each worker gets one more job on each of ``slots``."""
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Clear the stamps of ``slots`` before their bytes change."""
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether every rank stored all bytes of that generation."""
+
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether no rank failed to load that generation."""
+
+    def forgive(self, slots: Sequence[int]) -> None:
+        """Forget failed loads from ``slots`` that no load is using."""
+
+    def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether all ranks acknowledged every job issued on it."""
 
 
 def first_resident(
@@ -138,6 +213,36 @@ class TierStack:
             and (allowed is None or tier.index in allowed)
         ]
 
+    def find_leading(
+        self, keys: Sequence[ChunkKey], readable: Sequence[TierState]
+    ) -> tuple[list[ChunkCopy], list[int]]:
+        """Find ``keys`` in RAM or else in ``readable``, up to the first missing key.
+
+        Returns:
+            A copy of each key, perhaps on its way to RAM, and the index of its tier.
+        """
+        ram = self.ram
+        copies = ram.leading(keys)
+        tiers = [0] * len(copies)
+        rest = keys[len(copies) :]
+        if readable and ram.copies.keys().isdisjoint(rest):
+            copies += readable[0].leading(rest)
+            tiers += [readable[0].index] * (len(copies) - len(tiers))
+        for key in keys[len(copies) :]:
+            copy = ram.copies.get(key)
+            if copy is None:
+                found = first_resident(readable, key)
+                if found is None:
+                    break
+                tier, copy = found
+                tiers.append(tier.index)
+            elif copy.state == _LATE:
+                break
+            else:
+                tiers.append(0)
+            copies.append(copy)
+        return copies, tiers
+
     def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
         """Return whether ``key`` is in, or was promoted from, a tier in ``allowed``."""
         copy = self.ram.copies.get(key)
@@ -207,6 +312,11 @@ class TierStack:
             self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
 
+    def unpin(self, copies: Sequence[ChunkCopy]) -> None:
+        """Take back one pin of each RAM copy; drop transient copies with their last pin."""
+        self.ram.unpin(copies)
+        self.drop_transient(copies)
+
     def drop_transient(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop the transient, unpinned RAM ``copies``."""
         if self.ram.transient:
@@ -218,8 +328,12 @@ class TierStack:
         """Count and drop a copy with wrong bytes in a slower tier."""
         tier.counters.corrupt += 1
         if copy.state == _RESIDENT:
-            self.corrupt.append((tier.index, copy.slot))
+            self.record_corrupt(tier.index, (copy,))
             self.drop(tier, copy)
+
+    def record_corrupt(self, tier: int, copies: Iterable[ChunkCopy]) -> None:
+        """Record that a restart must not recover the slots of ``copies``."""
+        self.corrupt += [(tier, copy.slot) for copy in copies]
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return the corrupt slots since the last call."""

@@ -20,23 +20,15 @@ from collections.abc import Collection, Iterable, Sequence
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
-from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
+from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
-from kvtier.manager.load import Loader
+from kvtier.manager.load import Loader, LoadPlan
 from kvtier.manager.lookup import HitLookup
-from kvtier.manager.plans import (
-    NOTHING_TO_STORE,
-    LoadPlan,
-    ManagerLimits,
-    ManagerSnapshot,
-    SlotStatus,
-    StorePlan,
-)
 from kvtier.manager.promote import Promoter
-from kvtier.manager.reports import ResidencyEvent
-from kvtier.manager.store import Storer
+from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
+from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import JobRecord, TierStack
+from kvtier.manager.tier_stack import JobRecord, ManagerLimits, SlotStatus, TierStack
 from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.base import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult
@@ -86,9 +78,9 @@ class TieredOffloadingManager:
             counting_group=counting_group,
         )
         self._grants = Grants(stack)
-        self._promoter = Promoter(stack, self._grants)
-        self._lookup = HitLookup(stack, HitRules(groups), self._grants, self._promoter)
         self._demoter = Demoter(stack)
+        self._promoter = Promoter(stack, self._grants, self._demoter)
+        self._lookup = HitLookup(stack, HitRules(groups), self._grants, self._promoter)
         self._storer = Storer(stack, self._grants, self._demoter)
         self._loader = Loader(
             stack, grants=self._grants, promoter=self._promoter, demoter=self._demoter
@@ -147,7 +139,7 @@ class TieredOffloadingManager:
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
         """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
         request = self._requests.get(req_id)
-        if request is not None and request.phase == Phase.OPEN:
+        if request is not None and request.phase == LookupPhase.OPEN:
             self._grants.enqueue(request, keys)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
@@ -314,8 +306,7 @@ class TieredOffloadingManager:
         if record.epoch != stack.epoch:
             self._quarantine.apply(record, result)
         elif record.is_promotion:
-            moved = self._promoter.apply(record, result)
-            self._demoter.add_sole_copies(stack.ram, moved)
+            self._promoter.apply(record, result)
         else:
             self._demoter.apply(record, result)
         if result.settled:
@@ -494,8 +485,6 @@ class _Quarantine:
             return
         if record.destination:
             # It may have written after the reset emptied the tier.
-            self._stack.corrupt.extend(
-                (record.destination, copy.slot) for copy in record.destinations
-            )
+            self._stack.record_corrupt(record.destination, record.destinations)
         self._stack.tiers[record.source].unpin(record.sources.copies)
         self._stack.tiers[record.destination].unpin(record.destinations)

@@ -21,9 +21,8 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.manager import NO_SLOT, LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
-from kvtier.manager.plans import NO_SLOT
 from kvtier.policies.base import session_terms
 from kvtier.sim.time_model import TimeModel, TransferModel
 from kvtier.types import Job, Outcome, Purpose, TransferResult

@@ -76,7 +76,7 @@ class _Served:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _PlannedLoad:
     served: _Served
     plan: LoadPlan
     chunks: int
@@ -92,8 +92,8 @@ class StepEngine(Engine[StepModel]):
         self._results: list[tuple[float, int, Job, TransferResult]] = []
         self._waiting: deque[_Served] = deque()
         self._running: list[_Served] = []
-        self._planned: list[_Load] = []
-        self._loading: list[tuple[float, int, _Load]] = []
+        self._planned: list[_PlannedLoad] = []
+        self._loading: list[tuple[float, int, _PlannedLoad]] = []
         self._ready: list[tuple[int, _Served]] = []
         self._stored: list[Sequence[ChunkKey]] = []
         self._final: list[Sequence[ChunkKey]] = []
@@ -200,7 +200,7 @@ class StepEngine(Engine[StepModel]):
         if hits:
             plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
             promoted_s = self._send_jobs() if plan.wait_s else self._now_s
-            self._planned.append(_Load(served, plan, hits, promoted_s))
+            self._planned.append(_PlannedLoad(served, plan, hits, promoted_s))
         return True
 
     def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:

@@ -50,8 +50,8 @@ from kvtier.connector.metrics import METRICS, Kind, Metric, Reporter
 from kvtier.connector.service import CacheService
 from kvtier.errors import UnsupportedError
 from kvtier.logs import get_logger
+from kvtier.manager import NOTHING_TO_STORE
 from kvtier.manager.hits import GroupReach
-from kvtier.manager.plans import NOTHING_TO_STORE
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Purpose

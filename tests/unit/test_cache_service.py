@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ClosedError
-from kvtier.manager import ManagerLimits
+from kvtier.manager import NO_SLOT, ManagerLimits
 from kvtier.manager.hits import Prompt
-from kvtier.manager.plans import NO_SLOT
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.stepped import SteppedCache
 from tests.support.workbench import prefix

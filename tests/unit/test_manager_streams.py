@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier.manager import CostModel, LoadPlan, ManagerLimits
-from kvtier.manager.plans import NO_GENERATION, NO_SLOT
+from kvtier.manager import NO_GENERATION, NO_SLOT, CostModel, LoadPlan, ManagerLimits
 from kvtier.memory import ControlBlock
 from kvtier.policies import CopyState
 from kvtier.types import Job, Outcome, TransferResult
