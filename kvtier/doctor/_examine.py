@@ -222,16 +222,22 @@ def _check_values(config: KvtierConfig) -> Iterator[Finding]:
 
 def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
     """Check that policies and tiers from other packages load and are complete."""
+    # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
+    if _has_custom_policies(config):
+        from kvtier.manager.build import check_policies  # noqa: PLC0415
+
+        yield from _problems_of(check_policies, config)
+    if not all(is_built_in(tier.kind) for tier in config.tiers):
+        from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
+
+        yield from _problems_of(check_tiers, config)
+
+
+def _problems_of(
+    check: Callable[[KvtierConfig], None], config: KvtierConfig
+) -> Iterator[Finding]:
     try:
-        # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
-        if _has_custom_policies(config):
-            from kvtier.manager.build import check_policies  # noqa: PLC0415
-
-            check_policies(config)
-        if not all(is_built_in(tier.kind) for tier in config.tiers):
-            from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
-
-            check_tiers(config)
+        check(config)
     except ConfigError as error:
         for line in str(error).splitlines():
             reason, _, remedy = line.rpartition("; ")

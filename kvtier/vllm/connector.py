@@ -28,14 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.config import KvtierConfig, load_config, resolve_load_path, resolve_rank_paths
+from kvtier.config import KvtierConfig, VllmEntryPoint
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
 from kvtier.connector.metrics import Reporter
 from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker
-from kvtier.errors import ConfigError
 from kvtier.keys import group_of, strip_adapter
 from kvtier.logs import get_logger
 from kvtier.manager import prompt_tokens
@@ -45,7 +44,7 @@ from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, read_vllm_config
 from kvtier.vllm.kinds import cache_groups
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.vllm.opening import open_cache, open_device
+from kvtier.vllm.opening import open_cache, open_device, read_settings
 from kvtier.vllm.pages import find_pages, share_slots
 from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
 from kvtier.vllm.steps import StepReader
@@ -125,7 +124,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv = kv_cache_config
         self._groups = cache_groups(kv_cache_config)
         self._engine = read_vllm_config(vllm_config, kv_cache_config, self._groups)
-        self._settings = _settings(self._engine)
+        self._settings = read_settings(self._engine, VllmEntryPoint.CONNECTOR)
         refuse_layout(self._engine, self._settings)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -447,23 +446,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics:
         """Declare kvtier's metrics."""
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _settings(engine: EngineFacts) -> KvtierConfig:
-    """Return kvtier's configuration, with the paths of this data-parallel rank.
-
-    Raises:
-        ConfigError: vLLM's configuration names no file, or the file is invalid.
-    """
-    path = engine.extra_config.get("kvtier_config")
-    if not path:
-        raise ConfigError(
-            "kv_connector_extra_config has no kvtier_config: start vLLM with what "
-            "`kvtier vllm-args FILE` prints"
-        )
-    return resolve_rank_paths(
-        resolve_load_path(load_config(path)), rank=engine.data_parallel_rank
-    )
 
 
 def _scheduler_options(

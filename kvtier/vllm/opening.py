@@ -1,16 +1,24 @@
-"""Opens the memory and the tiers of one engine, in its workers and in its scheduler."""
+"""Opens the file, the memory and the tiers of an engine, for both entry points."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.config import (
+    KvtierConfig,
+    VllmEntryPoint,
+    check_chunk_fits,
+    load_config,
+    resolve_load_path,
+    resolve_rank_paths,
+    slot_nbytes,
+)
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.observer import Positions
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
-from kvtier.errors import UnsupportedError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import KVBlocks
@@ -19,7 +27,13 @@ from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.identity import fingerprint
 from kvtier.vllm.pages import SlotShape
 
-__all__ = ["offer_region", "open_cache", "open_device", "require_same_file"]
+__all__ = [
+    "offer_region",
+    "open_cache",
+    "open_device",
+    "read_settings",
+    "require_same_file",
+]
 
 _MEET_TIMEOUT_S: Final = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""
@@ -27,6 +41,26 @@ _MEET_TIMEOUT_S: Final = 600.0
 _OFFER_TIMEOUT_S: Final = 24 * 3600.0
 """How long the first worker offers its memory. vLLM builds the scheduler after the workers'
 warm-up, which has no bound. If vLLM fails, it ends the worker."""
+
+
+def read_settings(engine: EngineFacts, entry_point: VllmEntryPoint) -> KvtierConfig:
+    """Return kvtier's configuration, with the paths of this data-parallel rank.
+
+    Args:
+        engine: The engine.
+        entry_point: How vLLM loads kvtier.
+
+    Raises:
+        ConfigError: vLLM's configuration names no file, or the file is invalid.
+    """
+    path = engine.extra_config.get("kvtier_config")
+    if not path:
+        raise ConfigError(
+            "kv_connector_extra_config has no kvtier_config: start vLLM with what "
+            f"`kvtier vllm-args FILE --entry-point {entry_point.value}` prints"
+        )
+    settings = resolve_load_path(load_config(path), entry_point)
+    return resolve_rank_paths(settings, rank=engine.data_parallel_rank)
 
 
 def offer_region(

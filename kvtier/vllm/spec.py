@@ -44,17 +44,11 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.config import (
-    KvtierConfig,
-    VllmEntryPoint,
-    load_config,
-    resolve_load_path,
-    resolve_rank_paths,
-)
+from kvtier.config import KvtierConfig, VllmEntryPoint
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.metrics import METRICS, Kind, Metric, Reporter
 from kvtier.connector.service import CacheService
-from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.errors import UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.manager import NOTHING_TO_STORE
 from kvtier.manager.hits import GroupReach
@@ -63,7 +57,7 @@ from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Purpose
 from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, data_parallel_rank
-from kvtier.vllm.opening import open_cache, open_device
+from kvtier.vllm.opening import open_cache, open_device, read_settings
 from kvtier.vllm.pages import SlotShape
 from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
 
@@ -94,14 +88,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._engine = engine = _read_config(config)
-        path = engine.extra_config.get("kvtier_config")
-        if not path:
-            raise ConfigError(
-                "kv_connector_extra_config has no kvtier_config: start vLLM with what "
-                "`kvtier vllm-args FILE --entry-point spec` prints"
-            )
-        settings = resolve_load_path(load_config(path), VllmEntryPoint.SPEC)
-        self._settings = resolve_rank_paths(settings, rank=engine.data_parallel_rank)
+        self._settings = read_settings(engine, VllmEntryPoint.SPEC)
         refuse_layout(engine, self._settings)
         if len(engine.groups) != 1:
             raise UnsupportedError(

@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self, root: Path, pool: IoPool) -> None:
         self.root = root
-        self._pool = pool
+        self.pool = pool
         self._tier: SlabTier | None = None
         self.directory = root / LayoutFingerprint(FIELDS).namespace()
 
@@ -44,7 +44,7 @@ class Store:
         """Start an engine; returns what it finds, least recently used first."""
         fields = {**FIELDS, **({"model": model} if model else {})}
         config = NvmeTierConfig(path=self.root, capacity_bytes=slots * SLOT, **options)
-        context = TierContext(SLOT, LayoutFingerprint(fields), self._pool)
+        context = TierContext(SLOT, LayoutFingerprint(fields), self.pool)
         self._tier = SlabTier.open(config, context)
         return [key for key, _ in self._tier.recovered()]
 

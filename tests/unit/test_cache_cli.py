@@ -74,7 +74,7 @@ class TestStat:
         self, shell: Shell, store: Store
     ) -> None:
         store.start()
-        other = Store(store.root, store._pool)
+        other = Store(store.root, store.pool)
         other.start(model="another/model")
         other.stop()
         parts = {part["model"]: part for part in shell.json("stat", store.root)["namespaces"]}

@@ -18,10 +18,14 @@ import kvtier
 
 ROOT = Path(kvtier.__file__).parent
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+NEEDS_VLLM = {
+    "kvtier.vllm",
+    *(f"kvtier.vllm.{name}" for name in ("connector", "metrics", "spec")),
+}
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages([str(ROOT)], "kvtier.")
-    if not module.name.startswith("kvtier.vllm") and not module.name.endswith("__main__")
+    if module.name not in NEEDS_VLLM and not module.name.endswith("__main__")
 )
 
 

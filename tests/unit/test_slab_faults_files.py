@@ -44,7 +44,7 @@ class Store:
         self.own = root / FINGERPRINT.namespace()
         self.io = FaultyIo()
         self._pool = pool
-        self._runner = runner
+        self.runner = runner
 
     def harness(self, model: str = "m", **options: Any) -> TierHarness[SlabTier]:
         sized = {"capacity_bytes": CAPACITY * SLOT, **options}
@@ -61,7 +61,7 @@ class Store:
             finally:
                 await harness.tier.aclose()
 
-        self._runner.run(fill())
+        self.runner.run(fill())
 
     def fill_and_crash(self, keys: list[ChunkKey]) -> bytes:
         """Store ``keys`` one by one; return the index's log as a killed engine leaves it."""
@@ -76,7 +76,7 @@ class Store:
             finally:
                 await harness.tier.aclose()
 
-        return self._runner.run(fill())
+        return self.runner.run(fill())
 
     def served(self, **options: Any) -> set[int]:
         """Open the store; return the slots whose chunks are served, with the right bytes."""
@@ -91,7 +91,7 @@ class Store:
             assert set(outcomes) <= {DONE, CORRUPT}
             return {at for (_, at), what in zip(found, outcomes, strict=True) if what is DONE}
 
-        return self._runner.run(look())
+        return self.runner.run(look())
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(
         return read, full, stored
 
     store.fill(durability=durability)
-    read, full, stored = store._runner.run(look())
+    read, full, stored = store.runner.run(look())
     assert (read, full, stored) == ([DONE] * CAPACITY, [Outcome.FAILED], [DONE])
 
 
@@ -374,7 +374,7 @@ def test_an_index_that_is_set_aside_stays_there_after_a_power_cut(store: Store) 
             store.io.heal()
             await harness.tier.aclose()
 
-    calls = store._runner.run(reset_with_a_full_index())
+    calls = store.runner.run(reset_with_a_full_index())
     last_rename = len(calls) - 1 - calls[::-1].index("rename")
     assert "sync" in calls[last_rename:]
 
@@ -410,7 +410,7 @@ def test_a_wall_clock_that_runs_backwards_changes_nothing(
         await harness.tier.aclose()
         return [slot for _, slot in found]
 
-    assert store._runner.run(live()) == [1, 2, 3], "least recently used first"
+    assert store.runner.run(live()) == [1, 2, 3], "least recently used first"
     assert store.served() == {1, 2, 3}
 
 
@@ -443,5 +443,5 @@ def test_uses_from_the_future_order_before_those_that_follow(store: Store) -> No
         await harness.tier.aclose()
         return [slot for _, slot in found]
 
-    assert store._runner.run(live()) == [0, 1, 3, 4, 6, 7, 5, 2]
+    assert store.runner.run(live()) == [0, 1, 3, 4, 6, 7, 5, 2]
     assert store.served() == {*range(CAPACITY)}

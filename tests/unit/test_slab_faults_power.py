@@ -95,6 +95,7 @@ class Machine:
             capacity_bytes=CAPACITY * SLOT,
             direct_io="off",
             durability=self.durability,
+            on_mismatch="remove",
         )
         fingerprint = LayoutFingerprint({"model": model})
         context = TierContext(SLOT, fingerprint, self.pool, piece_nbytes=2 * SLOT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,19 @@ def test_only_the_spec_names_vllms_offloading_package() -> None:
 @pytest.mark.parametrize("path", modules(PACKAGE / "vllm"), ids=lambda path: path.name)
 def test_no_private_attribute_of_vllm_is_read(path: Path) -> None:
     assert list(foreign_reads(ast.parse(path.read_text()))) == []
+
+
+def test_the_coverage_omits_only_files_that_import_vllm_when_they_are_loaded() -> None:
+    loading = {
+        str(path.relative_to(PACKAGE.parent))
+        for path in modules(PACKAGE)
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+    }
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert set(settings["tool"]["coverage"]["run"]["omit"]) == loading
+    conftest = (PACKAGE.parent / "tests/conftest.py").read_text()
+    assert all(f'"{path}"' in conftest for path in loading)
 
 
 def test_the_search_finds_what_it_looks_for() -> None:

@@ -6,13 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvtier.config import KvtierConfig, load_config
+from kvtier.config import KvtierConfig, VllmEntryPoint, load_config
+from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
+from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import RankShare
-from kvtier.vllm.opening import offer_region, open_cache, require_same_file
+from kvtier.vllm.opening import (
+    offer_region,
+    open_cache,
+    open_device,
+    read_settings,
+    require_same_file,
+)
 from kvtier.vllm.pages import SlotShape
 from tests.unit.test_vllm_content import FACTS
 
@@ -45,6 +54,38 @@ def test_the_scheduler_attaches_to_the_memory_of_its_workers(tmp_path: Path) -> 
         created.close()
 
 
+def kv_of(page_nbytes: int) -> KVBlocks:
+    return KVBlocks([torch.zeros((8, page_nbytes), dtype=torch.int8)], [[(0, page_nbytes)]])
+
+
+def test_a_worker_copies_between_its_blocks_and_the_tier(tmp_path: Path) -> None:
+    engine = replace(FACTS, engine_id=f"device-{tmp_path.name}", rank=0, world_size=1)
+    block_nbytes = SHAPE.stripe_nbytes // engine.blocks_per_chunk
+    kv = kv_of(block_nbytes)
+    device = open_device(engine, config(tmp_path), kv, SHAPE, content="layers")
+    worker = ConnectorWorker(device)
+    try:
+        kv.tensors[0][0:4] = 7
+        for purpose, blocks in (("store", range(4)), ("load", range(4, 8))):
+            plan = device.plan(list(blocks), [4], [0], [2])
+            start = device.store if purpose == "store" else device.load
+            start(blocks.start, plan, [1])
+            device.wait({blocks.start})
+            (result,) = device.poll()
+            assert result.is_whole, result.error
+        assert bool((kv.tensors[0] == 7).all())
+    finally:
+        worker.shutdown()
+
+
+def test_memory_that_does_not_fit_the_slots_leaves_no_tier_behind(tmp_path: Path) -> None:
+    engine = replace(FACTS, engine_id=f"misfit-{tmp_path.name}", rank=0, world_size=1)
+    settings = config(tmp_path)
+    for _ in range(2):  # the name of the memory is free again
+        with pytest.raises(UnsupportedError):
+            open_device(engine, settings, kv_of(1 << 20), SHAPE, content="layers")
+
+
 def test_memory_from_another_file_is_refused(tmp_path: Path) -> None:
     engine = replace(FACTS, engine_id=f"other-{tmp_path.name}", rank=0, world_size=1)
     region: HostRegion = offer_region(engine, config(tmp_path), SHAPE, content="layers")
@@ -60,3 +101,16 @@ def test_a_tier_that_is_smaller_than_all_ranks_chunk_is_refused(tmp_path: Path) 
     engine = replace(FACTS, rank=0, world_size=1)
     with pytest.raises(ConfigError, match="smaller than one chunk"):
         offer_region(engine, config(tmp_path, "8KiB"), SHAPE, content="layers")
+
+
+@pytest.mark.parametrize(("entry_point", "path"), [("connector", "direct"), ("spec", "staged")])
+def test_an_engine_reads_the_file_that_vllm_names(
+    tmp_path: Path, entry_point: str, path: str
+) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: [{kind: ram, capacity: 1MiB}]\n")
+    engine = replace(FACTS, extra_config={"kvtier_config": str(file)})
+    settings = read_settings(engine, VllmEntryPoint(entry_point))
+    assert settings.transfer.load_path == path
+    with pytest.raises(ConfigError, match=f"vllm-args FILE --entry-point {entry_point}`"):
+        read_settings(FACTS, VllmEntryPoint(entry_point))
