@@ -174,7 +174,7 @@ def test_a_leaving_copy_that_is_wanted_stays_and_is_not_inserted_again() -> None
     assert tier.pick_leaving(3, CTX) == copies[:4:-1]
     tier.restore(tier.leading(prefix(8)), CTX)
     assert sorted(copy.depth for copy in policy.stayed) == [5, 6, 7]
-    assert len(make_room(tier, 8)) == 8
+    assert len(make_room(tier, 8) or ()) == 8
 
 
 def test_a_leaving_copy_may_be_dropped() -> None:
