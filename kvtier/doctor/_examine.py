@@ -51,7 +51,7 @@ def examine(
         config: The configuration as read from its file.
         identity: The known part of the engine's identity.
         ranks: Data-parallel ranks that run on this machine.
-        measure_s: Seconds to read, and to write, each disk. None measures and writes nothing.
+        measure_s: Seconds of reading, and of writing, per disk; None to measure nothing.
         machine: Where the kernel's files are.
 
     Raises:

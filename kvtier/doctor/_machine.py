@@ -126,7 +126,7 @@ def check_locking(ram_nbytes: int, *, gpus: int, locked_nbytes: int | None = -1)
     Args:
         ram_nbytes: Bytes of the RAM tier.
         gpus: Number of CUDA devices.
-        locked_nbytes: Limit of locked memory; None for no limit, -1 for that of this process.
+        locked_nbytes: Limit of locked memory; None for no limit, -1 for this process's limit.
     """
     if locked_nbytes == -1:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
