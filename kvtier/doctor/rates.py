@@ -96,6 +96,17 @@ def _scratch_spec(
     return SlotFileSpec("doctor", path, slots, slot_nbytes, direct_io)
 
 
+def _open_scratch(spec: SlotFileSpec, io: BlockIo) -> SlotFile:
+    """Create the file and reserve its room; for errors see :meth:`SlotFile.reserve`."""
+    file = SlotFile.open(spec, io)
+    try:
+        file.reserve(spec)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
     """Return why O_DIRECT does not work in ``place``; empty if it works.
 
@@ -105,7 +116,7 @@ def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
     """
     spec = _scratch_spec(place, slots=1, slot_nbytes=PAGE_NBYTES, direct_io="require")
     try:
-        file = SlotFile.open(spec, io or NamelessIo())
+        file = _open_scratch(spec, io or NamelessIo())
     except ConfigError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno in _NO_ROOM:
@@ -226,7 +237,7 @@ def measure_tier_rates(
     bypass = direct_io == "auto" and not direct_io_refusal(path)
     mode: DirectIo = "require" if bypass else "off"
     spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=mode)
-    file = SlotFile.open(spec, io)
+    file = _open_scratch(spec, io)
     buffers = _random_buffers(threads, piece_bytes)
     try:
         writes, reads = _time_both(file, io, slots, buffers, seconds)
