@@ -289,8 +289,6 @@ class Promoter:
             The number of promoted chunks; None if too few slots are free for all of them.
         """
         sources = list(compress(*hit))
-        if not sources:
-            return 0
         ram = self._ram
         shortage = len(sources) - ram.available
         if shortage > 0:
