@@ -290,8 +290,6 @@ class Promoter:
             The number of promoted chunks; None if the request should wait for more free slots.
         """
         sources = list(compress(*hit))
-        if not sources:
-            return 0
         ram = self._ram
         shortage = len(sources) - ram.available
         if shortage > 0:
