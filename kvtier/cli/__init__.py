@@ -11,9 +11,9 @@ __all__ = ["main"]
 
 _FAILED: Final = 2
 _INTERRUPTED: Final = 130
-"""128 and the number of SIGINT, as in shells."""
+"""Exit code after Ctrl-C: 128 plus the number of SIGINT, as in shells."""
 _CLOSED: Final = 141
-"""128 and the number of SIGPIPE."""
+"""Exit code after a closed pipe: 128 plus the number of SIGPIPE."""
 
 
 def main() -> None:

@@ -86,11 +86,11 @@ class _Selection:
         """Return the selected chunks of one namespace.
 
         Args:
-            reader: Its index.
+            reader: The namespace's index.
             note: Called with each selected key and its matching chunk.
 
         Raises:
-            ConfigError: The selection is invalid, or more or less than one kind was given.
+            ConfigError: The selection is invalid, or not exactly one attribute is set.
         """
         ways = [bool(self.keys), self.older_than is not None, self.everything]
         if sum(ways) != 1:
@@ -288,7 +288,7 @@ def _report(space: StoredNamespace) -> render.Report:
 
 
 def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
-    """Return what is wrong if the slot file ends before some chunks of the index."""
+    """Return a problem if the slot file ends before some chunks of the index, else ""."""
     path = space.directory / SLOTS
     lost = reader.chunks_from(_slots(space))
     if not lost:
@@ -323,7 +323,7 @@ def _explain_absence(
     """Add to ``answer`` why the chunk that matches ``pattern`` was removed.
 
     Args:
-        answer: The explanation for the namespace of this removal log.
+        answer: The explanation to add to, for the same namespace as ``removals``.
         pattern: The chunk's key.
         removals: The removal log, newest first.
 

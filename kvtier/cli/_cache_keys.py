@@ -67,8 +67,8 @@ class KeyPattern:
     def of_marks(self) -> MarkPattern:
         """Return the pattern for the removal log, which stores marks instead of keys.
 
-        A whole key ends in its group. One in 16 million block hashes ends like a group and is
-        read as a whole key.
+        A whole key ends with its group number. One in 16 million block hashes without a group
+        ends like a group number, and is then read as a whole key.
         """
         group, digits = self.group, self.digits
         if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):

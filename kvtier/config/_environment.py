@@ -27,8 +27,8 @@ class Environment:
 
     Attributes:
         python_hash_seed: ``PYTHONHASHSEED``, the seed of the engine's block hashes, or None.
-        kv: Sorted names and values of the variables that change vLLM's keys and values and are
-            neither in a model's configuration nor in a hash of tokens and media.
+        kv: Names and values, sorted, of variables that change the KV that vLLM computes, but
+            neither the model's configuration nor the hashes of tokens and media.
         vllm_in_process: Whether ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` runs vLLM's engine in the
             process of its ``LLM``.
     """

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _TIER_GROUP: Final = "kvtier.tiers"
-"""Entry points: a kind's name -> a class with ``Options: type[TierConfig]``."""
+"""Entry point group, from a kind's name to a class with ``Options: type[TierConfig]``."""
 _BUILT_IN: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": NvmeTierConfig}
 
 

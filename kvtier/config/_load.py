@@ -107,7 +107,7 @@ class _Reader:
 
     origin: Origin
     problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
-    """Line and text of each; the text is made only for the problems that are shown."""
+    """Line number and text of each problem; only the problems that are shown need the text."""
 
     def read(self, values: dict[str, Any]) -> KvtierConfig:
         sections = KvtierConfig.model_fields
@@ -201,7 +201,7 @@ class _Reader:
     def _validate(
         self, model: type[ModelT], values: dict[str, Any] | str, key: str
     ) -> ModelT | None:
-        """Validate JSON, or models that were made before, as ``model``."""
+        """Validate ``values`` (JSON, or a dict of validated models) as ``model``."""
         context = {"origin": self.origin}
         try:
             if isinstance(values, str):

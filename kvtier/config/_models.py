@@ -161,11 +161,11 @@ class NvmeTierConfig(TierConfig):
     durability: Literal["process", "power"] = "process"
     """Whether chunks survive a killed `process` or also loss of `power` (fsync, slower)."""
     keep_after_reset: bool = False
-    """Keep chunks stored after a reset of the cache over a restart; not with weights that are
-    updated while the engine runs."""
+    """Whether chunks stored after a cache reset survive a restart; leave off if weights
+    are updated while the engine runs."""
     on_mismatch: Literal["refuse", "remove"] = "refuse"
-    """If another identity's cache leaves too little of `capacity`: `refuse` to start if it was
-    used within `keep_for`, or `remove` it."""
+    """If the cache of another identity leaves too little of `capacity`: `remove` that cache, or
+    `refuse` to start if it was used within `keep_for`."""
     keep_for_s: Duration = Field(
         default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
     )
@@ -209,7 +209,7 @@ class PlacementConfig(_Section):
     retain_s: Duration | None = Field(
         default=None, validation_alias="retain", serialization_alias="retain"
     )
-    """Time after its last use that a chunk is retained if its request names none."""
+    """Time that a chunk is retained after its last use if the request names no time."""
 
     load_if: Literal["always", "worthwhile"] = "worthwhile"
     """Load chunks `always`, or only if computing them is estimated to take longer."""
@@ -423,7 +423,7 @@ def _name_of(kind: str) -> str:
 
 
 def slot_nbytes(chunk_nbytes: int) -> int:
-    """Return the bytes of the slot that a chunk of ``chunk_nbytes`` (all ranks) takes.
+    """Return the bytes of a slot for one chunk of ``chunk_nbytes``, all ranks included.
 
     >>> slot_nbytes(1), slot_nbytes(8192)
     (4096, 8192)
@@ -439,7 +439,7 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
         chunk_nbytes: Bytes of one chunk over all ranks.
 
     Raises:
-        ConfigError: A tier is too small; names its key, its capacity and the size it needs.
+        ConfigError: A tier is too small; the message has its key, capacity and needed size.
     """
     need = slot_nbytes(chunk_nbytes)
     problems = [

@@ -203,7 +203,7 @@ class _Reader:
 
 
 def _refuse_tabs(text: str, source: str) -> None:
-    """Refuse tabs in indentation; PyYAML would fold some of them into the value above."""
+    """Refuse tabs in indentation, because PyYAML would fold some lines into the value above."""
     for number, line in enumerate(text.splitlines(), start=1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip() and not line.lstrip().startswith("#"):

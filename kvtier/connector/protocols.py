@@ -56,7 +56,7 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per ``tokens_per_hash`` known tokens, computed over all tokens up to there."""
+        """One hash per ``tokens_per_hash`` known tokens, computed from all tokens so far."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:

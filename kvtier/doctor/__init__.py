@@ -6,7 +6,7 @@ nameless file to each disk and measures it. Both print the same list of findings
 
 from __future__ import annotations
 
-from kvtier.doctor._examine import examine, examine_existing_stores
-from kvtier.doctor._findings import Examination, Finding, Status
+from kvtier.doctor._examine import Examination, examine, examine_existing_stores
+from kvtier.doctor._findings import Finding, Status
 
 __all__ = ["Examination", "Finding", "Status", "examine", "examine_existing_stores"]

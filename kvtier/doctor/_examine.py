@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.config import (
     KvtierConfig,
@@ -18,13 +18,16 @@ from kvtier.config import (
     resolve_rank_paths,
 )
 from kvtier.doctor import _machine, _stores
-from kvtier.doctor._findings import Examination, Finding, Status
+from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import ConfigError
 from kvtier.os.limits import huge_page_pool, memory_limits
 from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
 from kvtier.units import approximate_size
 
-__all__ = ["examine", "examine_existing_stores"]
+if TYPE_CHECKING:
+    from kvtier.doctor.rates import MeasuredRates
+
+__all__ = ["Examination", "examine", "examine_existing_stores"]
 
 _CHECK: Final = "configuration"
 _SLOWER_TIER_KEYS: Final = (
@@ -35,6 +38,37 @@ _SLOWER_TIER_KEYS: Final = (
     "write_budget_per_day_bytes",
 )
 """Keys of ``placement`` that need a slower tier."""
+
+
+@dataclass(slots=True)
+class Examination:
+    """All findings and the measured rates.
+
+    Attributes:
+        findings: In reading order.
+        rates: Measured rates by the name of the tier; empty if nothing was measured.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    rates: dict[str, MeasuredRates] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """Return the worst status of all findings."""
+        statuses = (finding.status for finding in self.findings)
+        return max(statuses, key=lambda status: status.severity, default=Status.OK)
+
+    def lines(self, status: Status) -> list[str]:
+        """Return the findings with ``status``, one line each."""
+        return [finding.line() for finding in self.findings if finding.status is status]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the examination as plain values."""
+        return {
+            "status": self.status.value,
+            "findings": [asdict(finding) for finding in self.findings],
+            "measured": {name: asdict(rates) for name, rates in self.rates.items()},
+        }
 
 
 def examine(
@@ -51,7 +85,7 @@ def examine(
         config: The configuration as read from its file.
         identity: The known part of the engine's identity.
         ranks: Data-parallel ranks that run on this machine.
-        measure_s: Seconds to read, and to write, each disk. None measures and writes nothing.
+        measure_s: Seconds of reading, and of writing, per disk; None to measure nothing.
         machine: Where the kernel's files are.
 
     Raises:

@@ -1,15 +1,11 @@
-"""The result of an examination: a list of findings."""
+"""The result of one check."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from kvtier.doctor.rates import MeasuredRates
-
-__all__ = ["Examination", "Finding", "Status"]
+__all__ = ["Finding", "Status"]
 
 
 class Status(StrEnum):
@@ -55,34 +51,3 @@ class Finding:
         """Return the finding as one line: place, reason and remedy."""
         text = f"{self.place}: {self.reason}" if self.place else self.reason
         return f"{text}; {self.remedy}" if self.remedy else text
-
-
-@dataclass(slots=True)
-class Examination:
-    """All findings and the measured rates.
-
-    Attributes:
-        findings: In reading order.
-        rates: Measured rates by the name of the tier; empty if nothing was measured.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    rates: dict[str, MeasuredRates] = field(default_factory=dict)
-
-    @property
-    def status(self) -> Status:
-        """Return the worst status of all findings."""
-        statuses = (finding.status for finding in self.findings)
-        return max(statuses, key=lambda status: status.severity, default=Status.OK)
-
-    def lines(self, status: Status) -> list[str]:
-        """Return the findings with ``status``, one line each."""
-        return [finding.line() for finding in self.findings if finding.status is status]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the examination as plain values."""
-        return {
-            "status": self.status.value,
-            "findings": [asdict(finding) for finding in self.findings],
-            "measured": {name: asdict(rates) for name, rates in self.rates.items()},
-        }

@@ -126,7 +126,7 @@ def check_locking(ram_nbytes: int, *, gpus: int, locked_nbytes: int | None = -1)
     Args:
         ram_nbytes: Bytes of the RAM tier.
         gpus: Number of CUDA devices.
-        locked_nbytes: Limit of locked memory; None for no limit, -1 for that of this process.
+        locked_nbytes: Limit of locked memory; None for no limit, -1 for this process's limit.
     """
     if locked_nbytes == -1:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -329,7 +329,7 @@ def check_queues(
     """
     if not queues:
         reason = "the kernel names no block device under the file system"
-        remedy = "run kvtier doctor: it measures the rates"
+        remedy = "judge it by the rates that kvtier doctor measures"
         yield Finding(f"{tier}: device", Status.NOTE, reason, remedy)
     for queue in queues:
         check = f"{tier}: device {queue.name}"
@@ -349,7 +349,7 @@ def _slow_limits(queue: BlockQueue, piece_nbytes: int) -> Iterator[tuple[Status,
         yield Status.WARNING, problem, remedy
     if queue.rotational and _VIRTUAL_DISK.fullmatch(queue.name):
         problem = "a virtual disk, which reports itself as spinning"
-        yield Status.NOTE, problem, "run kvtier doctor: it measures the rates"
+        yield Status.NOTE, problem, "judge it by the rates that kvtier doctor measures"
     elif queue.rotational:
         problem = "a spinning disk: recomputing a prefix is usually faster than reading it"
         yield Status.WARNING, problem, "name a directory on an NVMe drive"

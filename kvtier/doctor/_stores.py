@@ -161,7 +161,7 @@ class StoreExaminer:
 def _check_room(
     number: int, tier: TierConfig, stores: Sequence[StoreExamination], disk: _Disk
 ) -> Finding:
-    """Check that ``stores`` fit on their disk, and add their needs to ``disk``."""
+    """Check that ``stores`` fit on their disk, and count their bytes in ``disk``."""
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]

@@ -3,13 +3,14 @@
 The measurement uses the tier's own slot file, aligned buffers and number of threads, on pieces
 in random order. Three effects would falsify the result:
 
-* *Unwritten extents.* Reading reserved room that was never written does not reach the disk.
-  So pieces are written first, and only written ones are read.
-* *Zeros.* Thin volumes and compressing file systems do not store them. The bytes are random.
+* *Unwritten extents.* Reading reserved space that was never written does not reach the disk.
+  So pieces are written first, and only written pieces are read.
+* *Zeros.* Thin volumes and compressing file systems do not store zeros, so random bytes are
+  written.
 * *The page cache.* O_DIRECT bypasses it. Without O_DIRECT, written bytes are flushed within the
   measured time and dropped before they are read, and the result says ``direct_io: false``.
 
-A drive's own cache still flatters short runs. Checksums are not computed.
+A drive's own cache still makes short runs too fast. Checksums are not computed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 DirectIo = Literal["auto", "require", "off"]
 
 _FILE_NBYTES: Final = 4 << 30
-"""Most room a measurement takes: larger than most drives' caches, written within seconds."""
+"""Most disk space of a measurement: more than most drives' caches, written within seconds."""
 _FEWEST_PIECES: Final = 8
 _STALLED_S: Final = 30.0
 _SLOW_READ_BYTES_PER_S: Final = 1e9
@@ -62,8 +63,8 @@ _FASTER: Final = "name a directory on a local NVMe drive that nothing else keeps
 class NamelessIo(BlockIo):
     """I/O on one file that is unlinked at once, so that closing it frees the space.
 
-    A slot file is opened twice, the second time with O_DIRECT. The second call opens the
-    descriptor of the first.
+    A slot file opens its file twice, the second time with O_DIRECT. The file has no name by
+    then, so the second call opens it through the first descriptor.
     """
 
     def __init__(self) -> None:
@@ -95,16 +96,27 @@ def _scratch_spec(
     return SlotFileSpec("doctor", path, slots, slot_nbytes, direct_io)
 
 
+def _open_scratch(spec: SlotFileSpec, io: BlockIo) -> SlotFile:
+    """Create the file and reserve its room; for errors see :meth:`SlotFile.reserve`."""
+    file = SlotFile.open(spec, io)
+    try:
+        file.reserve(spec)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
     """Return why O_DIRECT does not work in ``place``; empty if it works.
 
     Raises:
-        ConfigError: The disk has no room for one page.
-        OSError: The file system failed otherwise.
+        ConfigError: The disk has no space for one page.
+        OSError: The file system failed for another reason.
     """
     spec = _scratch_spec(place, slots=1, slot_nbytes=PAGE_NBYTES, direct_io="require")
     try:
-        file = SlotFile.open(spec, io or NamelessIo())
+        file = _open_scratch(spec, io or NamelessIo())
     except ConfigError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno in _NO_ROOM:
@@ -121,7 +133,7 @@ def check_direct_io(tier: str, place: Path, mode: DirectIo, key: str) -> Finding
         tier: Name of the tier.
         place: An existing directory.
         mode: The tier's ``direct_io``.
-        key: Its key in the configuration.
+        key: The key of ``mode`` in the configuration.
     """
     check = f"{tier}: O_DIRECT"
     refusal = direct_io_refusal(place)
@@ -178,8 +190,8 @@ class MeasuredRates:
 def measure_store(config: KvtierConfig, store: LocalStore, *, seconds: float) -> MeasuredRates:
     """Measure the disk of ``store`` as a tier of ``config`` uses it.
 
-    The file is in the store's directory, or beside it if it does not exist. For the other
-    arguments and the errors see :func:`measure_tier_rates`.
+    The measured file is in the store's directory, or in its parent if there is no such
+    directory yet. For other arguments and the errors see :func:`measure_tier_rates`.
     """
     transfer = config.transfer
     queued = max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
@@ -210,7 +222,7 @@ def measure_tier_rates(
         piece_bytes: Bytes of one call, a multiple of 4096.
         threads: Calls at once.
         seconds: Time to measure each direction.
-        direct_io: Whether to bypass the page cache: if the file system can, or never.
+        direct_io: ``auto`` to bypass the page cache if the file system can, or ``off``.
         io: System calls to use; tests pass failing ones.
 
     Raises:
@@ -225,7 +237,7 @@ def measure_tier_rates(
     bypass = direct_io == "auto" and not direct_io_refusal(path)
     mode: DirectIo = "require" if bypass else "off"
     spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=mode)
-    file = SlotFile.open(spec, io)
+    file = _open_scratch(spec, io)
     buffers = _random_buffers(threads, piece_bytes)
     try:
         writes, reads = _time_both(file, io, slots, buffers, seconds)
@@ -363,8 +375,8 @@ def time_pieces(
 ) -> Timed:
     """Move the pieces of ``order`` repeatedly on one thread per buffer; time each call.
 
-    Every thread moves at least one piece, unless another failed. The pieces moved are the
-    first of ``order``, as many as there were calls.
+    Every thread moves at least one piece, unless another thread failed. All threads together
+    go through ``order`` from its start.
 
     Args:
         move: Moves one piece.

@@ -1,9 +1,9 @@
 """Memory files: allocate the pages of the RAM tier before it is used.
 
 Pages come in two sizes. Direct I/O pins every page it reads into, and a GiB is 262,144 pages of
-4 KiB or 512 huge ones. With huge pages, reads, writes and pinning for a GPU cost a quarter of
-the processor's time. Linux keeps huge pages in a pool that the administrator fills
-(``vm.nr_hugepages``). They are used if the pool has enough for the whole tier.
+4 KiB or 512 huge ones. With huge pages, reads, writes and pinning for a GPU take a quarter as
+much processor time. Linux keeps huge pages in a pool that the administrator fills
+(``vm.nr_hugepages``). Huge pages are used if the pool has enough of them for the whole tier.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now: later, it would delay the first request or kill the engine."""
+    """Allocate every page now, because later it would delay requests or kill the engine."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 

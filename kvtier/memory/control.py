@@ -4,25 +4,27 @@ vLLM's connector contract does not say which chunks a worker stored or loaded. S
 writes each slot's status here, in memory that both sides map, *before* it acknowledges a job:
 
 ``generation[rank, slot]``
-    Stamp of the write whose bytes of this rank are whole. Every write has a new stamp, so bytes
-    of an earlier write never count as whole.
+    Stamp of the write that filled this rank's part of the slot. Every write to a slot has a new
+    stamp, a number, so bytes of an earlier write never count as whole.
 ``acknowledged[rank, slot]``
     Jobs on this slot that the rank has finished, successful or not. The scheduler counts the
     jobs it issued; while the numbers differ, a worker may still touch the slot.
 ``refused[rank, slot]``
-    Stamp of the last write whose bytes the rank failed to load. It is a word of its own,
-    because others may stamp ``generation`` at the same moment. If the bytes were only late, the
+    Stamp of the last write that the rank failed to load. This word is separate from
+    ``generation``, which others may write at the same moment. If the bytes were only late, the
     scheduler clears the word after the load.
 
-Each number is an aligned machine word. A worker writes it while it has a job on the slot, the
-scheduler while no worker has, so no lock is needed. The engine's own message follows the write
-and orders it before the scheduler's read. Only acknowledgements are incremented. Two loads of
-one slot may end at once in two threads of a rank, so these take a lock.
+Each number is an aligned machine word. A worker writes a slot's words while the worker has a
+job on the slot, the scheduler while no worker has one, so no lock is needed. A worker writes
+before the engine reports the job as finished, and the scheduler reads after that report. Only
+acknowledgements are incremented. The increments take a lock, because two loads of one slot may
+end at once in two threads of a rank.
 
 The storage engine writes ``generation`` when a chunk was promoted or the promotion failed, and
-workers may be polling that word. The chunk's bytes were written before, perhaps by another
-process, and the reply passed through a system call. The worker reads them on another thread,
-after a lock. So neither access can be reordered around the word.
+workers may be polling that word. The chunk's bytes are written before the word; if another
+process writes them, its reply passes through a system call. A worker reads the bytes after the
+word, on another thread and after a lock. So no access to the bytes is reordered around the
+word.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _POISON = np.uint64(1 << 63)
 class ControlBlock:
     """A view of the control words at the end of the host region.
 
-    Implements :class:`kvtier.manager.SlotStatus` for the scheduler, which counts what it
-    issues in its own memory.
+    Implements :class:`kvtier.manager.SlotStatus` for the scheduler. The counts of issued jobs
+    are not shared: they are in the scheduler's own memory.
 
     Args:
         buffer: At least :meth:`nbytes` bytes, zero when the region is new.
@@ -70,7 +72,7 @@ class ControlBlock:
 
     @staticmethod
     def nbytes(slots: int, ranks: int) -> int:
-        """Return the bytes a control block takes, in whole pages."""
+        """Return how many bytes a control block takes, rounded up to whole pages."""
         nbytes = _refused_at(slots, ranks) + slots * ranks * 8
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
@@ -98,7 +100,7 @@ class ControlBlock:
         return bool((self._generation[rank, _index(slots)] == _stamps(generations)).all())
 
     def refuse(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Record that this rank could not load the bytes of these stamps from ``slots``."""
+        """Record that this rank failed to load the writes ``generations`` from ``slots``."""
         if slots:
             self._refused[rank, _index(slots)] = _stamps(generations)
 
@@ -108,7 +110,7 @@ class ControlBlock:
         """Return which slots have the required stamp, and which never will.
 
         Returns:
-            Per slot, whether its bytes are whole, and whether they are lost: because the write
+            Per slot, whether its bytes are whole, and whether they are lost because the write
             failed or the slot has another stamp.
         """
         # A copy: a stamp published between two reads of one word would look like another one.
@@ -119,12 +121,12 @@ class ControlBlock:
     # -- storage engine -----------------------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp slots for every rank: their bytes were read whole from a slower tier."""
+        """Stamp ``slots`` for every rank, after their bytes were read from a slower tier."""
         if slots:
             self._generation[:, _index(slots)] = _stamps(generations)
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Mark the bytes of these stamps as lost for every rank."""
+        """Stamp ``slots`` for every rank with ``generations``, flagged as lost."""
         if slots:
             self._generation[:, _index(slots)] = _POISON | _stamps(generations)
 
@@ -140,13 +142,13 @@ class ControlBlock:
             self._generation[:, _index(slots)] = 0
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether every rank's bytes of that generation are whole."""
+        """Return for each slot whether all ranks have the required stamp."""
         if not slots:
             return []
         return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether no rank refused to load the bytes of that stamp."""
+        """Return for each slot whether no rank failed to load the write in ``generations``."""
         if not slots:
             return []
         return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
@@ -154,8 +156,8 @@ class ControlBlock:
     def forgive(self, slots: Sequence[int]) -> None:
         """Clear the failed loads of ``slots``, where no load is in progress.
 
-        Those loads were too early. When the bytes arrive under the same stamp, a later load of
-        them must not count as failed.
+        Those loads were too early. The bytes may still arrive under the same stamp, and a later
+        load of the slot must not count as failed then.
         """
         if slots:
             self._refused[:, _index(slots)] = 0
@@ -168,7 +170,7 @@ class ControlBlock:
         return _in_every_rank(self._acknowledged[:, index] == self._issued[index])
 
     def release(self) -> None:
-        """Release the shared memory; the block must not be used afterwards."""
+        """Release the shared memory; the control block must not be used afterwards."""
         self._generation = np.zeros((0, 0), np.uint64)
         self._acknowledged = np.zeros((0, 0), np.uint32)
         self._refused = np.zeros((0, 0), np.uint64)
@@ -190,7 +192,7 @@ def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:
 
 
 def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
-    """Return the one value of ``generations`` if all are equal, else an array."""
+    """Return ``generations`` as one number if all are equal, else as an array."""
     first = generations[0] if generations else 0
     if generations.count(first) == len(generations):
         return np.uint64(first)
@@ -198,7 +200,7 @@ def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
 
 
 def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each slot whether it is true in every row."""
+    """Return for each slot, a column, whether the answers of all ranks are true."""
     # For one row, the common case, the reduction would cost more than the comparison.
     listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
     return listed

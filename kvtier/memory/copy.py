@@ -4,9 +4,9 @@ A slot holds one chunk for all ranks, in stripes (:mod:`kvtier.memory.slot_layou
 holds its part of ``blocks_per_chunk`` blocks in order, and within a block its part of all
 layers' pages in order.
 
-The engine keeps the same pages layer by layer. Copying page by page would take one call for
-each. So blocks are gathered into a staging tensor on their device, one call per layer, and
-whole rows of it are copied to consecutive slots.
+The engine keeps the same pages layer by layer. Copying page by page would take one call per
+page. So blocks are gathered into a staging tensor on their device, one call per layer, and
+whole rows of that tensor are copied to consecutive slots.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _STAGING_NBYTES = 64 << 20
-"""Most device memory of a copy: the engine leaves little, and a long prefix has gigabytes."""
+"""Most device memory that a copy uses, because the engine leaves little of it."""
 _KEPT_NBYTES = 8 << 20
 """Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
-than the copy; and a small buffer stays in the processor's caches."""
+than the copy. A small buffer also stays in the processor's caches."""
 _SHORTEST_NBYTES = 64 << 10
-"""Fewest bytes that get a copy call of their own between host and device. A call takes some
-microseconds, in which as many bytes pass through memory that is not page-locked."""
+"""Shortest contiguous range with a copy call of its own between host and device. A call takes
+some microseconds, enough to copy a range of this length through memory not page-locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class GroupCopy:
     Attributes:
         group: Index of the group.
         blocks: Block numbers in the engine's memory, shape (n,).
-        slots: RAM slot of each, shape (n,).
-        subs: Place of each within its chunk, shape (n,).
+        slots: RAM slot of each block, shape (n,).
+        subs: Place of each block within its chunk, shape (n,).
     """
 
     group: int
@@ -119,9 +119,9 @@ class BlockCopyPlan:
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
         """Return the slots that certainly got every block of their chunk, for a store.
 
-        The first chunk of a group may lack its head, which ``block_indices`` shows. The engine
-        does not say which other blocks are missing: later blocks move up into wrong places, and
-        only the group's end is wrong. Then no slot of the group counts as filled.
+        The first chunk of a group may lack its head: the index of its first block says so. The
+        engine does not say which other blocks are missing. Later blocks then move up into wrong
+        places, and the group's last chunk lacks its end. Then no slot counts as filled.
         """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots
@@ -145,7 +145,7 @@ def plan_copy(
 
     Args:
         block_ids: Block numbers, group after group.
-        group_sizes: How many of them belong to each group.
+        group_sizes: How many of ``block_ids`` belong to each group.
         block_indices: Logical index in the request of each group's first block. If it is not
             a multiple of ``blocks_per_chunk``, the group's first chunk is partial. The last
             chunk may be partial too.
@@ -188,7 +188,7 @@ def plan_copy(
 
 
 def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
-    """Return ``copies`` of one group as one, in order."""
+    """Merge ``copies`` of one group into one, ordered by (sub, slot)."""
     blocks = np.concatenate([copy.blocks for copy in copies])
     slots = np.concatenate([copy.slots for copy in copies])
     subs = np.concatenate([copy.subs for copy in copies])
@@ -290,14 +290,14 @@ class BlockCopier:
     def _places(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of the staging tensor and the place of each in the slots."""
+        """Yield parts of the staging tensor, each with its place in the slots."""
         words = slice(staged.shape[2])
         for rows, slots, sub in _runs(copy):
             for parts, stripes in self._share.runs():
                 yield staged[rows, parts], self._host[slots, stripes, sub, words]
 
     def _width(self, copy: GroupCopy) -> int:
-        """Return the words of a block's pages."""
+        """Return how many words a block's pages have."""
         return sum(page for _, page in self._pages[copy.group])
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
@@ -335,16 +335,16 @@ class BlockCopier:
 
 
 def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between device and host; do not wait for the copy where that is safe.
+    """Copy between device and host, without waiting for the copy where that is safe.
 
-    If one side is not contiguous, torch copies through its own memory, which on the host is not
-    page-locked. That is slow, so long contiguous ranges are copied one by one. torch also does
-    not wait for the device in between. CUDA need not either, so a device that accesses such
-    memory itself would use bytes that have not arrived.
+    If one side is not contiguous, torch copies in two steps through its own memory, which on
+    the host is not page-locked. That is slow, so long contiguous ranges are copied one by one,
+    and only shorter ranges go that way. These copies wait, because otherwise the second step
+    might use bytes that the first has not delivered.
 
     Args:
-        destination: A tensor on one of the two.
-        source: A tensor of the same shape on the other.
+        destination: A tensor on the device or the host.
+        source: A tensor of the same shape on the other side.
     """
     if destination.is_contiguous() and source.is_contiguous():
         destination.copy_(source, non_blocking=True)
@@ -368,10 +368,10 @@ def _contiguous_elements(tensor: torch.Tensor) -> int:
 
 
 def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:
-    """Return the largest integer type that divides everything to be copied.
+    """Return int64 if all sizes and addresses are multiples of eight bytes, else int8.
 
-    Eight bytes if possible: torch moves elements one by one to scattered rows, and single bytes
-    take seven times as long.
+    torch moves elements one by one to scattered rows, so single bytes take seven times as long
+    as words of eight bytes.
     """
     units = [place_nbytes]
     units += [page // parts for pages in kv.groups for _, page in pages]
@@ -382,7 +382,7 @@ def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:
 
 
 def _in_parts(pages: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a view of shape (n, parts, words of one) of pages of shape (n, words)."""
+    """Return ``pages``, of shape (n, words), as a view of shape (n, parts, words per part)."""
     rows, words = pages.shape
     width = words // parts
     return pages.as_strided(
@@ -411,7 +411,7 @@ def _require_room(kv: KVBlocks, stripes: int, place_nbytes: int, share: RankShar
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (rows, slots, sub) of maximal runs of consecutive slots."""
+    """Yield (rows, slots, sub) for each run of rows with consecutive slots and one ``sub``."""
     slots, subs = copy.slots, copy.subs
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1
     edges = [0, *breaks.tolist(), len(slots)]

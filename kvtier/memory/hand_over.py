@@ -159,14 +159,14 @@ def receive_region(
 
     Args:
         name: Unique to the engine on this host.
-        geometry: The shape it must have; None for any.
+        geometry: The shape that the region must have; None for any.
         deadline: Time of the monotonic clock at which to give up.
 
     Raises:
-        FileNotFoundError: No process serves it yet.
+        FileNotFoundError: No process serves the region yet.
         ConnectionError: The server ended.
         EOFError: The server ended before it sent the descriptor.
-        UnsupportedError: Another user serves it, its shape differs, or there is no
+        UnsupportedError: Another user serves the region, its shape differs, or there is no
             directory that only this user may enter.
     """
     path = _socket_path(name)
@@ -220,7 +220,7 @@ def _cannot_use(directory: Path, problem: str) -> UnsupportedError:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lock ``directory``: other engines create and remove no sockets in it."""
+    """Lock ``directory``, so that no other engine creates or removes sockets in it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     try:

@@ -102,12 +102,12 @@ class HostRegion:
 
         Args:
             name: Unique to the engine on this host.
-            geometry: The shape it must have; None for any.
+            geometry: The shape that the region must have; None for any.
             timeout_s: How long to wait.
 
         Raises:
-            CapacityError: No process served it in time: its creation failed, or happened on
-                another host.
+            CapacityError: No process served the region in time, because its creation failed or
+                happened on another host.
             UnsupportedError: The region has another shape, another user serves it, or there is
                 no directory that only this user may enter.
         """
@@ -128,7 +128,7 @@ class HostRegion:
             time.sleep(0.02)
 
     def slot(self, number: int) -> memoryview:
-        """Return the writable bytes of slot ``number``; bounce slots follow the tier's."""
+        """Return the writable bytes of slot ``number``; bounce slots have the last numbers."""
         nbytes = self.geometry.slot_nbytes
         return self._view[number * nbytes : (number + 1) * nbytes]
 

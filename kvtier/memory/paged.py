@@ -31,15 +31,15 @@ class PagedMemory:
     threads.
 
     Args:
-        layers: Layers, each a tensor of its own as engines have them.
-        blocks: Blocks; number 0 is never used.
+        layers: Number of layers; each has its own tensor, as in engines.
+        blocks: Number of blocks; block 0 is never used.
         block_nbytes: Bytes of a block, all layers together.
 
     Raises:
         ConfigError: The layers' pages are not whole words.
 
     Attributes:
-        kv: The memory as the worker side takes it.
+        kv: The same memory, as the argument that the worker side takes.
     """
 
     def __init__(self, *, layers: int, blocks: int, block_nbytes: int) -> None:

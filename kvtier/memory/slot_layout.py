@@ -6,9 +6,9 @@ order. Only an engine with as many ranks can read a shard.
 
 A page holds one layer of one block. The pages of all ranks together form the *canonical page*,
 which an engine with one rank has. If an engine keeps heads outermost within a page (vLLM's
-``LBHNC``), the canonical page is the ranks' pages in order. Then its first eighth has the same
-bytes for one, two, four and eight ranks. Hence *stripes*: a slot has eight, and stripe ``s``
-holds the ``s``-th eighth of every canonical page, by block and then by layer::
+``LBHNC``), the canonical page is the ranks' pages in order. Then each eighth of the canonical
+page has the same bytes for one, two, four and eight ranks. So a slot has eight *stripes*, and
+stripe ``s`` holds the ``s``-th eighth of every canonical page, by block and then by layer::
 
     slot | stripe 0: block 0 [layer 0 | layer 1 | ...] block 1 [...] | ... | stripe 7 | padding
 
@@ -18,12 +18,12 @@ order with the heads innermost, ``[block][layer][rank]``, would be as portable, 
 a rank's part into one range per layer.
 
 There are eight stripes, and not one per head, because the engine describes its pages by bytes
-and does not say which bytes are a head. Every rank's part of every page must be whole eighths.
-That holds for 1, 2, 4 and 8 ranks with heads outermost. It holds if there are more ranks than
-heads, so that several ranks have the same head. It also holds if all ranks have the same KV
-(multi-head latent attention), which is then stored once. It does not hold for three ranks, for
-sixteen with a head each, or with tokens outermost. :mod:`kvtier.vllm.pages` gives these
-slots with shards.
+and does not say which bytes are a head. Stripes require that every rank's part of every page is
+whole eighths. That is true for 1, 2, 4 and 8 ranks with heads outermost. It is also true with
+more ranks than heads, if several ranks then have the same head. And it is true if all ranks
+have the same KV (multi-head latent attention), which is then stored once. Engines with three
+ranks, with sixteen ranks of a head each, or with tokens outermost get slots with shards from
+:mod:`kvtier.vllm.pages`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 STRIPES: Final = 8
-"""Number of stripes of a portable slot: its bytes do not depend on the number of ranks."""
+"""Number of stripes of a portable slot, whose bytes do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class RegionGeometry:
         stripe_nbytes: Bytes of one stripe of a slot; stripe s begins at ``s * stripe_nbytes``.
         stripes: Stripes of a slot; a :class:`RankShare` says which ones a rank has.
         ranks: Workers of the engine.
-        is_portable: Whether a slot's bytes mean the same to an engine with other ranks.
-        content: Description of the bytes by the worker.
+        is_portable: Whether an engine with another number of ranks can read the slots.
+        content: The worker's description of the bytes.
         bounce_slots: Bounce slots for moves between storage tiers, after the RAM tier's slots.
     """
 
@@ -98,8 +98,8 @@ class RankShare:
     Attributes:
         stripes: The slot's stripes that the rank reads and writes, in the order of their bytes
             in the rank's own pages.
-        writers: Number of ranks that have the same bytes; they take turns by block.
-        writer: This rank's number among them.
+        writers: Number of ranks with the same bytes; each stores every ``writers``-th block.
+        writer: This rank's number among those ranks, from 0.
     """
 
     stripes: tuple[int, ...]

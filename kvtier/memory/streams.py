@@ -6,9 +6,9 @@ submits, so nothing needs ordering.
 
 **One torch thread.** torch spreads an operation over OpenMP threads, and every calling thread
 gets a team of its own. Two teams have more threads than the machine has processors, and GNU's
-OpenMP then lets no team spin: each of the model's few hundred parallel loops per step sleeps
-and wakes, which made steps of a small model half as long again. One thread is enough for a
-copy, because memory limits it.
+OpenMP then lets no team spin. So each of the model's few hundred parallel loops per step sleeps
+and wakes, and steps of a small model took 1.5 times as long. One thread is enough for a copy,
+because memory limits its speed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CopyStream(ABC):
     def mark(self) -> Fence | None:
         """Return the current point of the compute stream; called on the engine's thread.
 
-        Copies must follow it: a store reads blocks that the forward pass has just written, and
-        a load overwrites blocks that the engine may still be clearing.
+        Copies must follow this point, because a store reads blocks that the forward pass has
+        just written, and a load overwrites blocks that the engine may still be clearing.
         """
 
     @abstractmethod

@@ -49,9 +49,9 @@ def start_thread(thread: threading.Thread) -> None:
 class UncancellableFuture(asyncio.Future[T]):
     """A future that cannot be cancelled, because its work uses borrowed memory.
 
-    A cancelled task that awaits it is cancelled when the work is done. There is no shield or
-    second future in between: each would be one more turn of the loop, and beside a thread that
-    runs Python code every turn costs 5 ms.
+    A cancelled task that awaits the future is cancelled when the work is done. No shield or
+    second future is used, because each adds a turn of the loop. Beside a thread that runs
+    Python code, every turn costs 5 ms.
     """
 
     @override
@@ -215,8 +215,8 @@ class IoPool:
         """Finish the queued calls, then end the threads.
 
         Returns:
-            Whether every thread ended in time. Otherwise one is stuck in a system call; it is
-            a daemon and dies with the process.
+            Whether every thread ended in time. If not, a thread is stuck in a system call; it
+            is a daemon and dies with the process.
         """
         with self._wakeup:
             self._closed = True

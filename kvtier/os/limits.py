@@ -1,4 +1,4 @@
-"""Limits of the machine: free memory, control groups, huge pages, free disk room."""
+"""Limits of the machine: free memory, control groups, huge pages, free disk space."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemoryLimit:
 
     Attributes:
         name: Name of the limit.
-        free_bytes: Bytes that it leaves free.
+        free_bytes: Bytes still free under the limit.
     """
 
     name: str
@@ -50,7 +50,7 @@ class HugePagePool:
     free: int
 
     def needed(self, nbytes: int) -> int:
-        """Return how many pages ``nbytes`` take; 0 on a kernel without them."""
+        """Return how many huge pages ``nbytes`` take; 0 on a kernel without huge pages."""
         return -(-nbytes // self.page_nbytes) if self.page_nbytes else 0
 
     def holds(self, nbytes: int) -> bool:
@@ -107,7 +107,7 @@ def allocated_nbytes(directory: Path) -> int:
 
 
 def free_disk_nbytes(directory: Path) -> int | None:
-    """Return the bytes that this process may still allocate; None if the disk does not count.
+    """Return the free bytes of the disk at ``directory``; None if the disk reports no size.
 
     Raises:
         OSError: The file system failed.
@@ -132,9 +132,9 @@ def _available(proc: Path) -> Iterator[MemoryLimit]:
 def _group_limits(proc: Path, mounted: Path) -> Iterator[MemoryLimit]:
     """Yield the limits of this process's control groups and of their parents.
 
-    Inside a container the kernel often names the host's path while the container's own group
-    is mounted. So missing paths are skipped, but the root is read. File pages count as free,
-    because the kernel can drop them.
+    In a container the kernel often names a group by its path on the host, while the root of the
+    mount is the container's group. So missing paths are skipped and the root is always read.
+    File pages count as free, because the kernel can drop them.
     """
     for line in read_kernel_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -159,7 +159,7 @@ def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLim
 
 
 def _droppable_nbytes(statistics: Path) -> int:
-    """Return the bytes of file pages in a control group; version 1 has separate totals."""
+    """Return how many bytes of file pages a control group has, its children's included."""
     words = dict(line.split() for line in read_kernel_text(statistics).splitlines())
     prefix = "total_" if "total_active_file" in words else ""
     return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))

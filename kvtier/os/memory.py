@@ -3,8 +3,8 @@
 **Mappings.** The RAM tier holds users' prompts, and core dumps are read by people who debug
 crashes. So every mapping of the tier is excluded from core dumps.
 
-**Page faults.** The pages of the RAM tier exist from the start. But a process that maps the
-file has a page fault at its first access to each page, and so does a disk read into the page.
+**Page faults.** The pages of the RAM tier exist from the start. But every process that maps the
+file has a page fault when it first accesses a page, or first reads from disk into that page.
 On a virtual machine a fault took 2 us, half a second per GiB. The kernel maps many pages at
 once in 0.08 s per GiB. So processes that use the tier map its pages in the background, before
 the first loads need them.

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 _STOP: Final = None
 _MOST_WAITING: Final = 4096
-"""Records that can wait for the disk, seconds of a busy engine; more are dropped."""
+"""Most records that wait for the disk, some seconds of a busy engine; others are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Recorder:
 
     Args:
         directory: Directory of the files; created if its parent exists.
-        options: Limits of the files.
+        options: The size and the number of files.
 
     Raises:
         OSError: The directory cannot be created.

@@ -69,8 +69,8 @@ class RequestLog:
     """Converts events of requests into records, in order of arrival.
 
     With more than ``max_held`` requests in the buffer, the earliest finished record is emitted
-    before the records of earlier, unfinished requests. So lines are out of order only if
-    thousands of requests apart.
+    before the records of earlier, unfinished requests. So only the record of a request that
+    thousands of others overtake is out of order.
 
     Args:
         emit: Called with each record.
@@ -94,7 +94,7 @@ class RequestLog:
         # Every end reads the first item; in a dict that read would scan removed items.
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._over: list[tuple[int, RequestRecord]] = []
-        """A heap by order of arrival."""
+        """Records of finished requests, as a heap by order of arrival."""
 
     def arrived(self, req_id: str, now: float, session: str = "") -> None:
         """Record the arrival of a request, ``now`` in seconds on a monotonic clock.
@@ -142,7 +142,7 @@ class RequestLog:
             self._emit_earliest()
 
     def _release(self) -> None:
-        """Emit entries that are final, and the oldest when the buffer is full."""
+        """Emit records that precede all open requests, and the earliest of a full buffer."""
         earliest_open = next(iter(self._open.values()), None)
         while self._over and (
             earliest_open is None

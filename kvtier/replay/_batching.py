@@ -40,7 +40,7 @@ class Batcher:
         blocks: Blocks of the memory, block 0 included.
         block_tokens: Tokens of a block.
         step_tokens: Most tokens of a step.
-        concurrency: Most requests that have blocks or are looked up.
+        concurrency: Most requests that run, load or have a deferred lookup at once.
 
     Attributes:
         connector: The connector's scheduler side.
@@ -66,7 +66,7 @@ class Batcher:
         self._waiting: deque[ReplayRequest] = deque()
         self._running: list[ReplayRequest] = []
         self._loading: dict[ReplayRequest, bool] = {}
-        """Requests with a load in the order of planning, and whether it ended."""
+        """Requests with a planned load, in order, and whether the load has ended."""
         self._tokens: dict[str, int] = {}
         self._started: list[str] = []
         self._preempted: list[str] = []
@@ -219,7 +219,7 @@ class Batcher:
         del self.requests[request.request_id]
 
     def _missing(self, request: ReplayRequest, tokens: int) -> int:
-        """Return the number of blocks missing for ``tokens`` tokens."""
+        """Return how many more blocks a request needs for ``tokens`` tokens."""
         return max(-(-tokens // self.block_tokens) - len(request.blocks), 0)
 
     def _take(self, request: ReplayRequest, count: int) -> None:

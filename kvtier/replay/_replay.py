@@ -210,7 +210,7 @@ def _replay(
     model: StepModel,
     progress: Callable[[float], None],
 ) -> ReplayResult:
-    """Serve the requests that fit the memory, and predict the same."""
+    """Replay the requests that fit the memory, and simulate the same requests."""
     per_chunk = config.engine.blocks_per_chunk
     block_nbytes = options.chunk_bytes // per_chunk
     blocks = options.gpu_bytes // block_nbytes + 1
@@ -258,7 +258,7 @@ def _fitting(
     """Return the requests whose prompt and answer have at most ``room_tokens`` tokens.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No request fits.
     """
     requests = list(make_requests(trace, blocks_per_chunk=blocks_per_chunk))
     tokens = [request.num_prompt_tokens + request.output_tokens for request in requests]
@@ -334,7 +334,7 @@ def _open_engine(
 def _open_device(
     memory: PagedMemory, region: HostRegion, blocks_per_chunk: int, close_timeout_s: float
 ) -> DeviceEngine:
-    """Return the copies between ``memory`` and ``region``, which is closed with them."""
+    """Return an engine for copies between ``memory`` and ``region``; it closes ``region``."""
     try:
         return DeviceEngine(
             memory.kv,
@@ -399,7 +399,7 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
 def _measure_copies(
     memory: PagedMemory, geometry: RegionGeometry, blocks_per_chunk: int
 ) -> TierSpeed:
-    """Return the best measured copy rate between RAM slots and blocks, of a separate region.
+    """Return the best rate of copies between blocks and RAM slots, in a region of its own.
 
     Raises:
         KvtierError: A copy failed.
@@ -440,7 +440,7 @@ def _traffic(
     predicted_hits: int,
     moved: Mapping[str, tuple[int, float]],
 ) -> ReplayedTraffic:
-    """Return the traffic of ``tier`` to the fastest tier ``above``, and from all of them."""
+    """Return the reads from ``tier`` into ``above[0]`` and the writes from all ``above``."""
     read_bytes, read_s = moved.get(transfer_type_of(tier.name, above[0]), (0, 0.0))
     down = [moved.get(transfer_type_of(name, tier.name), (0, 0.0)) for name in above]
     written_bytes, written_s = sum(size for size, _ in down), sum(time for _, time in down)

@@ -2,8 +2,8 @@
 
 A storage tier keeps chunks in numbered slots of equal size on a medium slower than RAM. The
 manager decides which chunk is in which slot; a tier never chooses, evicts or counts. It moves
-bytes, proves on every read that they are the bytes that were written, and remembers across
-restarts which slot held which chunk.
+bytes, proves on every read that the bytes are those written, and remembers across restarts
+which slot held which chunk.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class TierContext:
 
     Attributes:
         slot_nbytes: Bytes of one slot, a multiple of 4096.
-        fingerprint: Meaning of the stored bytes; each fingerprint has a namespace of its own.
+        fingerprint: Values that must be equal to share chunks; each fingerprint has its own
+            namespace.
         pool: Threads for the tier's blocking calls. Owned by the caller.
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
-            moves at least one.
-        memory: Shared memory that contains all buffers; None if there is none.
+            moves at least one slot.
+        memory: Shared memory that contains all buffers; None if the buffers are not shared.
         owner_pid: Process id of the engine; the store's lock names it as the holder.
-        was_reset: Whether this engine has reset its cache before, and opens the tier again
-            because the tier's process died.
+        was_reset: Whether this engine has reset its cache, and now opens the tier again because
+            the tier's process died.
     """
 
     slot_nbytes: int
@@ -72,7 +73,7 @@ class SlotOutcomes:
     """Outcomes of one batch.
 
     Attributes:
-        outcomes: One per chunk, in the batch's order; a tier returns DONE, FAILED or CORRUPT.
+        outcomes: DONE, FAILED or CORRUPT for each chunk, in the batch's order.
         error: Message of the first failure; empty when all are done.
     """
 
@@ -88,12 +89,12 @@ class StoreExamination:
         refusals: Reasons why the engine would not start.
         warnings: Warnings that the start would log.
         notes: What an engine of another identity would do to the store.
-        holders: Processes that have a part of the store open, for people.
-        free_nbytes: Free bytes of the file system; None where it does not count.
+        holders: Names, for people, of the processes that have a part of the store open.
+        free_nbytes: Free bytes of the file system; None if it does not count them.
         wanted_nbytes: Bytes of disk room that the slots and the index still need.
         index_nbytes: The index's share of ``wanted_nbytes``.
         reclaimed_nbytes: Bytes of slots that the start would remove.
-        own_nbytes: Bytes that this engine's cache takes already.
+        own_nbytes: Bytes that this engine's cache already takes on the disk.
     """
 
     refusals: Sequence[Remark] = ()
@@ -116,8 +117,8 @@ def check_batch(
     """Check the arguments of :meth:`StorageTier.read` and :meth:`StorageTier.write`.
 
     Raises:
-        CapacityError: Keys, slots and buffers differ in number, or a buffer has not the
-            size of a slot.
+        CapacityError: Keys, slots and buffers differ in number, or a buffer differs in
+            size from a slot.
     """
     if not len(keys) == len(slots) == len(views):
         raise CapacityError(
@@ -135,7 +136,7 @@ def check_outcomes(moved: SlotOutcomes, chunks: int) -> SlotOutcomes:
     """Return ``moved`` after checking that it has one outcome per chunk.
 
     Raises:
-        TypeError: ``moved`` has no such outcomes.
+        TypeError: ``moved`` has a different number of outcomes, or values of another type.
     """
     outcomes = moved.outcomes
     if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
@@ -148,7 +149,7 @@ class StorageTier(ABC):
 
     All coroutines run on the transfer engine's loop and must not block it: blocking calls go
     through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. The manager
-    guarantees that no two of them touch one slot unless both only read it.
+    guarantees that two running batches share a slot only if both read it.
 
     Attributes:
         name: The tier's name in the configuration.
@@ -157,14 +158,14 @@ class StorageTier(ABC):
     """
 
     Options: ClassVar[type[TierConfig]]
-    """The tier's section of the YAML file. ``kind`` is its name among the entry points, or the
-    class as ``module:Class``."""
+    """Type of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
+    point, or its class as ``module:Class``."""
 
     is_local: ClassVar[bool] = True
-    """Whether the medium is on this host: requests and events report it as the locality."""
+    """Whether the medium is on this host; hints and events then call the tier ``LOCAL``."""
 
     moves_in_process: ClassVar[bool] = True
-    """Whether this process reads and writes the buffers; the engine then maps their pages.
+    """Whether this process reads and writes the buffers; if so, the engine maps their pages.
     A tier that leaves this to another process needs :attr:`TierContext.memory`."""
 
     name: str
@@ -176,7 +177,7 @@ class StorageTier(ABC):
         """Return what a start with ``options`` would find; for ``kvtier check`` and ``doctor``.
 
         By default this compares the capacity with the free room of the file system of
-        ``options.local_store()``. A tier that knows its store better overrides it. May block
+        ``options.local_store()``. A tier that knows its store better overrides this. May block
         for half a second; must not change the store.
 
         Args:
@@ -266,8 +267,8 @@ class StorageTier(ABC):
         """Read slot ``slots[i]`` into ``into[i]`` and prove that the bytes are those written.
 
         A slot that holds another key, was never written, is short or has a flipped bit is
-        CORRUPT; one the medium cannot read is FAILED. The content of ``into[i]`` is undefined
-        unless chunk ``i`` is DONE.
+        CORRUPT; a slot that the medium cannot read is FAILED. The content of ``into[i]`` is
+        undefined unless chunk ``i`` is DONE.
 
         Raises:
             CapacityError: A slot or a buffer does not belong to this tier; nothing was done.
@@ -287,9 +288,10 @@ class StorageTier(ABC):
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Start :meth:`write` eagerly; await the result for the rest.
 
-        A tier that delegates its work, for example to another process, sends the request
-        here, a turn of the loop earlier. The caller must await the result: a task
-        that is cancelled before its first step does not wait until the memory is free again.
+        A tier that delegates its work, for example to another process, sends the job in
+        this call, a turn of the loop earlier than :meth:`write`. The caller must await the
+        result, because a task that is cancelled before its first step does not wait until the
+        memory is free again.
         """
         return self.write(keys, slots, sources, purpose=purpose)
 
@@ -320,15 +322,15 @@ class StorageTier(ABC):
         """Forget everything, durably: a later restart recovers nothing written before this.
 
         A reset may mean that this engine has new weights, while the next engine starts with
-        the old ones. So the next engine should not recover later writes either, unless the
-        operator has configured that resets have other reasons; the tier decides.
+        the old ones. So a restart should not recover writes after the reset either. A tier
+        may have an option for engines whose resets have other reasons.
 
         Raises:
             TierUnavailableError: The medium failed. Nothing written before may be read, but a
                 restart may recover it; a later call tries again.
 
         Cancellation:
-            Leaves the tier as a failure does.
+            Has the same effects as a failure.
         """
 
     @abstractmethod

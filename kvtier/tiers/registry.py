@@ -12,7 +12,7 @@ from kvtier.tiers.slab.examine import examine_store
 __all__ = ["check_tiers", "examine_tier", "open_tier"]
 
 _FAST_EXAMINERS: Final = {"nvme": examine_store}
-"""Examinations without the tier's class, whose import takes longer than the examination."""
+"""Functions that examine a store without the slow import of the tier's class, by kind."""
 
 
 def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
@@ -24,7 +24,7 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
     Raises:
         ConfigError: The kind is unknown or broken, or its options cannot work here.
         StoreLockedError: Another process has the store open.
-        StoreDamagedError: The store's files are not what they should be.
+        StoreDamagedError: The store's files are damaged or foreign.
     """
     if context.memory is not None and getattr(options, "own_process", False):
         from kvtier.tiers.hosted import HostedTier  # noqa: PLC0415

@@ -1,14 +1,13 @@
 """Moves chunks from one slower tier to another through a bounce buffer in RAM.
 
 A tier in a process of its own moves chunks only to and from the memory it shares with the
-engine. So a chunk that moves between two storage tiers is read and verified into a bounce slot,
-which belongs to no chunk of the RAM tier, and written from there. The manager counts no RAM for
-it and evicts nothing, and a full RAM tier cannot make it fail.
+engine. So a chunk that moves between two storage tiers is first read into a bounce slot and
+verified, then written from there. Bounce slots are no part of the RAM tier: the manager counts
+no RAM for such a move and evicts nothing, and a full RAM tier cannot make the move fail.
 
-The buffer has two lanes of one I/O piece each: one is written while the other is read. Jobs
-take lanes in turn, one for each of their pieces, and free them when neither tier touches them
-any more. A disk that hangs therefore blocks only the moves between storage tiers, which no
-request waits for.
+The buffer has two lanes of one I/O piece each, so one piece is written while the next is read.
+A job takes one lane per piece, and frees the lane when neither tier touches it any more. A disk
+that hangs therefore blocks only the moves between storage tiers, which no request waits for.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
     """Return how many bounce slots the tiers of ``config`` need.
 
     Returns:
-        0 where no chunk moves between storage tiers: with one storage tier, or with RAM
-        writing through to all of them.
+        0 if no chunk moves between storage tiers, because there is at most one, or because
+        RAM writes through to all of them.
     """
     placement = config.placement
     through = placement.policy == "tiered" and placement.write == "through"
@@ -73,8 +72,8 @@ class BounceBuffer:
 class BetweenTiers(Route):
     """Moves chunks from one storage tier to another; the source tier verifies every byte.
 
-    After a job is abandoned, or a tier raised, the route starts no further read or write for
-    it. A reset may follow, and nothing may be written after that.
+    When a job is abandoned, or a tier raises, the route starts no further read or write for the
+    job, because a reset may follow and nothing may be written after a reset.
 
     Args:
         source: The tier to read from.

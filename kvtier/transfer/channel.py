@@ -57,7 +57,7 @@ class Breaker:
     """A circuit breaker, which takes a failing channel out of service for a while.
 
     From Nygard, "Release It!" (2007): closed normally, open after some consecutive failures,
-    half open after a back-off, when a single probe decides. The caller passes the time in.
+    half open after a back-off, when a single probe decides. Callers pass the current time.
 
     Args:
         failures: Consecutive failures that open it.
@@ -81,7 +81,7 @@ class Breaker:
         return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
-        """Return whether a call may be made at ``now``; may make it the probe."""
+        """Return whether a call may be made at ``now``; make it the probe if one is due."""
         if not self.tripped:
             return True
         if self._probing or now < self._closed_again_s:
@@ -130,7 +130,7 @@ class Channel:
     def is_out_of_service(self, now: float) -> bool:
         """Return whether jobs other than a probe are refused at ``now``.
 
-        Nothing runs during an exclusive action, so nothing can probe either.
+        During an exclusive action no job runs on the channel, not even a probe.
         """
         return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
 

@@ -39,10 +39,10 @@ class LoadRequest:
     """Payload of a load job.
 
     Attributes:
-        plan: The copies.
-        after: Point in the compute stream that they must follow; None on a CPU.
+        plan: The block copies.
+        after: Point in the compute stream that the copies must follow; None on a CPU.
         generations: Required stamp per slot; 0 for a chunk without a slot, whose load fails.
-        wait_s: How long to wait for the stamps.
+        wait_s: How long to wait until the slots have their stamps.
     """
 
     plan: BlockCopyPlan
@@ -69,8 +69,8 @@ class StoreRequest:
 
     Attributes:
         job_id: The submitter's id for the store.
-        plan: The copies.
-        after: Point in the compute stream that they must follow; None on a CPU.
+        plan: The block copies.
+        after: Point in the compute stream that the copies must follow; None on a CPU.
         generations: Stamp to leave on each slot; the same on all.
     """
 
@@ -84,12 +84,12 @@ class DeviceStore(_DeviceRoute):
     """Copies KV blocks to RAM slots and stamps the slots before the job settles.
 
     A job's payload is a sequence of :class:`StoreRequest`, for example those of all prompts of
-    a step. One call copies them all, because each call costs interpreter time that the model
-    needs; they fail together.
+    a step. One call copies the blocks of all of them, because each call takes interpreter time
+    that the model needs. If that call fails, all of them fail.
 
-    A chunk that lacks blocks is never stamped. An engine may offer one where a sliding window
-    is shorter than a chunk, and a later hit would load the slot's former content. The engine
-    omits missing blocks without saying where, so the group's other chunks are not stamped
+    A chunk that lacks blocks is never stamped, because a later hit would load the slot's former
+    content. An engine may offer such a chunk if a sliding window is shorter than a chunk. The
+    engine does not say which blocks are missing, so the group's other chunks are not stamped
     either, unless only the head of the first chunk is missing.
     """
 
@@ -100,7 +100,7 @@ class DeviceStore(_DeviceRoute):
         self._revoked: set[JobId] = set()
 
     def revoke(self, job_id: JobId) -> None:
-        """Never stamp this store: its blocks may be overwritten from now on."""
+        """Never stamp this store, because its blocks may be overwritten from now on."""
         self._revoked.add(job_id)
 
     @override
@@ -144,8 +144,8 @@ class DeviceLoad(_DeviceRoute):
     engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
 
     A chunk is useless without the chunks before it. So once a chunk is lost, the load stops
-    waiting for later ones, but still loads earlier ones: the engine may keep the head of the
-    prompt.
+    waiting for later ones. It still loads earlier ones, because the engine may keep the head of
+    the prompt.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class DeviceLoad(_DeviceRoute):
         return whole
 
     def _record(self, payload: LoadRequest, outcomes: Sequence[Outcome]) -> None:
-        """Record the stamps that were not loaded, and release the slots."""
+        """Record the chunks that failed to load, and release the slots."""
         slots, stamps = payload.plan.slots, payload.generations
         held = [bool(stamp) for stamp in stamps]
         if outcomes.count(Outcome.DONE) < len(outcomes):

@@ -10,8 +10,8 @@ engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Five
   The job keeps its slots until the call returns and the settled result is posted.
 * **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. Running bytes per
   channel are limited, so few bytes of less urgent work are ever ahead of a load.
-* **A tier's fault is a job's failure.** Whatever a tier raises, or returns in place of one
-  outcome per chunk, fails one job. If the engine's thread dies, it answers every job first.
+* **A tier's fault is a job's failure.** If a tier raises, or does not return one outcome per
+  chunk, one job fails. If the engine's thread dies, that thread first answers every job.
 * **A failing tier is left alone.** After some consecutive failures a channel's breaker opens:
   jobs are refused for a back-off time, then one job is let through to probe.
 
@@ -42,7 +42,7 @@ __all__ = ["TransferEngine"]
 logger = get_logger(__name__)
 
 _START_TIMEOUT_S: Final = 60.0
-"""Longer than an open tier takes to get ready for its first call."""
+"""Longest wait for the thread to start; a tier takes less to get ready for its first call."""
 
 _DRAINING_SHARE: Final = 0.75
 """Share of the closing time that queued jobs may take."""
@@ -121,7 +121,7 @@ class TransferEngine:
         return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
 
     def submit(self, *jobs: Job) -> None:
-        """Queue ``jobs``; :meth:`poll` returns their results, also of refused jobs.
+        """Queue ``jobs``; :meth:`poll` returns a result for each job, refused or not.
 
         Submit jobs together where possible: the engine's thread then wakes up once. A job
         without a route fails; the others run.
@@ -146,7 +146,7 @@ class TransferEngine:
                 channel.route.abandon(job)
 
     def _enqueue(self, job: Job, now: float) -> bool:
-        """Hand a job to the engine's thread or refuse it; return whether it was handed over."""
+        """Hand a job to the engine's thread; return False if the job was refused instead."""
         channel = self._channels.get((job.source, job.destination))
         if channel is None:
             self._fail_unrouted(job)
@@ -201,7 +201,7 @@ class TransferEngine:
         """Block until ``job_ids`` are settled; unknown and settled ids count as settled.
 
         Returns:
-            Whether all are settled; False when ``timeout_s`` passed first.
+            Whether all are settled; False if ``timeout_s`` passed first.
         """
         return self._results.wait(job_ids, timeout_s=timeout_s)
 
@@ -221,7 +221,7 @@ class TransferEngine:
         that hangs does not delay the others.
 
         Args:
-            actions: What to await, by tier name.
+            actions: The action of each tier, by the tier's name.
             timeout_s: Longest time this blocks.
 
         Returns:

@@ -43,7 +43,7 @@ class Pending:
 
 
 class JobQueue:
-    """Jobs that wait for room on their channels, by urgency and then by age."""
+    """Jobs that wait until their channels can run them, by urgency and then by age."""
 
     def __init__(self) -> None:
         self._heap: list[Pending] = []
@@ -122,7 +122,7 @@ class JobResults:
             )
 
     def wait_any(self, *, timeout_s: float) -> bool:
-        """Block until there is a result or no job is left; return False on a timeout."""
+        """Block until there is a result or every job is settled; return False on a timeout."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: bool(self._results) or self.complete, timeout=timeout_s

@@ -47,7 +47,7 @@ class Route(ABC):
         """Move every chunk of ``job`` and return each one's outcome.
 
         A coroutine function, or a function that starts at once and returns a coroutine for the
-        rest. The engine awaits it in a task that it never cancels.
+        rest. The engine awaits the coroutine in a task that is never cancelled.
 
         Cancellation:
             Deferred until no thread touches the job's slots.
@@ -62,13 +62,13 @@ class Route(ABC):
 
 
 class Stamps(Protocol):
-    """Slot stamps that workers read: the control block."""
+    """The part of the control block that routes use: stamps that workers read."""
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Mark the bytes of these stamps as whole."""
+        """Stamp ``slots`` with ``generations``: their bytes are whole."""
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Mark the bytes of these stamps as lost."""
+        """Stamp ``slots`` with ``generations``, flagged as lost."""
 
 
 class ToTier(Route):
@@ -94,7 +94,7 @@ class _Stamped:
 
     Attributes:
         parts: Each part and which of its chunks are whole, in the order of stamping.
-        poisoned: How many parts :meth:`FromTier.abandon` poisoned afterwards.
+        poisoned: How many of ``parts`` were poisoned later by :meth:`FromTier.abandon`.
     """
 
     parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
@@ -104,12 +104,13 @@ class _Stamped:
 class FromTier(Route):
     """Reads chunks of a storage tier into RAM slots; the tier verifies every byte.
 
-    The job's payload has the stamp of each slot. Before the job's result is posted, whole
-    chunks are published and lost ones poisoned, because workers may already wait for them.
+    The job's payload has the stamp of each slot. Workers may already wait for the chunks. So
+    whole chunks are published (stamped as whole) and lost chunks poisoned (stamped as lost)
+    before the job's result is posted.
 
     A job of some MiB is read in a few parts that are published one by one, so a worker copies
-    the first while the last are still being read. Abandoning the job poisons all parts; those
-    that are whole are published again at the end.
+    the first while the last are still being read. Abandoning the job poisons all parts; the
+    whole chunks are published again at the end.
     """
 
     def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:
@@ -189,7 +190,7 @@ class FromTier(Route):
 
 
 def part_of(job: Job, part: slice) -> Job:
-    """Return a job with the chunks ``part`` of ``job``."""
+    """Return a job that moves only the chunks ``part`` of ``job``."""
     return job._replace(
         keys=job.keys[part],
         source_slots=job.source_slots[part],
@@ -202,7 +203,7 @@ async def all_of(parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]) -> SlotOutc
     """Await all parts of a job concurrently; return their chunks' outcomes in order.
 
     Raises:
-        BaseException: The first error in that order, after all parts have ended. Until then
+        BaseException: The error of the first failed part, after all have ended. Until then
             threads may touch the parts' slots.
     """
     tasks = [asyncio.create_task(_returning(part)) for part in parts]

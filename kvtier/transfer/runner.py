@@ -163,8 +163,8 @@ class Runner:
     def _turn(self) -> None:
         """Queue submitted jobs and start those that may start.
 
-        This is a callback and not a task: each switch between tasks is a turn of the loop, and
-        beside a thread that runs Python code a turn waits 5 ms for the interpreter lock.
+        This is a callback and not a task, because each switch between tasks is a turn of the
+        loop. Beside a thread that runs Python code, a turn waits 5 ms for the interpreter lock.
         """
         self._poked = False  # first, so that later submissions wake this thread again
         self._admit()
@@ -190,8 +190,8 @@ class Runner:
     def _start(self) -> None:
         """Start queued jobs, most urgent first, while their channels have room.
 
-        A smaller job never overtakes a larger one on its channel: the larger job could wait for
-        ever.
+        A smaller job never overtakes a larger one on its channel, because the larger job could
+        then wait for ever.
         """
         full: set[Pair] = set()
         for pending in self._queue.in_order():
@@ -322,7 +322,7 @@ def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
 async def _outcomes_of(
     job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
 ) -> tuple[Sequence[Outcome], str]:
-    """Return each chunk's outcome and the first error; whatever a tier raises is a failure."""
+    """Return each chunk's outcome and an error; if ``moving`` raises, all chunks fail."""
     chunks = len(job.source_slots)
     try:
         moved = check_outcomes(await moving, chunks)

@@ -2,9 +2,9 @@
 
 Moving a chunk takes little Python code, but that code needs the interpreter lock: after every
 system call and during the checksum. In the engine's process the scheduler has the lock most of
-the time. A thread waits for it up to the switch interval, 5 ms, in which a disk delivers 30 MB.
-A thread that hashes at 10 GB/s holds the lock for 0.1 s per gigabyte, in which the scheduler
-stands still. Threads and ``io_uring`` do not help, because both need the same lock.
+the time. A thread waits for the lock up to the switch interval, 5 ms, in which a disk delivers
+30 MB. A thread that hashes at 10 GB/s holds the lock for 0.1 s per gigabyte, in which the
+scheduler stands still. Threads and ``io_uring`` do not help, because both need the same lock.
 
 So the tier runs in another process, which maps the same host region. For each job the engine
 sends one small frame with keys, slots and offsets in the region, and gets one small frame back.
@@ -15,8 +15,8 @@ No payload crosses the socket.
   registry and serves frames.
 
 When the engine dies, the host finishes its calls, commits its index, closes the store and
-exits. The host has the store's lock, so no new engine can open the store before that. When the
-host dies, its calls fail, and the next job starts a new host.
+exits. The host has the store's lock, so no new engine can open the store before the host exits.
+When the host dies, its calls fail, and the next job starts a new host.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class HostedTier(StorageTier):
         Raises:
             ConfigError: There is no shared memory, or the tier's options cannot work here.
             StoreLockedError: Another process has the store open.
-            StoreDamagedError: The store's files are not what they should be.
+            StoreDamagedError: The store's files are damaged or foreign.
             TierUnavailableError: The host could not be started, or the medium fails.
         """
         return cls(options, context, *HostProcess.start(options, context))
@@ -165,10 +165,10 @@ class HostedTier(StorageTier):
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call, or soon.
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call.
 
-        Sending uses with the next call saves a message per job. The timer commits the latest
-        uses of an idle engine as well, with about the right time.
+        Sending uses with the next call saves a message per job. When no call comes within a
+        second, a timer sends them, so that the index gets them with about the right time.
         """
         lost = self._connection is not None and not self._connection.usable
         if self._host is not None and not lost:  # a new host does not need it
@@ -250,7 +250,7 @@ class HostedTier(StorageTier):
         """Do a reset that is due, then return a usable connection.
 
         Raises:
-            ClosedError: The tier was closed, and closing it does the reset.
+            ClosedError: The tier was closed; :meth:`aclose` does the reset.
             TierUnavailableError: There is no host and none can be started, or the reset failed.
         """
         if self._ready is not None:
@@ -289,8 +289,8 @@ class HostedTier(StorageTier):
     async def _connect_to_close(self) -> Connection | None:
         """Return the connection for closing the tier; None if there is nothing to close.
 
-        A host is started for a reset that is due. If the reset hangs, its connection exists and
-        this does not wait for it.
+        If a reset is due and no host runs, this starts one. If a reset hangs, this returns its
+        connection without waiting for the reset.
 
         Raises:
             TierUnavailableError: There is no host and none can be started.
@@ -321,7 +321,7 @@ class HostedTier(StorageTier):
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a new host; end that host if the tier was closed meanwhile.
+        """Start a new host; end the new host if the tier was closed meanwhile.
 
         Raises:
             TierUnavailableError: The tier was closed, or no host can be started.
@@ -341,7 +341,7 @@ class HostedTier(StorageTier):
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:
-        """Start a host in place of one that died, and ignore the chunks it recovers.
+        """Start a host after one died, and ignore the chunks that the new host recovers.
 
         A series of failures is logged once; every caller gets the reason of its own failure.
         """

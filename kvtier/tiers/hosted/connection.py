@@ -2,7 +2,8 @@
 
 In an engine that runs Python code, each turn of the loop costs time: whenever the loop waits or
 makes a system call, it releases the interpreter lock and gets it back 5 ms later. So a call is
-sent when it is made, not when it is awaited, and an answer is handled where its bytes arrive.
+sent when it is made, not when it is awaited, and the callback that gets an answer's bytes
+handles the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Connection"]
 logger = get_logger(__name__)
 
 _END_TIMEOUT_S: Final = 15.0
-"""Longer than a host takes to end or to be killed, unless it is stuck."""
+"""How long to wait for a host to end; only a stuck host takes longer."""
 
 
 class Connection(asyncio.Protocol):
@@ -52,8 +53,8 @@ class Connection(asyncio.Protocol):
         """Begin to listen for answers on the running loop.
 
         Cancellation:
-            Deferred until the connection listens, a turn of the loop later: other tasks may
-            use it.
+            Deferred until the connection listens, a turn of the loop later, because other
+            tasks may use the connection.
         """
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
@@ -76,13 +77,14 @@ class Connection(asyncio.Protocol):
 
         Args:
             op: The operation.
-            make: Returns the frame for a header.
+            make: Returns the frame with the header that it is given.
 
         Raises:
             KvtierError: The tier's error, or TierUnavailableError if the host is gone.
 
         Cancellation:
-            Deferred until the answer arrives: the host may be using the caller's memory.
+            Deferred until the answer arrives, because the host may be using the caller's
+            memory.
         """
         if self._gone:
             raise TierUnavailableError(self._tier, "its I/O process is gone")
@@ -97,7 +99,7 @@ class Connection(asyncio.Protocol):
         """Close the tier in the host, which then ends.
 
         Args:
-            reset: Whether to reset it first.
+            reset: Whether to reset the tier first.
 
         Raises:
             TierUnavailableError: The host ended without confirming that all is committed.

@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 READ_NBYTES: Final = 1 << 18
-"""Bytes to read from a socket at once: the arrays of some thousand chunks."""
+"""How many bytes to read from a socket at once, enough for some thousand chunks."""
 
 _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _ALL_DONE: Final = "done"
 _ATTRIBUTES: Final = {"tier": TierError, "holder": StoreLockedError}
-"""Text attributes of errors of these classes, besides the message."""
+"""Attributes to send with an error besides its message, and the class that has each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Batch:
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
-    """Return the keys' common length, or each length, and the concatenated keys."""
+    """Return the length of each key, one number if all are equal, and the concatenated keys."""
     widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
     return (list(map(len, keys)) if width is None else width), b"".join(keys)
@@ -132,7 +132,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Return a word if all ``outcomes`` are DONE; else an empty word and a byte for each."""
+    """Return a word and no codes if all outcomes are DONE; else no word and a code for each."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return _ALL_DONE, b""
     return "", bytes([_CODES[outcome] for outcome in outcomes])
@@ -148,9 +148,9 @@ def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
 def encode_error(error: BaseException) -> dict[str, str]:
     """Encode an error for :func:`decode_error`.
 
-    An error of another package becomes a KvtierError with its message. A plugin's class, which
-    the engine's process may not know, becomes its nearest base class in :mod:`kvtier.errors`
-    whose attributes it has.
+    An error of another package becomes a KvtierError with its message. The engine's process may
+    not know the class of a plugin's error. So that class becomes its nearest base class in
+    :mod:`kvtier.errors` for which the error has all attributes.
     """
     if not isinstance(error, KvtierError):
         return {"kind": "KvtierError", "text": f"{type(error).__name__}: {error}"}

@@ -3,7 +3,7 @@
 It inherits two descriptors, the socket to the engine and the shared memory, and gets the
 engine's process id as an argument. It ends when the engine asks it to, closes the socket or
 dies. It ignores signals that a terminal or a supervisor sends to the whole process group,
-because the engine still demotes chunks then.
+because the engine still demotes chunks after such a signal.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _log_to_engine(send: Send) -> None:
 def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
     """Close ``transport`` when the engine dies, even if another process holds the socket.
 
-    Only the transport may end its reader: a reader that gets data after its end fails.
+    Only the transport may end the stream, because data after the end is an error.
     """
     loop = asyncio.get_running_loop()
     try:

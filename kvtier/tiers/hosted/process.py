@@ -77,7 +77,7 @@ class HostProcess:
         Raises:
             ConfigError: There is no shared memory.
             KvtierError: The tier's error when it was opened.
-            TierUnavailableError: The process could not be started, ended, or took too long.
+            TierUnavailableError: The process did not start, ended early, or took too long.
         """
         tier, memory = options.name, shared_memory(options, context)
         try:
@@ -109,7 +109,7 @@ class HostProcess:
             clock: Seconds that never go backwards.
 
         Raises:
-            KvtierError: The tier's error.
+            KvtierError: The tier's error when it was opened.
             TimeoutError: The tier was not open in time.
             EOFError: The process ended.
             OSError: The process ended during a system call on the socket.
@@ -159,7 +159,7 @@ class HostProcess:
 
 @contextlib.contextmanager
 def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
-    """End ``host`` if the body raises, so that the message can contain its exit code."""
+    """End ``host`` if the body raises, so that the error can name its exit code."""
     try:
         yield
     except BaseException:

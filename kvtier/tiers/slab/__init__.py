@@ -12,11 +12,11 @@
 
 **Why it cannot serve wrong bytes.** A payload is written first, and its row is committed after.
 In between, and after a crash at any point, the disk may have a row without its payload (a later
-chunk was being written over it), a payload without its row, or a part of a payload. The last
-two are harmless. The first is detected, because every read compares the bytes with the row's
-checksum. The key is part of the checksum, so a whole payload in the wrong slot does not verify
-either. Hence nothing needs to be synced or deleted in any order: a read returns the stored
-bytes or a miss.
+chunk was being written over the payload), a payload without its row, or a part of a payload.
+The last two are harmless. The first is detected, because every read compares the bytes with the
+row's checksum. The key is part of the checksum, so a whole payload in the wrong slot does not
+verify either. Hence nothing needs to be synced or deleted in a certain order: a read returns
+the stored bytes or a miss.
 
 **Why it is fast.** The cost is not the system call but taking the interpreter lock back from a
 busy engine, which may take the switch interval, 5 ms. So the unit of work is a piece:

@@ -43,7 +43,7 @@ class BlockIo:
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Open ``path``, which must not be a symbolic link; a new file is 0600."""
+        """Open ``path``, which must not be a symbolic link; a new file has mode 0600."""
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if flags & os.O_CREAT:
             try:

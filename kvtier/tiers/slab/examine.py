@@ -1,7 +1,7 @@
 """Examine a store for a command that runs without an engine.
 
-The plan is that of a start (:mod:`kvtier.tiers.slab.start_plan`). Nothing here writes into the
-store. An engine that starts meanwhile waits for a moment.
+The examination makes the same plan as a start (:mod:`kvtier.tiers.slab.start_plan`). Nothing
+here writes into the store. An engine that starts meanwhile waits for a moment.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _own(neighbours: Sequence[Neighbour], identity: Fields) -> Neighbour | None:
 def _opening(
     own: Neighbour | None, options: NvmeTierConfig, identity: Fields
 ) -> tuple[int, Opening]:
-    """Return the number of slots, 0 if unknown, and the namespace to open."""
+    """Return how many slots the engine would have, 0 if unknown, and the namespace to open."""
     slots, nbytes = 0, options.capacity_bytes
     if own is not None and own.layout is not None:
         slots = options.capacity_bytes // own.layout.slot_nbytes
@@ -166,7 +166,7 @@ def _awaited(neighbours: Iterable[Neighbour | None]) -> Iterator[Remark]:
 def _cost_of_change(
     own: Neighbour | None, opening: Opening, options: NvmeTierConfig
 ) -> Iterator[Remark]:
-    """Yield what an engine of another identity would do to the engine's own cache."""
+    """Yield a remark if an engine of another identity would remove ``own`` or not start."""
     if own is None or own.state is not State.IDLE:
         return
     changed = plan_start(Opening({}, options.capacity_bytes, opening.now_s), [own], options)

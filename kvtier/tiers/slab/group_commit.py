@@ -1,8 +1,8 @@
 """Group commit: a thread that writes the index; changes during a commit share the next one.
 
-Rows are committed at once, because writers wait for them. Uses and removals, which nobody waits
-for and a crash may lose, are added at most once a second: a commit of rows alone is one
-statement, and each further statement may wait for the interpreter lock.
+Rows are committed at once, because writers wait for them. Nobody waits for uses and removals,
+and a crash may lose them. They are added at most once a second, because a commit of rows alone
+is one statement, and each further statement may wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupCommit:
     """Takes changes from any thread and commits them in order, many at a time.
 
     A later change of a slot replaces an earlier one that is not committed yet. So at most one
-    row and one use per slot are pending, and the removals of a second.
+    row per slot, one use per slot and the removals of a second are pending.
 
     Args:
         database: The open index; until :meth:`stop` only this object's thread uses it.
@@ -170,7 +170,7 @@ class GroupCommit:
             self._on_commit()
 
     def _records_wait_s(self) -> float | None:
-        """Return the seconds that the records may still wait; None if there are no records."""
+        """Return how many seconds pending records may wait; None if there are no records."""
         records = self._pending.records
         if not records:
             return None
@@ -206,7 +206,7 @@ class GroupCommit:
                 waiter.set_exception(error)
 
     def _log_switch(self, error: Exception | None) -> None:
-        """Log when the index stops or resumes taking changes, not every attempt."""
+        """Log when the index begins to fail or recovers, but not every failure."""
         if error is not None and self._healthy:
             logger.warning("tier %s: the index takes no changes: %s", self._name, error)
         elif error is None and not self._healthy:
@@ -226,7 +226,7 @@ class GroupCommit:
         self._log_is_long = nbytes > _LONG_LOG_NBYTES
 
     def _keep_deletions(self, failed: Change) -> None:
-        """Keep failed deletions for the next commit: a restart would recover those rows."""
+        """Keep failed deletions for the next commit, or a restart would recover those rows."""
         with self._wakeup:
             if self._pending.clear:
                 return

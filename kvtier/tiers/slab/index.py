@@ -126,8 +126,8 @@ class StoredRows:
         key_hashes: 64-bit hash of each key.
         key_marks: Mark of each key for the removal log.
         checksums: Checksum of each payload.
-        outdated: Slots whose key has a newer row elsewhere.
-        clock: A time later than any in the index.
+        outdated: Slots whose key has a newer row in another slot.
+        clock: A logical time later than any in the index.
     """
 
     keys: KeyArray
@@ -167,7 +167,7 @@ class LazyRecords:
         self.hits.update(slots)
 
     def drop_uses(self, slots: Iterable[int]) -> None:
-        """Drop the uses of ``slots``, which belong to their former chunks."""
+        """Drop the uses of ``slots``, because those were uses of the slots' former chunks."""
         if self.uses:
             for slot in slots:
                 self.uses.pop(slot, None)
@@ -279,7 +279,7 @@ class IndexDatabase:
         return int(counted[0])
 
     def apply(self, change: Change) -> None:
-        """Commit ``change``: all of it or, if this raises, at most its ``clear``."""
+        """Commit ``change``; if this raises, at most its ``clear`` has been committed."""
         if self._clear_is_due:
             self.clear()
         if self._reset_record_is_due:
@@ -344,7 +344,7 @@ class IndexDatabase:
         """Call ``on_progress`` regularly while a statement runs in the body.
 
         Raises:
-            KeyboardInterrupt: The user interrupted a statement, which did nothing then.
+            KeyboardInterrupt: The user interrupted a statement, which has then changed nothing.
         """
 
         def callback() -> int:
@@ -429,7 +429,7 @@ class IndexDatabase:
             yield _TRIM, (self._removals_end - REMOVAL_LOG_NBYTES,)
 
     def _fetch(self, capacity_slots: int) -> tuple[KeyArray, npt.NDArray[np.int64]]:
-        """Return the keys, and the four numbers of each row."""
+        """Return each row's key, and each row's slot, checksum, generation and last use."""
         keys: list[KeyArray] = []
         numbers = [np.empty((0, 4), dtype=np.int64)]
         for first in range(0, capacity_slots, _SLOTS_PER_STEP):
@@ -478,9 +478,9 @@ def _by_step(values: npt.NDArray[Any]) -> Iterator[list[Any]]:
 
 
 def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
-    """Sort rows by last use and keep the newest of each key.
+    """Sort rows by last use and keep the newest row of each key.
 
-    Keys are compared by 64-bit hash: a collision loses one chunk and never serves a wrong one.
+    Keys are compared by 64-bit hash; a collision loses one chunk and never serves wrong bytes.
     """
     if len(numbers) != len(keys):
         raise IndexDamagedError("its columns differ in length")

@@ -111,7 +111,7 @@ class StoredNamespace:
 
     Attributes:
         directory: Its directory.
-        layout: Meaning of its bytes.
+        layout: Content of its ``layout.json``.
     """
 
     directory: Path
@@ -138,8 +138,8 @@ class Entry:
         checksum: Its checksum, unsigned.
         generation: Logical time when it was stored; unique.
         last_use: Logical time of the last use.
-        stored_at: Seconds since the epoch, 0 if unknown.
-        used_at: Seconds since the epoch, 0 if unknown.
+        stored_at: When it was stored, in seconds since the epoch; 0 if unknown.
+        used_at: When it was last used, in seconds since the epoch; 0 if unknown.
         hits: How often it was loaded from this tier.
     """
 
@@ -208,7 +208,7 @@ def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
     """Return the namespaces among ``directories``.
 
     Raises:
-        ConfigError: None can be read, and one of them seems to be a namespace.
+        ConfigError: No namespace can be read, and one directory seems to be a namespace.
     """
     found, problem = [], ""
     cause: Exception | None = None
@@ -249,7 +249,7 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
 
 
 def present_holder(directory: Path) -> str | None:
-    """Return the holder like :func:`holder_of`; the caller has :func:`store_locked`.
+    """Do the same as :func:`holder_of` for a caller that has the store locked.
 
     Raises:
         OSError: The files cannot be read.
@@ -262,7 +262,7 @@ def present_holder(directory: Path) -> str | None:
 
 @contextlib.contextmanager
 def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Hold the store's lock for a moment: no engine opens or removes a namespace.
+    """Hold the store's lock, so that no engine opens or removes a namespace meanwhile.
 
     Raises:
         ConfigError: A process held the lock for longer than ``patience``.
@@ -311,11 +311,11 @@ class IndexReader:
 
     Its methods raise :class:`IndexDamagedError` for an unusable index, :class:`sqlite3.Error`
     and :class:`OSError` when the machine fails, and :class:`ConfigError` if a copy is needed
-    and there is no room for it. They also raise what :func:`holder_of` raises.
+    and the disk has no room for it. They also raise what :func:`holder_of` raises.
 
     Args:
         space: The namespace.
-        idle: Whether the caller holds its lock.
+        idle: Whether the caller holds the namespace's lock.
     """
 
     def __init__(self, space: StoredNamespace, *, idle: bool = False) -> None:
@@ -343,10 +343,10 @@ class IndexReader:
         return self._beside_engine
 
     def reset_at(self) -> int | None:
-        """Return when the cache was reset, if the next start deletes later chunks.
+        """Return the time of a recorded reset; its record makes a start delete all chunks.
 
         Returns:
-            Seconds since the epoch, 0 if unknown; None if the next start keeps all chunks.
+            Seconds since the epoch, 0 if unknown; None if no reset is recorded.
         """
         rows = self._query(
             f"SELECT {_time('value')} FROM meta WHERE name = ?", (RESET_METADATA,)
@@ -354,7 +354,7 @@ class IndexReader:
         return int(rows[0][0]) if rows else None
 
     def totals(self) -> Totals:
-        """Return the totals."""
+        """Return the totals over all rows and over the removal log."""
         ((chunks, hits, oldest, newest),) = self._query(
             "SELECT count(*), CAST(total(hits) AS INTEGER),"
             " CAST(min(nullif(stored_at, 0)) AS INTEGER), CAST(max(stored_at) AS INTEGER)"

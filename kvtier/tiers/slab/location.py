@@ -22,13 +22,13 @@ _INTERVAL_S: Final = 1.0
 
 
 class LocationCheck:
-    """Logs when the path of an open file leads elsewhere, and when it is right again.
+    """Logs when the path of an open file leads elsewhere, and when the path is right again.
 
     Args:
         tier: The tier's name, for messages.
-        paths: The files, just opened.
-        is_removed: Returns whether the first file has no name left, so that it cannot be put
-            back; may raise :class:`OSError`.
+        paths: Paths of the files, which were just opened.
+        is_removed: Returns whether the first file has no name left, so that nobody can move
+            it back; may raise :class:`OSError`.
         clock: Returns seconds.
     """
 
@@ -57,7 +57,7 @@ class LocationCheck:
             self.check()
 
     def check(self) -> None:
-        """Check the paths now."""
+        """Check the paths now, and log what changed."""
         files = self._files.items()
         missing = next((path for path, file in files if not _leads_to(path, file)), None)
         if self._missing is None and missing is not None:

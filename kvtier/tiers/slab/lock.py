@@ -1,10 +1,10 @@
 """Locks of namespaces and stores.
 
-A namespace's lock is a kernel lock on its open directory, so it ends with its holder, however
-the holder ends. It is not on a file in the directory: deleting such a file would let a second
-engine in. The file ``lock`` only names the holder for people. It names the engine, not the
-engine's I/O process. When an engine is killed, its I/O process finishes its calls; a restart
-waits for that.
+A namespace's lock is a kernel lock on its open directory, so the lock ends with its holder,
+however the holder ends. The lock is not on a file in the directory, because deleting such a
+file would let a second engine in. The file ``lock`` only names the holder for people. It names
+the engine, not the engine's I/O process. When an engine is killed, its I/O process finishes its
+calls; a restart waits for that.
 
 ``kvtier cache`` holds the lock while it changes a namespace. The file then names a tool, so an
 engine that needs the room knows that no other engine serves from the namespace.
@@ -190,7 +190,7 @@ def read_holder(directory: Path) -> str:
 
 
 def last_opened(directory: Path) -> int:
-    """Return when an engine opened ``directory``, comparable with other namespaces' times.
+    """Return when an engine last opened ``directory``, in nanoseconds since the epoch.
 
     Raises:
         OSError: The file system failed.

@@ -32,7 +32,7 @@ __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
 
 @dataclass(frozen=True, slots=True)
 class CompactedIndex:
-    """Bytes of an index and its log, before and after."""
+    """Bytes of an index and its log, before and after compaction."""
 
     before_nbytes: int
     after_nbytes: int
@@ -42,7 +42,7 @@ class CompactedIndex:
 def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> Iterator[None]:
     """Hold the lock of ``space``, so that no engine opens it.
 
-    An engine of another model that needs its room waits a while for the lock.
+    If an engine of another model needs the namespace's room, that engine waits for the lock.
 
     Args:
         space: The namespace.

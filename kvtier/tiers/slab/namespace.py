@@ -76,7 +76,7 @@ class Layout:
     """Meaning of the bytes in a namespace; the content of ``layout.json``.
 
     Attributes:
-        fingerprint: The engine's layout.
+        fingerprint: Values that must be equal to share chunks.
         slot_nbytes: Bytes of one slot.
     """
 
@@ -173,7 +173,7 @@ class Namespace:
 
     @classmethod
     def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
-        """Lock the namespace ``directory``; return None if it is locked or cannot be."""
+        """Lock the namespace ``directory``; return None if it cannot be locked."""
         try:
             return cls(directory, try_acquire(directory, io), io)
         except OSError:
@@ -233,7 +233,7 @@ class Namespace:
     def remove(self) -> None:
         """Remove kvtier's files, and the directory if it is empty then.
 
-        The slot file is truncated first: a removed file that a process has open keeps its room.
+        The slot file is truncated first, because a removed file that is open keeps its room.
         """
         self._truncate_slots()
         for name in FILES:
@@ -304,7 +304,7 @@ class Namespace:
 def open_root(
     tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
 ) -> Iterator[None]:
-    """Create ``root`` if needed, and lock it: no other process opens or removes namespaces.
+    """Create and lock ``root``, so that no other process opens or removes namespaces.
 
     Raises:
         ConfigError: ``root`` cannot be created or used, or others can replace its content.

@@ -1,7 +1,7 @@
 """The namespaces of a store: one walk over its directories, for a start and for the commands.
 
-A start locks what it finds, and ``kvtier check`` only looks. So the walk reads the files, and
-its caller says who has a namespace open.
+A start locks the namespaces that it finds, and ``kvtier check`` only looks. So the walk reads
+the files, and the caller passes whether a namespace is locked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class State(enum.Enum):
     IDLE = "idle"
     """No process has the namespace open."""
     ENGINE = "engine"
-    """An engine has the namespace open, within a capacity of its own."""
+    """An engine has the namespace open; its slots count against that engine's own capacity."""
     PASSING = "passing"
     """A tool or the I/O process of a dead engine has the namespace open for a short time."""
     OTHER_VERSION = "other version"
@@ -83,7 +83,7 @@ class Neighbour:
         layout: Meaning of its bytes; None if another version made it.
         slots_nbytes: Bytes of the slot file; 0 if there is none.
         chunks: Number of chunks; None if unknown.
-        last_opened: When an engine opened it, comparable with other namespaces' times.
+        last_opened: When an engine last opened it, in nanoseconds since the epoch.
         last_used_s: When it was last written or copied here, in seconds since the epoch.
         holder: Process that has it open, for people; empty if there is none.
     """
@@ -186,7 +186,7 @@ def _look_at(directory: Path, io: BlockIo) -> Found:
 
 
 def _times_of_use(directory: Path) -> Iterator[float]:
-    """Yield the times of the files whose times say when a namespace was used."""
+    """Yield when each file that changes with use last changed, in seconds since the epoch."""
     for name in (SLOTS, INDEX, WAL, LOCK):
         with contextlib.suppress(FileNotFoundError):
             status = (directory / name).stat()

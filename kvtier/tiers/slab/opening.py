@@ -1,12 +1,12 @@
 """Open a store: find every problem before the engine serves.
 
-**Chunks stored after a reset** are not served by the next engine. An engine whose weights are
-updated while it runs has its cache reset. Its store keeps the identity of the weights on disk,
-which the next engine loads. So a reset records itself in the index's metadata, in the
-transaction that deletes the rows. The next engine that opens the store deletes rows and record
-in one transaction. Only a process that replaces another one of the same engine keeps the rows.
-It writes the record again, because the index may be new. With ``keep_after_reset``, for weights
-that never change at run time, a reset leaves no record.
+**Chunks stored after a reset** are not served by the next engine. A reset can mean that the
+weights of a running engine were updated. The namespace is still that of the weights on disk,
+and the next engine loads those weights. So a reset is recorded in the index's metadata, in the
+transaction that deletes the rows. The next engine deletes all rows and the record in one
+transaction. Only a new I/O process of the same engine keeps the rows. That process writes the
+record again, because the index may be new. With ``keep_after_reset``, for weights that never
+change at run time, a reset leaves no record.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
     """Return how many slots fit the capacity.
 
     Raises:
-        ConfigError: No slot fits, or a slot is not whole pages.
+        ConfigError: No slot fits, or the slot size is not a multiple of the page size.
     """
     slot_nbytes = context.slot_nbytes
     if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
@@ -158,7 +158,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
 
 
 def release_store(store: OpenStore) -> None:
-    """Release the files without a final write, as if the engine was killed.
+    """Release the files without a final write, as if the engine had been killed.
 
     Raises:
         OSError: The file system failed; all files are released.
@@ -226,8 +226,8 @@ class _Surroundings(NamedTuple):
 
     Attributes:
         found: The directories.
-        neighbours: The namespaces.
-        locked: Those that this start has locked.
+        neighbours: The usable namespaces among them.
+        locked: Namespaces that this start has locked, by directory.
     """
 
     found: Sequence[Found]
@@ -268,12 +268,12 @@ def _remove_others(
     could not hold the file anyway.
 
     Returns:
-        None if everything is within the capacity now. Otherwise the namespace to wait for; then
-        nothing was removed.
+        None if everything is within the capacity now. Otherwise nothing was removed, and the
+        result is the namespace to wait for.
 
     Raises:
-        ConfigError: The disk has too little room even without the idle namespaces; or one that
-            must be removed is protected, or was made by another version.
+        ConfigError: The disk has too little room even without the idle namespaces; or a
+            namespace that must be removed is protected, or was made by another version.
         OSError: The file system failed.
     """
     plan = plan_start(opening, around.neighbours, options)
@@ -381,7 +381,7 @@ def _load_index(
 def _load_trusted(
     options: NvmeTierConfig, context: TierContext, database: IndexDatabase, file: SlotFile
 ) -> StoredRows:
-    """Return the rows; delete them first if they must not be used."""
+    """Return the rows that may be used; delete the others."""
     capacity_slots = slots_within(options, context)
     written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
     if database.has_reset_record() and not context.was_reset:
@@ -416,7 +416,7 @@ def _load_trusted(
 def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
     """Record the reset in an index that may be new; on a full disk, before the next change.
 
-    Stored chunks may be served until then: the record concerns later chunks.
+    Stored chunks may be served before that, because the record concerns later chunks.
     """
     if database.has_reset_record():
         return

@@ -1,12 +1,13 @@
 """Piece I/O: group slots into pieces, move each in one system call, and verify checksums.
 
-A piece is a group of chunks in consecutive slots. Functions that move one run on a pool thread.
+A piece is a group of chunks in consecutive slots. Functions that move a piece run on a pool
+thread.
 
 xxhash releases the interpreter lock for buffers above some 64 KiB. In the engine's process that
 costs more than it saves: a slot takes tens of microseconds to hash, and getting the lock back
 from a busy engine thread takes the switch interval, 5 ms. So the engine's process hashes slices
-small enough to keep the lock. In a process of its own, large slots are hashed in large slices:
-a seventh less time for 2 MiB, because memory is read faster in long sequences.
+small enough to keep the lock. In a process of its own, large slots are hashed in large slices.
+That takes a seventh less time for 2 MiB, because memory is read faster in long sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Digest = Callable[[memoryview, int], int]
 _HELD_SLICE_NBYTES: Final = 64 << 10
 _FREE_SLICE_NBYTES: Final = 1 << 20
 _LEAST_FREE_NBYTES: Final = 256 << 10
-"""Below this, releasing the lock costs as much as it saves."""
+"""Smallest payload to hash without the lock; below it, releasing the lock saves no time."""
 _LONGEST_HELD_NBYTES: Final = 8 << 20
 
 

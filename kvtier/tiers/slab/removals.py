@@ -2,11 +2,11 @@
 
 It is a table in the index with a limit in bytes. A row has one reason and the marks of all keys
 removed for it in one commit, so evicting a thousand chunks writes one row of 8 KB. A row's
-number, ``end``, counts the bytes of all rows ever written up to its end. So "all but the newest
-N bytes" is a range of numbers, and trimming needs no scan.
+number, ``end``, is the total size of all rows ever written, this one included. So "all but the
+newest N bytes" is a range of numbers, and trimming needs no scan.
 
 A mark is 8 bytes instead of the 36 or so of a key: the key's first 8 bytes, whose first 4 are
-exclusive-ored with the group. Unlike a hash it follows from what people see of a key,
+exclusive-ored with the group. Unlike a hash, a mark follows from what people see of a key,
 ``f5b165224a58b791/0``. The group tells apart the chunks of one block hash. Because it is in the
 first half, 8 digits of a key are enough to decode group and short form from a mark.
 
@@ -43,7 +43,7 @@ __all__ = [
 KeyMarks = npt.NDArray[np.uint64]
 
 LIKELY_GROUPS: Final = 64
-"""A pattern without a group matches groups below this; an engine has a dozen at most."""
+"""A pattern without a group matches groups below this; an engine has at most a dozen groups."""
 
 MARKED_NBYTES: Final = 8
 """How many of a key's first bytes are in its mark."""
@@ -105,7 +105,7 @@ class MarkPattern:
 
     Attributes:
         digits: First 8 or more hex digits of the key; digits after 16 are ignored.
-        group: Its KV cache group; None for any.
+        group: The key's KV cache group; None for any group.
     """
 
     digits: str
@@ -123,7 +123,7 @@ class MarkPattern:
         return found
 
     def short_of(self, mark: int) -> str:
-        """Return the short form of the key of a matching mark."""
+        """Return the short form of the key that has ``mark``, a matching mark."""
         group = (mark ^ self._begin()) >> _GROUP_SHIFT
         return f"{mark ^ group << _GROUP_SHIFT:016x}/{group}"
 

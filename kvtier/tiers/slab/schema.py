@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 RESET_METADATA: Final = "reset"
-"""Name of the metadata that records a reset: later chunks may be of other weights.
+"""Name of the metadata that records a reset, because later chunks may be of other weights.
 
 Its value is the time of the reset in seconds since the epoch.
-:mod:`kvtier.tiers.slab.opening` says why.
+:mod:`kvtier.tiers.slab.opening` explains this.
 """
 
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"

@@ -1,4 +1,4 @@
-"""The slot file: preallocated, with whole slots, and O_DIRECT where the file system has it."""
+"""The slot file: preallocated for all slots, with O_DIRECT where the file system has it."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ class SlotFile:
         """Wait until everything written survives loss of power.
 
         Raises:
-            OSError: Some bytes were not written, perhaps those of another caller: the kernel
-                reports a failure only once. Other callers compare :attr:`failed_syncs`.
+            OSError: Some bytes were not written, perhaps another caller's. The kernel reports a
+                failure to one caller only, so the others compare :attr:`failed_syncs`.
         """
         try:
             self._io.sync_data(self._fd)

@@ -1,11 +1,11 @@
 """Plan what a start does with the other caches of a store; pure functions of values.
 
 All namespaces of a store share the capacity, so a cache with a new identity needs the room of
-another one. This module decides which caches to remove and whether that is allowed. The start
+another cache. This module decides which caches to remove and whether that is allowed. The start
 executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
 
 A cache that holds chunks and was used within ``keep_for`` is removed only with
-``on_mismatch: remove``: the new identity may come from a typing error in a command line.
+``on_mismatch: remove``, because a typing error in a command line also gives a new identity.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StartPlan:
 
     @property
     def reclaimed_nbytes(self) -> int:
-        """Bytes of the removed slots."""
+        """Bytes of the slot files to remove."""
         return sum(each.slots_nbytes for each in self.removed)
 
 
@@ -76,8 +76,8 @@ def plan_start(
 ) -> StartPlan:
     """Plan what a start does with ``neighbours``.
 
-    The least recently opened namespace is removed first. Namespaces that an engine has open or
-    another version of kvtier made stay. The rest of an interrupted removal is always removed.
+    The least recently opened namespace is removed first. A namespace stays if an engine has it
+    open or another version made it. The rest of an interrupted removal is always removed.
     """
     warnings = [
         _side_by_side(each, options) for each in neighbours if each.state is State.ENGINE
@@ -115,12 +115,12 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
 def room_needed(
     nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int
 ) -> tuple[int, int]:
-    """Return the disk room that a slot file and its index still need.
+    """Return how many more bytes of disk a slot file and its index need, as a pair.
 
     Args:
         nbytes: Planned bytes of the slot file.
         slots: Slots in it.
-        own_slots_nbytes: Present bytes of the slot file; one that does not grow needs nothing.
+        own_slots_nbytes: Present bytes of the slot file; a file that does not grow needs none.
         own_index_nbytes: Present bytes of the index.
     """
     if nbytes <= own_slots_nbytes:

@@ -54,7 +54,7 @@ __all__ = ["SlabTier"]
 logger = get_logger(__name__)
 
 _LEAST_PIECE_NBYTES: Final = 512 << 10
-"""Smallest piece of a read that all threads share; smaller ones are not worth a call."""
+"""Smallest piece when a read is split between threads; a smaller one is not worth a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class _SlotTable:
     """Key hash, key mark and checksum of every slot whose content is known to be whole.
 
     It takes 25 bytes per slot and has no Python objects. Hashes tell keys apart; marks go to
-    the removal log when a chunk is removed and its key is no longer known.
+    the removal log when a chunk is removed, because its key is not kept.
 
     Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
     called from different threads.
@@ -164,7 +164,7 @@ class _SlotTable:
     def matches(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Return the positions in ``slots`` that hold the key of the same position."""
+        """Return each position ``i`` where ``slots[i]`` holds the key of ``key_hashes[i]``."""
         found = self._known[slots] & (self._key_hashes[slots] == key_hashes)
         return np.flatnonzero(found)
 
@@ -177,7 +177,7 @@ class _SlotTable:
 class SlabTier(StorageTier):
     """A tier that keeps chunks in a directory on a local disk.
 
-    State belongs to the event loop's thread; calls on the pool take and return values.
+    Only the event loop's thread uses the state; calls on the pool take and return values.
 
     Args:
         options: The tier's section of the configuration.
@@ -432,10 +432,10 @@ class SlabTier(StorageTier):
                 batch.fail(done, "the tier was reset meanwhile")
 
     def _per_piece(self, chunks: int) -> int:
-        """Return the most chunks per call for a read of ``chunks``.
+        """Return how many chunks one call moves at most, for a read of ``chunks`` chunks.
 
-        A read that fits one call is split between all threads. It ends sooner, and the next
-        read begins while this one is verified. Longer reads have several pieces anyway.
+        A read that fits one call is split between all threads, so that it ends sooner and the
+        next read begins while this one is verified. Longer reads have several pieces anyway.
         """
         if chunks > self._slots_per_piece:
             return self._slots_per_piece

@@ -1,8 +1,8 @@
 """Verify a namespace: compare every chunk with its checksum, also beside a running engine.
 
 A running engine overwrites slots, and between writing a payload and its row the two do not
-match. That looks like damage. So a chunk with a wrong checksum is a suspect. It is bad if a
-moment later its row is the same and its bytes are still wrong.
+match. That looks like damage. So a chunk with a wrong checksum is a suspect. A suspect is bad
+if a moment later its row is the same and its bytes are still wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ __all__ = ["BadChunk", "Verification", "verify"]
 
 _THREADS: Final = 4
 _PIECE_NBYTES: Final = 8 << 20
-_WINDOW_NBYTES: Final = 256 << 20  # bytes whose rows are read at once: rows become outdated
+# Rows become outdated, so the rows of at most this many payload bytes are read at once.
+_WINDOW_NBYTES: Final = 256 << 20
 _SETTLE_S: Final = 2.0  # an engine commits a row much sooner after its payload
 
 
@@ -60,7 +61,7 @@ class Verification:
     Attributes:
         chunks: Number of checked chunks.
         nbytes: Payload bytes of the chunks that could be read whole.
-        seconds: Time that reading took.
+        seconds: How long reading took.
         changed: Chunks that an engine replaced or removed meanwhile.
         bad: Bad chunks.
     """
@@ -115,7 +116,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Chunks and slots that are done when a call has returned."""
+    """How many chunks and slots a call has finished when it returns."""
 
     chunks: int
     slots: int
@@ -166,7 +167,7 @@ class _Checker:
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
 ) -> Iterator[_Call]:
-    """Yield a call for each piece of the file; read the rows window by window."""
+    """Yield a call that checks each piece of the file; read the index window by window."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
