@@ -6,7 +6,7 @@
      +- ConfigError              an invalid file, option or environment
      +- UnsupportedError         an engine, a layout or a platform kvtier does not support
      +- ClosedError              used after close
-     +- CapacityError            not enough room
+     +- CapacityError            not enough space
      +- TierError                a tier could not do its work; has .tier
          +- TierUnavailableError the medium failed or did not answer
          +- StoreLockedError     another process owns the store; has .holder
@@ -57,7 +57,7 @@ class ClosedError(KvtierError):
 
 
 class CapacityError(KvtierError):
-    """There is not enough room in memory, on a disk or in a tier."""
+    """There is not enough space in memory, on a disk or in a tier."""
 
 
 class TierError(KvtierError):
@@ -80,7 +80,7 @@ class StoreLockedError(TierError):
     """Another process owns the store.
 
     Attributes:
-        holder: Owner in the lock file, such as ``pid 4711 on host a``.
+        holder: Owner named in the lock file, such as ``pid 4711 on host a``.
     """
 
     def __init__(

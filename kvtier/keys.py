@@ -26,10 +26,11 @@ GROUP_NBYTES = 4
 ADAPTER_NBYTES = 15
 """Bytes of the LoRA adapter's digest in a key.
 
-The number is odd and an engine's keys are even, so a key's length tells whether it has one.
+The number is odd and the length of an engine's keys is even, so a key's length tells whether
+the key has a digest.
 """
 ADAPTER_OFFSET = 8
-"""Offset of the digest, behind the prefix that samples and short forms use."""
+"""Offset of the digest in a key, behind the bytes that :func:`short_key` shows."""
 
 
 def make_key(block_hash: bytes, group: int) -> ChunkKey:
@@ -62,8 +63,8 @@ def group_filter(group: int) -> Callable[[ChunkKey], bool]:
 def counting_group(reads_all: Mapping[int, bool]) -> int:
     """Return the index of the *counting group*, whose chunks count the tokens of a prompt.
 
-    Every group has chunks of the same tokens, so only one group is counted. It is the first
-    group whose layers read the whole prefix, or the first group if there is none.
+    Every group has chunks of the same tokens, so only one group is counted. The counting group
+    is the first group whose layers read the whole prefix, or the first group if there is none.
 
     Args:
         reads_all: By group index, whether the group's layers read the whole prefix.

@@ -2,10 +2,10 @@
 
 Three shapes of attention matter. With *multi-head* attention (MHA) every query head has a key
 and a value head. With *grouped-query* attention (GQA, and MQA with a single group) several
-query heads share one. With *multi-head latent* attention (MLA) all heads share one compressed
-latent and one rotary key, and there is no separate value.
+query heads share a key and a value head. With *multi-head latent* attention (MLA) all heads
+share one compressed latent and one rotary key, and there is no separate value.
 
-Tensor parallelism splits KV heads over ranks as long as there are enough of them. Beyond that,
+Tensor parallelism splits KV heads over ranks as long as there are enough heads. Beyond that,
 and always with MLA, ranks hold copies of the same bytes.
 """
 
@@ -77,11 +77,11 @@ class ModelGeometry:
     notes: tuple[str, ...] = ()
 
     def token_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return the bytes of one token, counted once however many ranks hold a copy."""
+        """Return how many bytes one token takes, copies on other ranks not counted."""
         return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
 
     def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return the bytes of one token that each of ``tp`` ranks holds.
+        """Return how many bytes each of ``tp`` ranks holds of one token.
 
         Raises:
             ConfigError: The heads cannot be split over so many ranks.
@@ -109,7 +109,7 @@ class ModelGeometry:
         return max(1, tp // self.kv_heads)
 
     def element_nbytes(self, dtype: KvDtype) -> int:
-        """Return the bytes of one element."""
+        """Return the size of one element in bytes."""
         return _ELEMENT_NBYTES[self.dtype if dtype is KvDtype.AUTO else dtype]
 
 
@@ -140,7 +140,7 @@ class _Fields:
     source: str
 
     def count(self, *names: str) -> int:
-        """Return the first of ``names`` that is set, a positive integer."""
+        """Return the value of the first of ``names`` that is set, a positive integer."""
         value = self.optional(*names)
         if value is None:
             problem = f"{' or '.join(names)} is missing"
@@ -149,7 +149,7 @@ class _Fields:
         return value
 
     def optional(self, *names: str) -> int | None:
-        """Return the first of ``names`` that is set, or None."""
+        """Return the value of the first of ``names`` that is set, or None."""
         for name in names:
             value = self.values.get(name)
             if value is None:

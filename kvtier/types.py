@@ -41,13 +41,13 @@ class Outcome(enum.Enum):
     """Result of one chunk of a job."""
 
     DONE = "done"
-    """Every byte is at its destination, verified where it came from a slower tier."""
+    """Every byte is at its destination; bytes from a slower tier were verified."""
     FAILED = "failed"
     """The medium failed; the destination is undefined."""
     CORRUPT = "corrupt"
     """The source does not hold the bytes that were stored there."""
     EXPIRED = "expired"
-    """The deadline passed, or the source had to be overwritten first."""
+    """The deadline passed, or the source had to be overwritten before the transfer."""
     CANCELLED = "cancelled"
     """No longer needed: the request ended, the cache was reset, the engine closes, or an
     earlier chunk did not arrive. The medium is fine."""
@@ -70,7 +70,7 @@ class Job(NamedTuple):
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
         timeout_s: Seconds after submission at which the job expires.
-        payload: Data of the route, made and read by the same entry point.
+        payload: Extra data for the transfer, such as the generations of the destination slots.
     """
 
     job_id: JobId
@@ -95,7 +95,7 @@ class TransferResult(NamedTuple):
         nbytes: Bytes that reached their destination.
         seconds: Time of the transfer, without queueing.
         queued_s: Time in the queue.
-        error: The first failure, for a log line; empty when all is done.
+        error: The first failure, for a log line; empty if every chunk is done.
     """
 
     job_id: JobId

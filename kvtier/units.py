@@ -63,7 +63,7 @@ PERCENTAGE_PATTERN: Final = rf"^{_NUMBER} ?%$"
 class UnitError(ConfigError, ValueError):
     """An invalid quantity.
 
-    It is also a ``ValueError``, so that pydantic reports it with its key.
+    It is also a ``ValueError``, so that pydantic reports the key of the invalid value.
 
     Attributes:
         problem: What is wrong.
@@ -80,7 +80,8 @@ def parse_size(text: str) -> int:
     """Return the size ``text`` in bytes; units are binary (``GiB``) or decimal (``GB``).
 
     Raises:
-        UnitError: Not a size, no unit, an ambiguous unit, negative, a split byte, or 8 EiB.
+        UnitError: Not a size, no unit, an ambiguous unit, negative, not whole bytes, or 8 EiB
+            or more.
 
     >>> parse_size("1.5KiB"), parse_size("2TB")
     (1536, 2000000000000)
@@ -101,7 +102,7 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
 
     Args:
         text: A number with a unit.
-        likely_unit: The unit to suggest if there is none.
+        likely_unit: The unit to suggest if ``text`` has none.
 
     Raises:
         UnitError: Not a duration, no unit, an unknown unit, negative, or more than ten years.
@@ -175,7 +176,7 @@ def format_size(nbytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``seconds`` exactly, in seconds or milliseconds.
+    """Return ``seconds`` exactly, in milliseconds, seconds or days.
 
     >>> format_duration(0.25), format_duration(90.0), format_duration(604800.0)
     ('250ms', '90s', '7d')

@@ -1,4 +1,4 @@
-"""The manager: decides where every chunk is. Pure decisions, no I/O.
+"""The manager: decides where every chunk is, without doing I/O.
 
 An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind it:
 

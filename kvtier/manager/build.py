@@ -28,11 +28,11 @@ __all__ = ["build_manager", "build_tiers", "check_policies"]
 
 _MAX_QUEUE_S: Final = 1.0
 _RESERVE: Final = 0.1
-"""Share of a tier's slots that write-on-evict keeps free: room for the stores of some steps."""
+"""Share of a tier's slots that write-on-evict keeps free, for the stores of a few steps."""
 _JOB_CHUNKS: Final = 256
 _JOB_NBYTES: Final = 64 << 20
-"""Size of one job: large enough to merge into few large I/O calls; small enough that an urgent
-job never waits long behind another job, and that the next job is queued before one ends."""
+"""Bytes of one job. Larger jobs need fewer I/O calls; smaller jobs delay an urgent job less,
+and leave time to queue the next job before the current one ends."""
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
@@ -76,8 +76,8 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         slot_nbytes: Bytes a chunk takes in a tier.
         chunk_tokens: Tokens of a chunk of the counting group.
         slot_status: The workers' reports about RAM slots.
-        record_events: Whether residency events are recorded; the caller then takes them.
-        track_reuse: Whether reuse gaps are recorded; the caller then takes them.
+        record_events: Whether to record residency events, which the caller must then take.
+        track_reuse: Whether to record reuse gaps, which the caller must then take.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
 

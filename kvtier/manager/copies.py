@@ -5,8 +5,9 @@ one request are evicted, the deepest should go first, and all groups should beco
 together. Engines name the chunks of a request group by group, each root
 to leaf. *Prompt order* is root to leaf across the groups.
 
-Groups may have chunks of different lengths. Chunks named together cover the same tokens, so a
-chunk's position in its group, as a share of the group's chunks, gives the token where it ends.
+Groups may have chunks of different lengths. The chunks that an engine names in one call cover
+the same tokens in every group. So a chunk's position in its group, as a share of the group's
+chunks, tells where the chunk ends.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class CopyList(NamedTuple):
         return self.between(0, chunks), self.between(chunks)
 
     def head(self, chunks: int) -> CopyList:
-        """Return the ``chunks`` copies nearest to the root of one prompt."""
+        """Return the ``chunks`` copies nearest to the root; ``self`` holds one prompt."""
         return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
 
     @staticmethod
@@ -111,7 +112,7 @@ def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     """Return the copies of one prompt root to leaf across its KV cache groups.
 
     Args:
-        copies: Group by group, each root to leaf.
+        copies: Group by group, each group root to leaf.
     """
     if not copies or _is_one_group(copies):
         return copies
@@ -119,10 +120,10 @@ def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
 
 
 def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
-    """Return the positions of the ``count`` keys of a prompt nearest to its root, ascending.
+    """Return the ascending positions of the ``count`` keys nearest to their prompt's root.
 
     Args:
-        keys: Group by group, each root to leaf.
+        keys: Keys of one prompt, group by group, each group root to leaf.
         count: At most the number of keys.
     """
     if is_single_group(keys):
@@ -164,7 +165,7 @@ def _is_one_group(copies: Sequence[ChunkCopy]) -> bool:
 
 
 def _merge(parts: Sequence[Sequence[ChunkCopy]]) -> Sequence[ChunkCopy]:
-    """Merge the copies of several groups in the order of the token where each chunk ends.
+    """Merge the copies of several groups, ordered by the token where each chunk ends.
 
     Args:
         parts: The copies of each group; all groups cover the same tokens.

@@ -5,22 +5,24 @@ that is busy, worn or remote may be slower, and then a cache makes requests slow
 chunks are promoted for a request, the time to load them is compared with the time to compute
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
-**Which head.** The head with the least load time minus ``margin`` x compute time is loaded. A
-loaded head saves its tokens whatever happens to the tail; a tail without its head saves none.
-Chunks in RAM cost nothing, but need all chunks before them. The times of several tiers are
-added although loads may overlap: with a sum, a slower tier never makes a load longer; with a
-maximum it could. A head ends before the load from a tier comes near its deadline: a request
-waits in vain for chunks that miss the deadline.
+**Which head.** The head that is loaded minimizes its load time minus ``margin`` x its compute
+time. A loaded head saves its tokens whatever happens to the tail; a tail without its head saves
+none. Chunks in RAM cost nothing, but are useless without all chunks before them. The times of
+several tiers are added although loads may overlap: with a sum, a tier that slows down never
+makes the chosen head longer; with a maximum it could. A head is cut so that the load from each
+tier ends well before the deadline, because a request waits in vain for chunks that miss the
+deadline.
 
-**Unknown costs.** While nothing is known, chunks are loaded: their deadline bounds the cost. An
-estimate without new samples is trusted less and less: to decide about a new sample, it is
-halved for every ten seconds of age. A sample loads 16 MiB at most, or one larger chunk, if
-nothing else is loaded from the tier. So a tier that was slow for a while is found to have
-recovered, and a tier that is always slow is sampled ever less often.
+**Unknown costs.** While nothing is known about a tier, its chunks are loaded, because the
+deadline bounds the cost. An estimate without new samples is trusted less and less: to decide
+about a new sample, it is halved for every ten seconds of age. A sample is a load of at most 16
+MiB, or of one larger chunk, while nothing else is loaded from the tier. So a tier that was slow
+for a while is found to have recovered, and a tier that is always slow is sampled ever less
+often.
 
-If the estimate of a tier is only a lower bound, only samples are loaded from the tier until one
-arrives. Otherwise each of a series of ever smaller loads would have to miss its deadline first.
-With several KV cache groups a sample does not help the request, but measures the tier as well.
+If the estimate of a tier is only a lower bound, only samples are loaded from the tier until a
+sample arrives. Otherwise ever smaller loads would have to miss their deadlines first. With
+several KV cache groups a sample does not help the request, but still measures the tier.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ __all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
 
 _SAMPLE_NBYTES: Final = 16 << 20
 _DEADLINE_SHARE: Final = 0.8
-"""Largest planned load time, as a share of the deadline: an estimate is a mean, and a job that
-is a little late moved its bytes in vain."""
+"""Longest planned load time, as a share of the deadline. The rest is a margin, because an
+estimate is a mean, and even a slightly late job moves its bytes in vain."""
 
 
 class SkipCause(enum.Enum):
@@ -50,7 +52,7 @@ class SkipCause(enum.Enum):
     LATE = enum.auto()
     """Loading is faster, but would miss its deadline."""
     UNPROVEN = enum.auto()
-    """A load missed its deadline, and none has arrived since to measure the tier."""
+    """A load from the tier missed its deadline, and no load has arrived since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class CostFigures:
 class CostModel:
     """Decides how much of a prefix is loaded, from the times of earlier loads and steps.
 
-    It reads no clock: time arrives with the measurements. One object serves one manager.
+    It reads no clock: the caller passes the time. One object serves one manager.
 
     Args:
         tiers: Number of tiers, RAM included.
@@ -195,13 +197,13 @@ class CostModel:
     # -- deciding ---------------------------------------------------------------------------
 
     def choose(self, sources: Sequence[int], *, counted: int, now: float) -> LoadChoice | None:
-        """Decide how many of the chunks that a request found are worth loading.
+        """Decide how many chunks of a request's hit are worth loading.
 
         Args:
             sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
                 RAM or on their way there.
-            counted: Number of chunks in the counting group. If other chunks are left, there
-                are several KV cache groups. Then all chunks are loaded, or only a sample: a
+            counted: Number of chunks in the counting group. If ``sources`` has more, there are
+                several KV cache groups. Then all chunks are loaded, or only a sample, because a
                 head of one group is useless.
             now: Seconds on a monotonic clock.
 
@@ -251,7 +253,7 @@ class CostModel:
         return sum(self._skipped_chunks)
 
     def figures(self) -> CostFigures:
-        """Return the estimates and the counts now."""
+        """Return the current estimates and counts."""
         return CostFigures(
             load_costs=[estimate.cost() for estimate in self._loads],
             recompute_s_per_token=self.recompute_s_per_token,
@@ -278,7 +280,7 @@ class CostModel:
         return best
 
     def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
-        """Return ``kept``, or a larger number of chunks to get a new sample."""
+        """Return how many chunks to load: ``kept``, or more if a new sample is due."""
         costs = {
             tier: cost
             for tier in candidate.costs
@@ -322,7 +324,7 @@ class _Candidate:
     def best_head(
         self, costs: Mapping[int, LoadCost], *, max_load_s: float | None = None
     ) -> int:
-        """Return the length of the head that saves most time and meets its deadline."""
+        """Return how many chunks the head has that saves most time within the deadline."""
         if max_load_s is None:
             max_load_s = self.max_load_s
         saved_s = self.margin * self.recompute_s

@@ -6,8 +6,8 @@ the chunk is dirty from the same moment on, but is copied only when free slots a
 (:class:`_Reclaimer`). Either way an eviction never waits for a disk, and a chunk that could not
 be copied is counted as lost.
 
-When a slower tier is slower than the stores, its backlog grows. Beyond a bound the newest
-chunks are not queued: they are hits in RAM, but are lost when evicted. This bound protects the
+When a slower tier cannot keep up with new chunks, its backlog grows. Beyond a bound the newest
+chunks are not queued: they stay hits in RAM, but are lost when evicted. The bound protects the
 heads of prefixes, because tails are useless without heads, and leaves RAM to the chunks in use.
 """
 
@@ -43,7 +43,7 @@ class Demoter:
 
     @property
     def queued(self) -> int:
-        """Copies that wait for a demotion job."""
+        """Number of copies that wait for a demotion job."""
         return sum(self._queued)
 
     @property
@@ -95,7 +95,7 @@ class Demoter:
                     self._drain(index)
 
     def flush_all(self) -> None:
-        """Plan jobs for every dirty copy of RAM; for an orderly shutdown.
+        """Plan demotion jobs for every dirty copy in RAM; for an orderly shutdown.
 
         Retained copies and copies that are being loaded are demoted too.
         """
@@ -146,7 +146,7 @@ class Demoter:
         self.add_sole_copies(self._ram, others)
 
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
-        """Return the part of ``listed`` that fits the backlog of tier ``target``, if any."""
+        """Return the head of ``listed`` that fits the backlog of tier ``target``, if any."""
         stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
         fits = max(stack.limits.backlog - backlog, 0)
@@ -162,7 +162,7 @@ class Demoter:
         self._queued[target] += len(listed.copies)
 
     def _drain(self, index: int) -> None:
-        """Plan jobs for the queue of tier ``index``, within its limit."""
+        """Plan jobs for the queue of tier ``index``, within the limit of chunks in flight."""
         queue, limits = self._queues[index], self._stack.limits
         while queue:
             chunks = limits.queue - self._jobs.in_flight[index]
@@ -180,8 +180,9 @@ class Demoter:
     def _can_free_at_once(self, index: int) -> bool:
         """Return whether slots for the whole queue of tier ``index`` may be freed at once.
 
-        Otherwise slots are freed job by job, so that a job without slots does not lose later
-        jobs. The order matters to a policy that tracks misses or evicts leaves only.
+        Otherwise slots are freed for one job at a time, so that a lack of slots loses only the
+        chunks of that job. A policy that tracks misses or evicts leaves only depends on the
+        order.
         """
         target = self._stack.tiers[index]
         policy = target.eviction
@@ -234,7 +235,7 @@ class _Targets:
         """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
-            The parts to demote now, each with its target tier, and the copies in no part.
+            The parts to demote now, each with its target tier, and the other sole copies.
         """
         stack, new = self._stack, listed.copies
         if stack.has_any(listed.keys, slower_than=0):
@@ -267,7 +268,8 @@ class _Targets:
             source: Index of that tier.
 
         Returns:
-            Copies by the index of the receiving tier; under None, copies that stay in no tier.
+            Copies by the index of the receiving tier; under None, copies that no slower tier
+            receives.
         """
         if not copies:
             return {}
@@ -301,7 +303,8 @@ class _DemotionJobs:
     """Plans demotion jobs and applies their results.
 
     Attributes:
-        in_flight: Chunks on their way to each tier, by index; late jobs are excluded.
+        in_flight: Number of chunks on their way to each tier, by the tier's index; chunks of
+            late jobs are excluded.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -316,11 +319,11 @@ class _DemotionJobs:
         Args:
             source: Tier of the copies.
             listed: The copies to demote.
-            index: Index of the tier that receives it.
-            is_eviction: Whether the copies leave ``source`` in this order, to free slots.
+            index: Index of the receiving tier.
+            is_eviction: Whether the copies are evicted, in this order, from ``source``.
 
         Returns:
-            The number of leading copies that have a job; the job needs a pin on each.
+            How many leading copies have a job; each of them needs a pin for the job.
         """
         stack = self._stack
         target = stack.tiers[index]
@@ -394,7 +397,7 @@ class _DemotionJobs:
         self.in_flight = [0] * len(self.in_flight)
 
     def _abort(self, record: JobRecord, failures: Sequence[Failure]) -> None:
-        """Drop the copies of a job that did not arrive."""
+        """Drop the destination copies whose bytes did not arrive."""
         source_tier = self._stack.tiers[record.source]
         target = self._stack.tiers[record.destination]
         for source, copy, outcome in failures:
@@ -406,7 +409,7 @@ class _DemotionJobs:
                 self._stack.drop_corrupt(source_tier, source)
 
     def _evict_leaving(self, tier: TierState, listed: CopyList) -> None:
-        """Evict clean leaving copies of ``listed``; restore leaving copies in use again."""
+        """Evict the clean leaving copies of ``listed``, but restore those that are pinned."""
         are_needed = [copy.pins or copy.dirty for copy in listed.copies]
         if not any(are_needed) and tier.leaving.issuperset(listed.copies):
             self._stack.evict_leaving(tier, listed)
@@ -419,11 +422,11 @@ class _DemotionJobs:
 
 
 class _Reclaimer:
-    """Keeps slots of every tier free by demoting its best victims: write-on-evict.
+    """Keeps slots of every tier free by demoting the tier's best victims: write-on-evict.
 
     A new chunk is dirty if a slower tier must receive it, but is not copied while slots are
-    free. When they are low, the best victims leave the eviction order. A victim is evicted at
-    once if a slower tier has the chunk, else after the chunk was copied.
+    free. When free slots are low, the best victims leave the eviction order. A victim is
+    evicted at once if a slower tier has the chunk, else after the chunk was copied.
 
     Attributes:
         tiers: The tiers whose victims are demoted.
@@ -459,8 +462,8 @@ class _Reclaimer:
     def _reclaim(self, tier: TierState) -> None:
         """Demote victims of ``tier`` until enough slots are free or about to be free.
 
-        Only free slots count. If idle copies counted too, they would be evicted first, and idle
-        copies include the newest promoted chunks, which are in use.
+        Idle copies do not count as free slots. Otherwise they would be evicted first, and among
+        them are the newest promoted chunks, which were just used.
         """
         stack = self._stack
         # Transient copies are dropped soon, but a refused request cannot wait for that.
@@ -489,16 +492,16 @@ class _Reclaimer:
     def _evict_copied(
         self, tier: TierState, victims: CopyList
     ) -> dict[int, Sequence[ChunkCopy]]:
-        """Evict the victims that need no copy.
+        """Evict the victims that no slower tier must receive.
 
         Returns:
-            The other victims, by the tier that receives them.
+            The other victims, by the index of the receiving tier.
         """
         stack, sole = self._stack, victims.copies
         for slower in stack.tiers[tier.index + 1 :]:
             if slower.copies.keys().isdisjoint(victims.keys):
                 continue
-            # The slower tier did not hear of their uses here.
+            # The slower tier has no record of their uses in ``tier``.
             slower.touch_each(slower.resident([victim.key for victim in sole]), stack.ctx)
             # Some may still be on their way there; that job counts them if they are lost.
             sole = [victim for victim in sole if victim.key not in slower.copies]
@@ -519,9 +522,9 @@ class _Reclaimer:
     def _room(self, target: TierState) -> int:
         """Return how many chunks may be sent to ``target`` now.
 
-        A tier whose slots are all pinned receives none, and its victims wait; they also wait
-        for slots of chunks on their way to RAM. A tier without slots receives any number: they
-        are lost, because waiting would not help.
+        A target whose slots are all pinned receives none, so the victims wait. They also wait
+        for slots of ``target`` whose chunks are moving to RAM. A target without any slots is
+        sent chunks all the same: they are lost, because waiting would not help.
         """
         queue = self._stack.limits.queue - self._jobs.in_flight[target.index]
         if not target.slots.capacity:

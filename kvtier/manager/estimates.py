@@ -1,23 +1,25 @@
 """Estimates of how long loading and computing take, from measurements.
 
-*Loading.* The time from handing a job to the storage engine to its result is a start time plus
+*Loading.* The time from the submission of a job to its result is modelled as a start time plus
 a time per byte. The bytes are the job's own and the bytes queued in its tier before the job: a
 request waits for both. Each sample counts by its relative error, so that small and large jobs
 weigh the same, and samples fade with every new one and with time (least squares with
 forgetting; of Ljung, "System Identification", 1999, chapter 11, the scalar case). A load that
 missed its deadline gives only a lower bound (it is censored, as in Tobin, "Estimation of
-relationships for limited dependent variables", 1958). As a plain sample it would mean that any
-number of bytes takes no longer than the deadline. So it only raises an estimate that is below
-it, start time and rate alike. A job that never left the queue gives no measurement.
+relationships for limited dependent variables", 1958). As a plain sample, such a load would mean
+that any number of bytes takes no longer than the deadline. So the load only raises an estimate
+that is below the deadline, start time and rate alike. A job that never left the queue gives no
+measurement.
 
-*Computing.* Seconds of engine steps over their prompt tokens; recent steps weigh most. Late
-tokens of long prompts take longer because of attention. The mean covers that if prompts have
-similar lengths; for a prompt much longer than usual the estimate is too low.
-The engine is shared: work of ``s`` seconds takes ``s / (1 - u)`` on an engine that computes a
-share ``u`` of the time, as under processor sharing (Kleinrock, "Time-shared Systems", 1967).
-Without this term, loading loses where it helps most: a load that takes slightly longer than
-computing still spares the requests that wait for the engine. With it, replays of traces wait
-least, or nearly so, at every speed of the disk.
+*Computing.* The time per token is the seconds of engine steps divided by their prompt tokens;
+recent steps weigh most. The last tokens of long prompts take longer because of attention. The
+mean covers that if prompts have similar lengths; for a prompt much longer than usual the
+estimate is too low. The engine is shared: work of ``s`` seconds takes ``s / (1 - u)`` on an
+engine that is busy for a share ``u`` of the time, as under processor sharing (Kleinrock,
+"Time-shared Systems", 1967). Without this factor, loads would be skipped where they help most:
+a load that takes slightly longer than computing still leaves the engine to the requests that
+wait for it. With the factor, the requests of replayed traces wait least, or nearly so, at every
+speed of the disk.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _MIN_SPREAD: Final = 1e-2
 """Relative variance of sizes below which start time and rate cannot be distinguished."""
 _BUSY_HALF_LIFE_S: Final = 30.0
 _MAX_BUSY: Final = 0.9
-"""Highest share of computing time that counts, because the formula is unbounded."""
+"""Upper limit of the busy share ``u``, because ``1 / (1 - u)`` is unbounded."""
 _HALF_LIFE_TOKENS: Final = 32_768
 _MIN_TOKENS: Final = 128
-"""Prompt tokens of a step below which weights and launches dominate its time."""
+"""Fewest prompt tokens of a sample; weights and launches dominate smaller steps."""
 _MAX_SPECULATED: Final = 16
 
 
@@ -49,7 +51,7 @@ class LoadCost:
     """The time that loading from a tier takes.
 
     Attributes:
-        start_s: Seconds for any load.
+        start_s: Seconds that every load takes, whatever its size.
         s_per_byte: Additional seconds per byte.
     """
 
@@ -57,7 +59,7 @@ class LoadCost:
     s_per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """Return the time for ``nbytes``, which include the bytes queued before."""
+        """Return the seconds to load ``nbytes``, bytes queued before it included."""
         return self.start_s + nbytes * self.s_per_byte
 
 
@@ -65,7 +67,8 @@ class LoadEstimate:
     """A fit of loads from one tier: ``seconds / bytes = start / bytes + rate``.
 
     Attributes:
-        is_bound: Whether the fit is only a lower bound because no load has arrived since.
+        is_bound: Whether the fit is only a lower bound, because a load missed its deadline and
+            no load has arrived since.
         measured_s: Time of the last sample, on the manager's clock.
     """
 
@@ -77,7 +80,7 @@ class LoadEstimate:
         self.measured_s = 0.0
 
     def record(self, nbytes: int, seconds: float, now: float) -> None:
-        """Add a load of ``nbytes``, including the bytes that it waited for."""
+        """Add a load of ``nbytes``, which include the bytes queued before the load."""
         keep = _KEEP * _halved(now - self.measured_s, _HALF_LIFE_S)
         u, r = 1.0 / nbytes, seconds / nbytes
         self._weight = self._weight * keep + 1.0
@@ -103,7 +106,7 @@ class LoadEstimate:
         self.measured_s = now
 
     def cost(self) -> LoadCost | None:
-        """Return the fit; None before the first sample."""
+        """Return the fitted cost of a load; None before the first sample."""
         if not self._weight:
             return None
         mean = self._r / self._weight
@@ -128,7 +131,7 @@ class LoadEstimate:
 
 
 class ComputeEstimate:
-    """The time to compute a prompt token, and the share of time that the engine computes."""
+    """Estimates the time to compute a prompt token, and how busy the engine is."""
 
     __slots__ = ("_busy_s", "_ended_s", "_seconds", "_tokens")
 
@@ -161,8 +164,8 @@ def prompt_tokens(scheduled: Iterable[int]) -> int:
     """Return how many of a step's tokens belong to prompts.
 
     Args:
-        scheduled: Tokens of each request in the step. A request that generates has one, or a
-            few if it speculates.
+        scheduled: Tokens of each request in the step. A decoding request has one token, or a
+            few with speculative decoding.
 
     >>> prompt_tokens([1, 1, 5, 700])
     700
@@ -171,5 +174,5 @@ def prompt_tokens(scheduled: Iterable[int]) -> int:
 
 
 def _halved(age_s: float, half_life_s: float) -> float:
-    """Return the weight that is left after ``age_s``."""
+    """Return the share of a weight that is left after ``age_s`` seconds."""
     return math.pow(0.5, max(age_s, 0.0) / half_life_s)

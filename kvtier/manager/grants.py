@@ -1,18 +1,18 @@
 """Grants: the phase of each request, the RAM copies pinned for it, and the pin budget.
 
-The next promotion may evict an unpinned promoted chunk. So every chunk that a
-waiting request will load is *granted* to it: pinned, whether it is whole or still on its way.
-A chunk may be granted to many requests. A request is *settled* when all its chunks have arrived
+The next promotion may evict an unpinned promoted chunk. So every chunk that a waiting request
+will load is *granted* to the request: the chunk is pinned, whether whole or still on its way. A
+chunk may be granted to many requests. A request is *settled* when all its chunks have arrived
 or failed. Its grants end when its load is planned (a load has its own pins), and when the
 request starts without a load, is preempted or ends. They also end after a number of steps
 without a lookup: the engine may have forgotten the request silently.
 
 The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
 promotions, and *reservations* for direct loads of this step. So a tier that hangs leaves RAM to
-others. A reservation is a number of slots: nothing is evicted for a request that may not be
-scheduled. RAM copies that other requests of the step will read count as taken. The policy still
-chooses the victims, so an engine should plan each load right after its lookup. If a chunk has
-no slot when its load is planned, only that load fails.
+other requests. A reservation is only a number of slots: nothing is evicted yet, because the
+request may not be scheduled. RAM copies that other requests of the step will read count as
+taken, but are not pinned. So an engine should plan each load right after its lookup. If a chunk
+has no slot when its load is planned, only that load fails.
 
 Only :class:`Grants` changes a request's phase, a copy's grants and the use of the pin budget.
 """
@@ -38,7 +38,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 _BudgetUse: TypeAlias = tuple[int, int, int]
-"""Number of changes of grants, RAM slots of direct loads, RAM slots of late promotions."""
+"""Number of grant changes so far, RAM slots of direct loads, RAM slots of late promotions."""
 
 
 class LookupPhase:
@@ -72,12 +72,12 @@ class RequestState:
         wanted: Chunks that the request waits for, in the order of its load.
         wanted_since_s: Time when the request was queued.
         deferred_steps: Steps since the request entered its phase.
-        looked_up_at: Step of the last lookup, or in which the request settled.
+        looked_up_at: Step of the last lookup, or the step in which the request settled.
         granted: RAM copies that are pinned for the request.
         pending: Number of ``granted`` copies that are not whole yet.
         jobs: Promotion jobs planned for the request.
         refused_at: The budget's use when the chunks did not fit; None if they fit.
-        refusals: Stores refused since one was accepted.
+        refusals: Stores refused since the last accepted store.
         is_miss_counted: Whether the request's first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for it.
         is_stale: Whether some of that KV is older than a reset, so that nothing is stored.
@@ -132,8 +132,9 @@ class RequestState:
         """Record stored or loaded ``copies`` of one group behind its earlier chunks.
 
         The depth of a chunk that survived a restart is unknown, and the engine itself may have
-        had part of the prefix. So the larger of the two depths counts. Loaded chunks may be
-        offered again.
+        had part of the prefix. So the larger of two depths counts: that of the last copy, and
+        that of the earlier chunks plus ``copies``. Loaded chunks that are offered again count
+        once.
         """
         last = copies[-1]
         group = last.key[-GROUP_NBYTES:]
@@ -198,7 +199,7 @@ class Grants:
 
     @property
     def budget(self) -> int:
-        """RAM slots that requests may hold; nobody knows when late promotions free theirs."""
+        """RAM slots that requests may hold; the slots of late promotions are subtracted."""
         return self._stack.limits.pin_budget - self._stack.jobs.late_slots
 
     @property
@@ -213,7 +214,7 @@ class Grants:
         return self._changes, self._direct, self._stack.jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
-        """Return whether ``slots`` of the budget are left; else see :meth:`is_refused`."""
+        """Return whether ``slots`` of the budget are left; record a refusal in ``request``."""
         fits = slots <= self.budget_left
         request.refused_at = None if fits else self._budget_use
         return fits
@@ -222,7 +223,8 @@ class Grants:
         """Return whether the budget's use is unchanged since ``request`` did not fit.
 
         Computing the cost of thousands of chunks takes long. While the budget's use is
-        constant, the cost is computed only now and then: evictions may change it too.
+        constant, the cost is computed only every few steps, because evictions may change the
+        cost too.
         """
         if request.deferred_steps % _RECHECK_STEPS == 0:
             return False
@@ -249,7 +251,7 @@ class Grants:
         return True
 
     def reserve_reads(self, request: RequestState, reads: Sequence[ChunkCopy]) -> None:
-        """Count resident RAM copies as taken: a load of this step reads them."""
+        """Count resident RAM copies as taken, because a load of this step reads them."""
         self._reserved[request] = _Reservation(0, reads)
 
     def begin_load(self, request: RequestState | None, fills: int) -> None:
@@ -265,13 +267,13 @@ class Grants:
             self.release(request)
 
     def end_load(self, fills: int) -> None:
-        """Record that a load has ended that filled ``fills`` RAM slots."""
+        """Record the end of a load that filled ``fills`` RAM slots."""
         self._direct -= fills
 
     # -- phases -----------------------------------------------------------------------------
 
     def record_lookup(self, request: RequestState) -> None:
-        """End the reservation of ``request``, and keep its grants if it is settled."""
+        """End the reservation of ``request``, and restart the step limit of its grants."""
         self._reserved.pop(request, None)
         request.looked_up_at = self._stack.step
 
@@ -308,7 +310,7 @@ class Grants:
     def fail(self, request: RequestState) -> None:
         """End the grants of ``request`` after a failed load; later lookups are misses.
 
-        Otherwise the request would be looked up, and fail, for as long as the cause lasts.
+        Otherwise the request would be looked up and fail again for as long as the cause lasts.
         """
         self.release(request)
         self._enter(request, LookupPhase.FAILED)
@@ -317,9 +319,9 @@ class Grants:
     def end_step(self) -> None:
         """End reservations, long waits, and grants of settled requests without lookups.
 
-        Promotions have deadlines, so a long wait is for a chunk that another request's worker
-        stores. A settled request may be behind other requests in the engine's queue, while
-        its grants hold slots that the other requests need.
+        A long wait can only be for a chunk that a worker is storing for another request,
+        because promotions have deadlines. A settled request may be behind other requests in the
+        engine's queue, while its grants hold slots that the other requests need.
         """
         limits = self._stack.limits
         if self._reserved:
@@ -352,7 +354,8 @@ class Grants:
         Args:
             request: The request.
             copies: RAM copies.
-            job_id: The job that was planned to fill them; None if there was none.
+            job_id: The job planned to fill ``copies``; None if none was planned for
+                ``request``.
         """
         self._changes += 1
         if job_id is not None:
@@ -422,7 +425,7 @@ class Grants:
             self.granted -= 1
 
     def record_arrived(self, copies: Sequence[ChunkCopy]) -> None:
-        """Settle the requests for which whole ``copies`` are the last pending chunks."""
+        """Record that ``copies`` are whole; settle requests that wait for no other chunk."""
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))
@@ -465,7 +468,8 @@ class Grants:
         """Apply ``change`` to the requests that wait for each of ``copies``.
 
         Chunks with the same waiting requests share one tuple, before and after the change. So a
-        chunk that many requests wait for costs each of them no more than one of its own.
+        chunk that many requests wait for costs no more per request than a chunk that only one
+        request waits for.
         """
         waiters = list(map(self._waiters.get, copies, repeat(())))
         if not any(waiters):

@@ -1,7 +1,7 @@
 """Finds the longest prefix of a prompt that every KV cache group can load.
 
-A model's layers form KV cache groups. Each kind of group needs other chunks of a prefix that
-ends at token ``end``:
+A model's layers form KV cache groups. Each kind of group needs different chunks of a prefix
+that ends at token ``end``:
 
 ==========  ======================================================================
 reach       chunks that a group needs
@@ -12,8 +12,8 @@ reach       chunks that a group needs
 ``STATE``   the one that ends at ``end``: recurrent layers have one state
 ==========  ======================================================================
 
-A hit ends where every group has the end of a chunk, at a multiple of the least common multiple
-of their chunk lengths, as in vLLM's own prefix cache. Anything shorter is a miss. The search
+A hit ends where a chunk of every group ends, at a multiple of the least common multiple of the
+groups' chunk lengths, as in vLLM's own prefix cache. Anything shorter is a miss. The search
 only shortens the prefix: ``PREFIX`` groups cut it to their first missing chunk, and a chunk
 that another group misses cuts it to the start of that chunk. Then all groups are checked again,
 so the search ends after at most as many rounds as there are chunks.
@@ -48,8 +48,8 @@ class GroupReach:
     Attributes:
         chunk_tokens: Tokens of a chunk.
         reach: The chunks that its layers read.
-        window_tokens: Length of the sliding window, or of a chunk of local attention,
-            including the token that reads.
+        window_tokens: Length of the sliding window, or of a chunk of local attention, including
+            the current token.
     """
 
     chunk_tokens: int
@@ -57,7 +57,7 @@ class GroupReach:
     window_tokens: int = 0
 
     def first_token(self, end: int) -> int:
-        """Return the first token of a prefix of ``end`` tokens that the group reads."""
+        """Return the first token that the group reads in a prefix of ``end`` tokens."""
         if self.reach is Reach.PREFIX:
             return 0
         if self.reach is Reach.STATE:
@@ -71,9 +71,9 @@ class Prompt(NamedTuple):
     """The chunks that a request may load.
 
     Attributes:
-        keys: Keys of its whole chunks, per group, root to leaf.
+        keys: Keys of the prompt's whole chunks, per group, root to leaf.
         local_tokens: Tokens in the engine's own prefix cache.
-        limit_tokens: Longest useful prefix.
+        limit_tokens: Length of the longest useful prefix.
     """
 
     keys: Sequence[Sequence[ChunkKey]]

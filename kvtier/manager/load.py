@@ -1,18 +1,19 @@
 """Plans loads, and pins their copies until the last worker acknowledged the load.
 
-Loads are kept per request rather than per chunk: a chunk may be dropped, stored again and
-loaded by another request while workers still read its former slot for the first request. Each
-load must take back its own pins.
+Loads are kept per request rather than per chunk, because a chunk may be dropped, stored again
+and loaded by another request while workers still read its former slot for the first request.
+Each load must take back its own pins.
 
-**Direct loads** (:mod:`kvtier.manager.promote`). The plan names the RAM slots and their
-expected stamps to the workers before the slots are filled. A worker copies each chunk as soon
-as its slot has its stamp. So a chunk moves from the disk to the device within one job of the
-worker, with no scheduling step in between. Its copy in RAM stays if the placement policy keeps
-it.
+**Direct loads** (:mod:`kvtier.manager.promote`). The plan tells the workers the RAM slot of
+each chunk, and the generation that the slot will have, before the slots are filled. A worker
+copies each chunk as soon as the slot has that generation. So a chunk moves from the disk to the
+device within one job of the worker, with no scheduling step in between. The copy in RAM stays
+if the placement policy keeps it.
 
-**Hits.** Only when a load ends is it known which chunks arrived, so hits are counted then: the
-chunks before the first that failed, because the engine computes from there on. With several KV
-cache groups the engine computes everything.
+**Hits.** Hits are counted when a load ends, because only then is it known which chunks arrived.
+The hits are the chunks before the first failed chunk, because the engine computes all tokens
+from that chunk on. With several KV cache groups, one failure makes the engine compute
+everything.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class LoadPlan(NamedTuple):
     """The RAM slots of a request's chunks, for a load.
 
     Attributes:
-        slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` if it has none.
-        generations: Stamp that each slot must have; a worker must not load from a slot with
-            another stamp. :data:`NO_GENERATION` where there is no slot.
+        slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` if it has none.
+        generations: Generation that each slot must have; a worker must not load from a slot
+            with another generation. :data:`NO_GENERATION` where there is no slot.
         origins: Index of the tier that each chunk's bytes come from.
-        wait_s: Longest time until all slots have their stamps; 0 if they have them now.
+        wait_s: Longest time until all slots have their generations; 0 if all have them now.
     """
 
     slots: Sequence[int]
@@ -60,11 +61,11 @@ class _PendingLoad:
 
     Attributes:
         keys: The requested chunks.
-        copies: The pinned copies, in the order of ``keys``; a key may have none.
+        copies: The pinned copies, in the order of ``keys``; a key may have no copy.
         slots: Slot of each copy.
-        generations: Stamp of each copy.
+        generations: Generation of each copy.
         origins: Index of the tier that each copy's bytes come from.
-        lead: Number of keys before the first that has no copy.
+        lead: Number of keys before the first key without a copy.
         direct: Number of RAM slots that the load fills from slower tiers.
         coming: Copies that were not whole when the load was planned, or arrived too late for
             another load in flight.
@@ -228,8 +229,8 @@ class Loader:
         """Drop copies that a worker could not load, so that no other request gets them.
 
         A copy that was on its way when ``load`` was planned was only late. The copy may arrive
-        and stay, because its tier verifies the bytes. Its failure is forgotten, so that the
-        next load of the same stamp does not count as failed.
+        and stay, because its source tier verifies the bytes. The failure is forgotten, so that
+        the next load of the same generation does not count as failed.
         """
         late: list[ChunkCopy] = []
         for copy in failed:
@@ -246,8 +247,8 @@ class Loader:
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
         """Return the ``late`` copies that other loads in flight have too.
 
-        The slot status does not tell which load failed. So the copy counts as late for all of
-        them, and the last load to complete forgets the failure.
+        The slot status does not tell which load failed. So a shared copy counts as late for all
+        of them, and the last load to complete forgets the failure.
         """
         shared: set[ChunkCopy] = set()
         for loads in self._loads.values():

@@ -1,8 +1,8 @@
 """Finds how much of a waiting request can be loaded.
 
 The engine looks up a waiting request once per step. At first all tiers count, and the
-:class:`~kvtier.manager.promote.Promoter` decides whether the request can load what was found
-now, or is deferred until the chunks were promoted. From then on only RAM counts.
+:class:`~kvtier.manager.promote.Promoter` decides whether the request can load its hit at once,
+or is deferred until the chunks are promoted. From then on only RAM counts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HitLookup:
         return _Presence(self._stack, readable, allowed), readable
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
-        """Record the first chunk of each group behind a hit of ``end`` tokens as wanted."""
+        """Record a lookup of each group's first chunk behind a hit of ``end`` tokens."""
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
             first = end // group.chunk_tokens
             self._stack.record_wanted(keys[first : first + 1])
@@ -110,9 +110,9 @@ class _Presence:
 
     Args:
         stack: The tiers.
-        readable: Slower tiers that it may load from; chunks on their way to RAM count too. None
-            if only resident chunks in RAM count.
-        allowed: Tiers that its chunks may come from; None for all.
+        readable: Slower tiers that the request may load from; chunks on their way to RAM count
+            too. None if only resident chunks in RAM count.
+        allowed: Tiers that the request's chunks may come from; None for all.
     """
 
     def __init__(

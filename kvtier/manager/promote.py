@@ -7,17 +7,18 @@ RAM. The placement policy then decides what becomes of each chunk's copies
 **Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
 Its load, planned in the same step, allocates the slots and plans the jobs that fill them.
 
-**Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. They
-must stay there until its load. Otherwise one promotion evicts the chunks of another, and a
-prefix larger than RAM is promoted for ever while its request never runs. So:
+**Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. The
+chunks must stay there until the load. Otherwise one promotion evicts the chunks of another, and
+a prefix larger than RAM is promoted for ever while its request never runs. So:
 
 * A request is queued once, with all chunks of its hit. They are granted together at the end of
   a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing ones promoted
   into pinned slots.
-* A budget bounds the grants. A request that fits the budget, but not its unused part, waits
-  for a bounded number of steps and seconds, first come first served. A request that never fits
-  or waited too long is granted the head of its prefix that fits; the rest is recomputed. With
-  several KV cache groups nothing is promoted then: a head of one group is useless.
+* A budget bounds the grants. A request that fits the budget, but not the unused part of the
+  budget, waits for a bounded number of steps and seconds, first come first served. A request
+  that never fits or waited too long is granted the head of its prefix that fits; the rest is
+  recomputed. With several KV cache groups nothing is promoted then, because a head of one group
+  is useless.
 * When all its chunks have arrived or failed, the request is settled: only RAM counts from then
   on. So every request has its result within a bounded number of lookups.
 """
@@ -108,7 +109,7 @@ class _Hit(NamedTuple):
         """Return the RAM copies behind the first chunk that is not promoted.
 
         Args:
-            promoted: How many chunks of slower tiers are promoted.
+            promoted: How many leading chunks of slower tiers are promoted.
         """
         if promoted == len(self.tiers) - self.tiers.count(0):
             return []
@@ -236,7 +237,7 @@ class Promoter:
         """Return whether ``hit`` may be loaded before its chunks are in RAM.
 
         Args:
-            hit: Some of its chunks are in slower tiers or on their way to RAM.
+            hit: A hit with chunks in slower tiers or on their way to RAM.
             in_ram: The copies of ``hit`` in RAM.
         """
         if not self._stack.limits.direct_loads:
@@ -246,7 +247,7 @@ class Promoter:
         return self._worthwhile(hit)[1] is None
 
     def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
-        """Return the head of ``hit`` that is worth loading, and the reason for its length."""
+        """Return the head of ``hit`` that is worth loading, and the decision to cut, if any."""
         if not any(hit.tiers):
             return hit, None
         now = self._stack.ctx.now
@@ -260,7 +261,7 @@ class Promoter:
 
         Args:
             request: The request.
-            may_wait: Whether to wait instead of cutting the prefix to the part that fits now.
+            may_wait: Whether to wait rather than cut the prefix to the part that fits now.
         """
         stack, grants = self._stack, self._grants
         readable = stack.readable(request.terms.load_tiers)
@@ -286,7 +287,7 @@ class Promoter:
         """Plan jobs for the chunks of ``hit`` in slower tiers, or for their head.
 
         Returns:
-            The number of promoted chunks; None if too few slots are free for all of them.
+            The number of promoted chunks; None if the request should wait for more free slots.
         """
         sources = list(compress(*hit))
         ram = self._ram
@@ -317,7 +318,7 @@ class Promoter:
 
         Args:
             sources: Copies of chunks that are not in RAM; at least one.
-            tiers: Index of the tier of each.
+            tiers: Index of the tier of each source.
 
         Returns:
             Each job's id and the RAM copies that it writes; None, and nothing changed, if too

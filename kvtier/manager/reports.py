@@ -27,9 +27,9 @@ _MAX_EVENT_CHUNKS: Final = 1024
 _MAX_TAKEN_CHUNKS: Final = 8192
 _MAX_KEYS: Final = 1 << 14
 _SAMPLED_CHUNKS: Final = 1 << 8
-"""Number of chunks to track per tier: a distribution needs hundreds of gaps."""
+"""Number of chunks to track per tier, because a distribution needs hundreds of gaps."""
 SAMPLING_BYTE: Final = -1 - GROUP_NBYTES
-"""Position in a key of the last byte of its hash, which is as random as any other."""
+"""Index of the last byte of the hash in a key; all bytes of the hash are equally random."""
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class TierCounters:
     prompt_hits: int = 0
     """Hits of the counting group, which is used to count prompt tokens."""
     misses: int = 0
-    """Misses: one per request, for its first chunk that no tier has. In RAM, promoted chunks
-    count too."""
+    """Requests that needed a chunk in no tier, each counted once. In RAM, also promoted
+    chunks."""
     stored: int = 0
     """Chunks that became resident, from any source."""
     evicted: int = 0
     """Chunks evicted to free slots."""
     followed: int = 0
-    """Evicted chunks tracked until their next lookup; a large tier is sampled."""
+    """Evicted chunks that were tracked until their next lookup; in a large tier, a sample."""
     refused: int = 0
     """Chunks refused for lack of slots or by the placement policy."""
     failed: int = 0
@@ -64,16 +64,16 @@ class TierCounters:
     corrupt: int = 0
     """Chunks dropped because their bytes were corrupt."""
     lost: int = 0
-    """Chunks of this tier that did not reach their slower tier."""
+    """Chunks of this tier that did not reach the slower tier that must receive them."""
     dropped: int = 0
     """Chunks not sent to this tier because it did not keep up. In RAM: chunks refused because
-    others waited for a slower tier."""
+    dirty copies held the slots."""
     promoted: int = 0
     """Chunks of this tier promoted to RAM to stay there."""
     demoted: int = 0
     """Chunks of this tier that arrived in a slower tier."""
     stranded: int = 0
-    """Chunks of this tier that were computed because no tier had a chunk before them."""
+    """Chunks of this tier that were computed because an earlier chunk was in no tier."""
     unretained: int = 0
     """Chunks not retained, or released before their deadline."""
 
@@ -91,7 +91,7 @@ class TierCounters:
             self.failed += 1
 
     def snapshot(self) -> TierCounters:
-        """Return a copy, in half the time of :func:`dataclasses.replace`."""
+        """Return a copy of the counters, in half the time of :func:`dataclasses.replace`."""
         return TierCounters(*_values_of(self))
 
 
@@ -109,7 +109,7 @@ class TierSnapshot:
         resident: Chunks that are hits.
         held: Copies that cannot be evicted now: pinned, dirty or being written.
         dirty: Copies that a slower tier must still receive.
-        quarantined: Slots kept out of use until a worker acknowledged its jobs.
+        quarantined: Slots kept out of use until the workers have acknowledged their jobs.
         counters: A copy of the counters.
     """
 
@@ -153,7 +153,7 @@ class ResidencyEvent:
     Attributes:
         tier: Index of the tier.
         keys: The chunks.
-        removed: Whether they were removed.
+        removed: Whether the chunks were removed; if not, they became resident.
     """
 
     tier: int
@@ -162,11 +162,11 @@ class ResidencyEvent:
 
 
 class EventLog:
-    """Events that were not taken yet, oldest first, for routers of requests.
+    """Residency events that were not taken yet, oldest first; request routers use them.
 
     A listener that replays all events in order knows exactly which chunks each tier has. Chunks
     that survived a restart are announced when the cache is opened, and a reset announces every
-    removal. A removal precedes the arrival that takes its slot.
+    removal. The removal of a chunk precedes the arrival of the next chunk in its slot.
 
     A restart or a reset concerns a million chunks at once, and a listener serializes events
     between two steps of the engine. So consecutive events of one kind are merged, events have
@@ -221,13 +221,14 @@ class ReuseGaps:
     A hit ratio cannot distinguish a tier that is too small from traffic that does not repeat.
     The time from a chunk's eviction to its next lookup can: many gaps of a minute mean that a
     tier which kept chunks a minute longer would have hit. Only keys of recently evicted chunks
-    are kept. In a large tier they are a sample, selected by the key, so that a chunk is in it
-    always or never (spatially hashed sampling: Waldspurger et al., "Efficient MRC Construction
-    with SHARDS", FAST 2015). The distribution is the same.
+    are kept. In a large tier only a sample of the keys is kept. The key alone decides whether a
+    chunk is sampled, so that each chunk is sampled always or never (spatially hashed sampling:
+    Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). The gaps of the
+    sample have the same distribution.
 
-    A lookup ends at the first chunk that is in no tier, but the request needs the later chunks
-    too: the engine computes them and offers them for storing. So an offer counts as a lookup. A
-    gap ends at the first lookup or offer.
+    A lookup ends at the first chunk that is in no tier. The request needs the later chunks too,
+    so the engine computes them and offers them for storing. Therefore an offer counts as a
+    lookup: a gap ends at the first lookup or offer.
 
     Args:
         capacity: Slots of the tier.
@@ -278,7 +279,7 @@ class ReuseGaps:
         return self._keys.intersection(keys) if self._keys else set()
 
     def end_step(self, now: float) -> None:
-        """Close a step that ends ``now``, in seconds on a monotonic clock."""
+        """Close a step that ends at ``now``, in seconds on a monotonic clock."""
         self.is_changed = False
         if self._wanted_s:
             self._gaps += [now - evicted_s for evicted_s in self._wanted_s]
@@ -294,7 +295,7 @@ class ReuseGaps:
             self._keys = set(self._older)
 
     def clear(self) -> None:
-        """Forget evicted chunks: after a reset a larger tier would not have kept them."""
+        """Forget evicted chunks, because a larger tier would lose them in a reset too."""
         self._evicted.clear()
         self._wanted_s.clear()
         self._recent.clear()

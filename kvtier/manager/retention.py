@@ -2,12 +2,12 @@
 
 A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
 The sender of the request knows that, but the chunks look unused to the cache. A deadline,
-unlike a flag, needs no second message (Mooncake's soft pins and Continuum's, arXiv 2511.02230,
-are of this kind).
+unlike a flag, needs no second message to end it (Mooncake's soft pins and Continuum's, arXiv
+2511.02230, are of this kind).
 
-A quota bounds the retained chunks. Beyond it new requests are refused; they do not replace
-older ones. Only a store or a promotion that waited its time, and would be cut short, takes
-retained chunks, those with the earliest deadlines first.
+A quota bounds the retained chunks. Beyond the quota, more chunks are refused; they do not
+replace retained ones. Chunks are released early only for a store or a promotion that has waited
+as long as allowed and would otherwise be cut; the earliest deadlines go first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Retention:
 
     Args:
         ram: The tier.
-        quota: Most copies to retain.
+        quota: Largest number of copies to retain.
     """
 
     def __init__(self, ram: TierState, quota: int) -> None:
@@ -47,7 +47,7 @@ class Retention:
 
         Args:
             copies: Root to leaf; beyond the quota the tail is refused.
-            until: Seconds on the clock of :meth:`expire`.
+            until: Deadline, in seconds on the clock of :meth:`expire`.
 
         Returns:
             The number of ``copies`` retained at least until ``until``.
@@ -80,7 +80,7 @@ class Retention:
             self._end(copy, until)
 
     def release_early(self, slots: int) -> None:
-        """Release copies, earliest deadline first, until ``slots`` more can be evicted.
+        """Release copies, earliest deadline first, until ``slots`` more copies can be evicted.
 
         Copies that are pinned or dirty for another reason are skipped.
         """

@@ -2,10 +2,11 @@
 
 Bytes per system call decide the throughput of a slow medium. A free list popped at random
 scatters a request's chunks within minutes. Free slots are kept as maximal extents, in bins by
-the power of two of their length. An allocation takes an extent of the smallest bin that has one
-long enough, as far as a few tries find, and splits over the longest extents only if there is
-none. Freed slots merge with their free neighbours at once, so an evicted request leaves one
-extent. Both directions are O(1) per extent touched, and nothing scans the slots.
+the power of two of their length. An allocation tries a few extents of the smallest suitable
+bin, and else takes an extent of a larger bin. Only if no such extent exists does the allocation
+split over several of the longest extents. Freed slots merge with their free neighbours at once,
+so an evicted request leaves one extent. Allocating and freeing are O(1) per extent touched, and
+nothing scans the slots.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import islice
 __all__ = ["SlotAllocator"]
 
 _TRIED = 8
-"""Extents of the smallest bin that an allocation tries."""
+"""Number of extents of the smallest suitable bin that an allocation tries."""
 
 
 class SlotAllocator:
@@ -108,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent of ``wanted`` slots or more, else of the longest."""
+        """Return the start of an extent of ``wanted`` slots or more, else of a long one."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()

@@ -2,9 +2,9 @@
 
 A store is planned before a byte moves: slots are allocated and the chunks are added as
 *writing*. Chunks become hits once every rank has recorded that its bytes are whole. The engine
-offers a request's chunks at every step until they are accepted. So a store that finds no slots
-is refused a few times, and then cut to the chunks that fit: the engine forgets the chunks that
-an accepted store leaves out.
+offers a request's chunks at every step until they are accepted. So a store that finds too few
+slots is refused a few times, and only then cut to the chunks that fit, because the engine
+forgets the chunks that an accepted store leaves out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class StorePlan(NamedTuple):
     Attributes:
         keys: The chunks to store, in the order they were offered.
         slots: RAM slot of each chunk.
-        generation: Stamp that the worker writes beside each slot once its bytes are whole.
+        generation: Generation of all slots; a worker records it for a slot once the slot's
+            bytes are whole.
         evicted: Keys that were evicted from RAM; announce these evictions before the stores.
     """
 
@@ -125,7 +126,7 @@ class Storer:
     def _count_stranded(
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> tuple[Sequence[int], bool]:
-        """Count chunks that had to be computed because no tier has a chunk before them.
+        """Count the ``keys`` that had to be computed because an earlier chunk is in no tier.
 
         In the simulator this is ``hits - lead_chunks`` of a tier. Only the counting group
         counts, because a sliding window may have gaps.
@@ -156,7 +157,7 @@ class Storer:
             request.has_gap = has_gap
 
     def _is_whole_store(self, listed: CopyList, keys: Collection[ChunkKey]) -> bool:
-        """Return whether ``keys`` are all keys of a store and no chunk was dropped since."""
+        """Return whether ``keys`` are all keys of ``listed`` and no chunk was dropped since."""
         if listed.drops != self._ram.drops or len(keys) != len(listed.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may pass a set
@@ -248,7 +249,7 @@ def _places(
     Args:
         new: Chunks to store, those of each group root to leaf.
         offered: All offered chunks, ``new`` included.
-        tails: Last chunk of each group and its depth, before ``new``; updated.
+        tails: Last earlier chunk of each group, and its depth; updated.
     """
     group = offered[0][-GROUP_NBYTES:]
     if len(new) == len(offered) and is_single_group(new):

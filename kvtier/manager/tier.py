@@ -3,9 +3,9 @@
 A copy is *pinned* while a transfer, a request or a deadline needs it, and *dirty* while a
 slower tier must still receive it. A resident copy is *idle*, and may be evicted, if it is
 neither pinned nor dirty. Only :class:`TierState` writes a copy's attributes, except the number
-of grants, which :class:`~kvtier.manager.grants.Grants` writes, and those of the policies.
-It therefore knows the number of idle copies at any time, and a store that cannot succeed is
-refused without a scan.
+of grants, which :class:`~kvtier.manager.grants.Grants` writes, and the attributes of the
+policies. So a tier always knows its number of idle copies, and no scan is needed to refuse a
+store that cannot succeed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LATE = CopyState.LATE
 _RESIDENT = CopyState.RESIDENT
 _GONE = CopyState.GONE
 _PREALLOCATED_COPIES = 1 << 18
-"""Most copy objects made at start: 80 ms and 46 MB."""
+"""Upper limit of the copy objects made at start, which take 80 ms and 46 MB."""
 
 
 class TierState:
     """Slots, copies, eviction order and counters of one tier.
 
-    A slot keeps its copy object when its chunk is evicted, and the next chunk reuses it:
-    making an object costs more than all other work for a chunk here. Nothing refers to an
-    evicted copy. A dropped copy may still have references, so its slot gets a new object.
-    RAM's objects are made at start, so that the scheduler does not pay for them later.
+    When a chunk is evicted, its slot keeps the copy object for the next chunk, because making
+    an object costs more than all other work for a chunk here. Nothing refers to an evicted
+    copy. A dropped copy may still have references, so its slot gets a new object. RAM's objects
+    are made at start, so that the scheduler does not pay for them later.
 
     Args:
         name: The tier's name.
@@ -45,7 +45,8 @@ class TierState:
         eviction: Policy that orders the copies.
 
     Attributes:
-        slots: The tier's slots. A dropped copy's slot becomes free with its last pin.
+        slots: The tier's slots. A dropped copy's slot becomes free when the copy loses its last
+            pin.
         copies: Resident copies and copies being written, by key.
         writing: Number of copies that are being written.
         idle: Number of copies that can be evicted now.
@@ -53,8 +54,8 @@ class TierState:
         transient: Number of RAM copies that are dropped after their load.
         leaving: Victims that a slower tier must receive before they are evicted. Until then
             they are hits outside the eviction order.
-        drops: Number of copies dropped so far. While it is constant, pinned copies stay in
-            the tier.
+        drops: Number of copies dropped so far. While the number is constant, pinned copies stay
+            in the tier.
         requested_slots: Most slots that were requested in vain since the last reclaim.
         counters: What happened in the tier.
     """
@@ -108,7 +109,7 @@ class TierState:
         ]
 
     def snapshot(self, *, quarantined: int = 0) -> TierSnapshot:
-        """Return the tier's figures now."""
+        """Return the current state of the tier, and a copy of its counters."""
         return TierSnapshot(
             name=self.name,
             capacity=self.slots.capacity,
@@ -135,11 +136,11 @@ class TierState:
 
         Args:
             keys: Chunks that this tier lacks.
-            slots: Allocated slot of each.
+            slots: Allocated slot of each chunk.
             parents: The chunk before each chunk in its prefix, or None.
             depths: Number of chunks before each chunk in its prefix.
-            generation: Stamp of the write.
-            terms: Terms of the request that stores them.
+            generation: Generation of the write.
+            terms: Terms of the request that stores the chunks.
         """
         copies = self._reuse(slots)
         for copy, key, parent, depth in zip(copies, keys, parents, depths, strict=False):
@@ -168,10 +169,10 @@ class TierState:
 
         Args:
             keys: Chunks that this tier lacks.
-            slots: Allocated slot of each.
+            slots: Allocated slot of each chunk.
             sources: Copies in the other tier.
             origin: Index of that tier for a promotion, else 0.
-            generation: Stamp of the write.
+            generation: Generation of the write.
         """
         copies = self._reuse(slots)
         for copy, key, source in zip(copies, keys, sources, strict=True):
@@ -198,7 +199,7 @@ class TierState:
         Args:
             copies: Prompt after prompt, each group by group and root to leaf.
             ctx: The information that policies may use.
-            is_ordered: Whether ``copies`` are in the eviction order of another tier instead.
+            is_ordered: Whether ``copies`` are in another tier's eviction order instead.
         """
         self.idle += self._end_writing(copies)
         if self._children is not None:
@@ -220,7 +221,7 @@ class TierState:
         self.eviction.on_insert_many(copies, ctx)
 
     def expire(self, copy: ChunkCopy) -> bool:
-        """Record a write that missed its deadline; return whether the write was awaited."""
+        """Mark ``copy`` late if it is being written; return whether it was being written."""
         was_writing = copy.state == _WRITING
         if was_writing:
             copy.state = _LATE
@@ -256,7 +257,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Increment the dirty count of resident ``copies``: one more tier must receive them."""
+        """Increment the dirty count of resident ``copies``: they now wait for one more tier."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -268,7 +269,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Decrement the dirty count of ``copies``: one tier fewer must receive them."""
+        """Decrement the dirty count of ``copies``: they now wait for one tier fewer."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -327,7 +328,7 @@ class TierState:
             copy.hits += 1
 
     def clear_origins(self, copies: Iterable[ChunkCopy]) -> None:
-        """Record that promoted ``copies`` were loaded: their later hits are RAM's."""
+        """Record that promoted ``copies`` were loaded, so that later hits count for RAM."""
         for copy in copies:
             copy.origin = 0
 
@@ -336,7 +337,7 @@ class TierState:
         self.touch_each(self._touch_order(prompt_order(copies)), ctx)
 
     def touch_each(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Record a use of one resident copy after the other."""
+        """Record a use of each resident copy, in the given order."""
         self.restore(copies, ctx)
         self.eviction.on_hit_many(copies, ctx)
 
@@ -376,7 +377,7 @@ class TierState:
         return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        """Pick up to ``count`` unpinned victims, clean or dirty; they are leaving from now."""
+        """Pick up to ``count`` unpinned victims, clean or dirty, and mark them as leaving."""
         victims = self._pick(count, is_unpinned, is_unpinned_leaf, ctx)
         self.leaving.update(victims)
         return victims
@@ -532,7 +533,7 @@ class _ChildCounts:
         self._count(copy.parent, -1)
 
     def orphan(self, copy: ChunkCopy) -> None:
-        """Remember the children of ``copy``, which became a miss."""
+        """Remember the child count of ``copy``, which became a miss."""
         if copy.child_count:
             self._count_of_absent(copy.key, copy.child_count)
             copy.child_count = 0

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 NO_GENERATION: Final = 0
-"""A stamp that no write uses."""
+"""A generation that no write has."""
 _RESIDENT = CopyState.RESIDENT
 _LATE = CopyState.LATE
 _DONE = Outcome.DONE
@@ -46,12 +46,13 @@ class ManagerLimits:
         queue: Chunks that may be on their way to one slower tier at a time.
         batch: Most chunks of one job.
         retained: RAM slots that may be retained until a deadline.
-        backlog: Chunks that may be queued for one slower tier or on their way there. Newer
-            chunks then stay in RAM only.
+        backlog: Chunks that may be queued for one slower tier or on their way there. Beyond
+            that, new chunks stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
         max_queue_steps: Steps that a request waits at most for its promotions to start.
-        max_queue_s: Seconds of the same wait, which ends after both limits have passed.
+        max_queue_s: Seconds that the same wait may take; the wait ends once both limits have
+            passed.
         max_arrival_steps: Steps that a request may wait for chunks on their way.
         max_idle_grant_steps: Steps without a lookup after which a request's grants end.
         max_store_refusals: Refusals after which a store is cut to the chunks that fit.
@@ -85,13 +86,13 @@ class SlotStatus(Protocol):
         """Record that each worker gets one more job on each of ``slots``."""
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Clear the stamps of ``slots`` before their bytes change."""
+        """Clear the generations of ``slots`` before the bytes in the slots change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether every rank stored all bytes of that generation."""
+        """Return for each slot whether every rank stored all bytes of the slot's generation."""
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether no rank failed to load that generation."""
+        """Return for each slot whether no rank failed to load the slot's generation."""
 
     def forgive(self, slots: Sequence[int]) -> None:
         """Forget failed loads from ``slots`` that no load is using."""
@@ -174,7 +175,7 @@ class TierStack:
         self.events = EventLog(has_listener=record_events)
 
     def next_generation(self) -> int:
-        """Return a new stamp for RAM slots about to be written; stamps are never 0."""
+        """Return a new generation, never 0, for RAM slots about to be written."""
         self._generation += 1
         return self._generation
 
@@ -192,7 +193,7 @@ class TierStack:
     # -- finding chunks ---------------------------------------------------------------------
 
     def has_any(self, keys: Collection[ChunkKey], *, slower_than: int = -1) -> bool:
-        """Return whether a tier slower than ``slower_than`` has any of ``keys``."""
+        """Return whether a tier with an index above ``slower_than`` has any of ``keys``."""
         for tier in self.tiers[slower_than + 1 :]:
             if not tier.copies.keys().isdisjoint(keys):
                 return True
@@ -219,7 +220,7 @@ class TierStack:
         """Find ``keys`` in RAM or else in ``readable``, up to the first missing key.
 
         Returns:
-            A copy of each key, perhaps on its way to RAM, and the index of its tier.
+            A copy of each key, perhaps on its way to RAM, and the tier index of each copy.
         """
         ram = self.ram
         copies = ram.leading(keys)
@@ -356,7 +357,8 @@ class TierStack:
 class JobRecord:
     """One storage job. It holds its slots until its settled result arrives.
 
-    Neither the end of a request, nor a reset of the cache, nor a missed deadline frees them.
+    Neither the end of a request, nor a reset of the cache, nor a missed deadline frees the
+    slots.
 
     Attributes:
         source: Index of the tier that is read.
@@ -445,7 +447,7 @@ class _StorageJobs:
             record: The job.
             slots: Slots of the job's destinations.
             timeout_s: Deadline of the job.
-            generations: Stamps of the RAM slots that the job fills.
+            generations: Generations of the RAM slots that the job fills.
         """
         job_id = self._next_id
         self._next_id += 1
@@ -466,7 +468,7 @@ class _StorageJobs:
         return job_id
 
     def find(self, job_id: JobId) -> JobRecord | None:
-        """Return the record of a job in flight."""
+        """Return the record of a job; None if the job is not in flight."""
         return self._records.get(job_id)
 
     def remove(self, job_id: JobId) -> None:

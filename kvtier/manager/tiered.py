@@ -39,7 +39,7 @@ _depth_of = operator.attrgetter("depth")
 
 
 class TieredOffloadingManager:
-    """Decides for the tiers of one engine. Not thread-safe; one thread calls it.
+    """Decides where the chunks of one engine are. Not thread-safe; one thread calls it.
 
     Args:
         tiers: The tiers, fastest first; index 0 is RAM.
@@ -48,7 +48,7 @@ class TieredOffloadingManager:
         slot_status: The workers' reports about RAM slots.
         record_events: Whether :meth:`take_events` is called.
         track_reuse: Whether :meth:`take_reuse_gaps` is called.
-        cost_model: Decides which loads are worth their time; all of them when omitted.
+        cost_model: Decides which loads are worth their time; if omitted, all loads are.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
     """
@@ -112,11 +112,12 @@ class TieredOffloadingManager:
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens after the local ones can be loaded for a waiting request.
 
-        Call ``prepare_load`` for the request in the same step, before any other request's:
-        nothing is evicted until then.
+        Call ``prepare_load`` for the request in the same step, before another load or store is
+        planned, because that may evict the chunks.
 
         Returns:
-            The tokens; None while chunks are being promoted: look up again in the next step.
+            The number of tokens; None while chunks are being promoted: look up again in the
+            next step.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         return self._lookup.lookup(request, prompt)
@@ -149,8 +150,8 @@ class TieredOffloadingManager:
         are planned with the load. Take these jobs at once, because the workers wait for them.
 
         Raises:
-            KeyError: A key is not resident and loads are not direct: the caller did not look it
-                up in this step. Another chunk in its place would give wrong tokens.
+            KeyError: Loads are not direct, and a key is not resident because it was not looked
+                up in this step. Loading another chunk instead would give wrong tokens.
         """
         request = self._requests.get(req_id)
         if request is not None:
@@ -293,8 +294,8 @@ class TieredOffloadingManager:
     def apply(self, result: TransferResult) -> None:
         """Apply the result of a storage job; results of unknown jobs are ignored.
 
-        Do not call it between a lookup and the ``prepare_load`` that relies on it: a victim
-        that arrived in a slower tier is evicted from RAM here.
+        Do not call it between a lookup and the ``prepare_load`` that relies on it, because this
+        call evicts victims that arrived in a slower tier.
         """
         stack = self._stack
         record = stack.jobs.find(result.job_id)
@@ -333,9 +334,9 @@ class TieredOffloadingManager:
     def take_events(self) -> list[ResidencyEvent]:
         """Return the oldest residency events that were not taken yet.
 
-        A listener that replays all events knows the chunks of each tier. A removal precedes the
-        arrival that takes its slot. A call returns some thousand chunks; :attr:`has_events`
-        tells whether there are more.
+        A listener that replays all events knows the chunks of each tier. The removal of a chunk
+        precedes the arrival of the next chunk in its slot. A call returns some thousand chunks;
+        :attr:`has_events` tells whether there are more.
         """
         return self._stack.events.take()
 
@@ -358,11 +359,11 @@ class TieredOffloadingManager:
 
     @property
     def dropped(self) -> list[int]:
-        """New chunks dropped per tier because a disk did not keep up."""
+        """Number of new chunks dropped per tier because a disk did not keep up."""
         return [tier.counters.dropped for tier in self._stack.tiers]
 
     def snapshot(self) -> ManagerSnapshot:
-        """Return the manager's figures now."""
+        """Return the current state of the manager and its tiers."""
         stack = self._stack
         ram, *slower = stack.tiers
         return ManagerSnapshot(
@@ -381,16 +382,17 @@ class TieredOffloadingManager:
     # -- recovery and reset -----------------------------------------------------------------
 
     def recover(self, tier: int, chunks: Iterable[tuple[ChunkKey, int]]) -> int:
-        """Make chunks that survived a restart hits in ``tier``, least recently used first.
+        """Make chunks that survived a restart hits in ``tier``.
 
-        Call it for the slowest tier first: a chunk that no slower tier has may be dirty.
+        Call it for the slowest tier first, because chunks that no slower tier has may become
+        dirty.
 
         Args:
             tier: Index of a slower tier.
-            chunks: Keys and slots; no key and no slot twice.
+            chunks: Keys and slots, least recently used first; no key and no slot twice.
 
         Returns:
-            The number of chunks.
+            The number of recovered chunks.
         """
         stack = self._stack
         state = stack.tiers[tier]
@@ -402,11 +404,12 @@ class TieredOffloadingManager:
         return len(copies)
 
     def reset(self) -> None:
-        """Make every chunk in every tier a miss: a new epoch, because weights may have changed.
+        """Make every chunk in every tier a miss, because weights may have changed.
 
-        Slots that a storage job or a worker may still touch stay out of use until it is done.
-        Loads and stores prepared before need no ``complete_*`` call. A request with KV from
-        before the reset stores nothing until it loses its blocks: the KV may be outdated.
+        Slots that a storage job or a worker may still touch stay out of use until both are
+        done. Loads and stores prepared before need no ``complete_*`` call. A request with KV
+        from before the reset stores nothing until it loses its blocks, because the KV may be
+        outdated.
         """
         stack = self._stack
         stack.epoch += 1
@@ -451,7 +454,7 @@ class _Quarantine:
 
     A reset makes every chunk a miss at once, but does not stop bytes in flight: a storage job
     may be reading or writing a slot, and so may a worker, although the engine no longer reports
-    its completion. Such a slot stays pinned until its job has settled and the workers
+    when the worker is done. Such a slot stays pinned until its job has settled and the workers
     acknowledged their jobs.
     """
 
@@ -484,7 +487,7 @@ class _Quarantine:
             record.is_late = True
             return
         if record.destination:
-            # It may have written after the reset emptied the tier.
+            # The job may have written after the reset emptied the tier.
             self._stack.record_corrupt(record.destination, record.destinations)
         self._stack.tiers[record.source].unpin(record.sources.copies)
         self._stack.tiers[record.destination].unpin(record.destinations)

@@ -1,8 +1,8 @@
 """Conditions for writing a chunk to a slower tier.
 
 A refused chunk stays in its tier until it is evicted, and is then lost. So every condition
-trades hits for wear: on chat traffic second-touch writes a fifth and loses a quarter of the
-hits.
+trades hits for wear: on chat traffic second-touch writes a fifth as much and loses a quarter of
+the hits.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Admission(ABC):
         """Return whether ``copy`` may enter ``tier``.
 
         The manager calls this right before the copy is written, after the placement and earlier
-        conditions agreed. There is another call for a chunk that was refused, found no room, or
-        was evicted from ``tier``. Each copy of a chunk in RAM has another ``copy.generation``;
-        a copy in a slower tier has 0.
+        conditions agreed. It calls this again for a chunk that was refused, found no free slot,
+        or was evicted from ``tier``. Each write of a chunk to RAM has its own
+        ``copy.generation``; a copy in a slower tier has 0.
 
         Args:
             copy: The source, in RAM or in a slower tier.
@@ -75,9 +75,9 @@ class AdmitAll(Admission):
 class SecondTouch(Admission):
     """Refuses a chunk until its second use.
 
-    A chunk was used again if its copy was loaded, or if an earlier copy asked for admission.
-    This is CacheLib's reject-first with whole keys. A copy in a slower tier was admitted
-    before, so it is admitted.
+    A chunk was used again if its copy was loaded, or if an earlier copy was refused or
+    admitted. This is CacheLib's reject-first with whole keys. A copy in a slower tier is always
+    admitted, because the chunk was admitted before.
 
     Args:
         capacity: Most keys to remember for each tier; the oldest are forgotten first.

@@ -52,7 +52,7 @@ class RequestTerms:
     session: str = ""
 
     def may_store_in(self, tier: int | None) -> bool:
-        """Return whether new chunks may be in ``tier``; None stands for no tier."""
+        """Return whether new chunks may be in ``tier``, or for None in every tier."""
         return self.store_tiers is None or tier in self.store_tiers
 
 
@@ -68,13 +68,13 @@ class CopyState:
     """The states of a copy, as plain integers because they are compared once per chunk."""
 
     WRITING: ClassVar[int] = 0
-    """Its bytes are arriving; requests may wait for them."""
+    """The bytes are arriving; requests may wait for them."""
     LATE: ClassVar[int] = 1
-    """Its bytes are arriving after their deadline; no request waits for them."""
+    """The bytes are arriving after their deadline; no request waits for them."""
     RESIDENT: ClassVar[int] = 2
-    """It is whole: a hit."""
+    """All bytes are in the slot; a lookup finds the copy."""
     GONE: ClassVar[int] = 3
-    """It left the tier; a queue or a job may still refer to the object."""
+    """The copy left the tier; a queue or a job may still refer to the object."""
 
 
 _WRITING = CopyState.WRITING
@@ -90,21 +90,22 @@ class ChunkCopy:
         key: The chunk's key.
         slot: The slot of the tier that holds the bytes.
         state: One of :class:`CopyState`.
-        pins: Number of transfers and waiting requests that need the copy, which forbid evicting
-            it.
+        pins: Number of transfers and waiting requests that need the copy. A copy with pins
+            cannot be evicted.
         dirty: Number of slower tiers that must receive the copy before it may be evicted.
         hits: Loads from this copy, and promotions begun from this copy.
         parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
         depth: Number of chunks before this chunk in the prefix.
-        terms: The terms of the request that stored it.
+        terms: The terms of the request that stored the chunk.
         child_count: Number of children in this tier; kept only for ``leaf_only`` policies.
-        queued: Free for the eviction policy: an integer, such as a count of stale entries.
-        policy: Free for the eviction policy: anything.
+        queued: An integer for the eviction policy's own use, such as a count of stale entries.
+        policy: Any object, for the eviction policy's own use.
         grants: Number of waiting requests that keep the copy; each is also a pin.
         origin: Index of the tier the bytes came from, until the first load.
         transient: Whether the copy is dropped after the request that waits for it has loaded
             it.
-        generation: Stamp of the write that fills the slot; never repeats.
+        generation: Number of the write to RAM that filled the slot; never repeats. 0 in a
+            slower tier.
     """
 
     __slots__ = (
@@ -153,7 +154,7 @@ class ChunkCopy:
 
     @property
     def session(self) -> str:
-        """The session of the request that stored it; empty if unknown."""
+        """The session of the request that stored the chunk; empty if unknown."""
         return self.terms.session
 
     def __repr__(self) -> str:
@@ -231,7 +232,7 @@ class Eviction(ABC):
     """Orders the copies of one tier and picks victims.
 
     For a resident chunk the driver calls :meth:`on_hit`. For an absent one it calls
-    :meth:`on_miss` once, then :meth:`pick` until there is room, then :meth:`on_insert` if the
+    :meth:`on_miss` once, then :meth:`pick` until a slot is free, then :meth:`on_insert` if the
     bytes arrive. Several chunks may be between their miss and their insertion at a time.
 
     Every method is O(1) amortised, or O(log n) where copies have scores. A policy may remember
@@ -244,22 +245,23 @@ class Eviction(ABC):
 
     Attributes:
         capacity: Slots of the tier.
-        surplus: Number of members to evict although there is room; see :attr:`sheds`.
+        surplus: Number of members to evict although slots are free; see :attr:`sheds`.
         tracks_misses: Whether the class overrides :meth:`on_miss`; else a driver may skip it.
     """
 
     leaf_only: ClassVar[bool] = False
     """Whether only copies without resident children may be picked. The driver then keeps
-    ``copy.child_count``: it counts a child before the child's insertion, and removes it right
-    after the child was picked or removed."""
+    ``copy.child_count``: it adds 1 before a child is inserted, and subtracts 1 right after the
+    child was picked or removed."""
 
     insert_first: ClassVar[bool] = False
     """Whether a new chunk competes with the residents. A simulator then inserts before it
     picks, and may get the new chunk back; a live tier, whose slots are in use, picks first."""
 
     sheds: ClassVar[bool] = False
-    """Whether a hit may leave ``surplus`` above zero: that many members should leave. A
-    simulator then picks them at once; a live tier does not: an empty slot serves no request."""
+    """Whether a hit may set ``surplus``, the number of members that should leave. A simulator
+    then picks that many at once; a live tier picks none, because an empty slot serves no
+    request."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """Order in which the manager reports the chunks that a request used or stored at once.
@@ -272,7 +274,7 @@ class Eviction(ABC):
         self.tracks_misses = type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
-        """Record that absent ``key`` was asked for and is about to be inserted.
+        """Record that a request missed ``key``, which is about to be inserted.
 
         Called once for each insertion, before room is made for the chunk.
         With ``leaf_only`` a live tier may call this after the victims were picked.
@@ -343,7 +345,8 @@ class Promotion:
     """How a chunk in a slower tier is promoted.
 
     Attributes:
-        keep_source: Whether the slower tier keeps its copy. If not, the copy in RAM stays.
+        keep_source: Whether the slower tier keeps its copy. If false, ``stay`` has no effect:
+            the copy in RAM stays.
         stay: Whether the copy in RAM stays after the waiting request has loaded it.
     """
 
@@ -354,10 +357,10 @@ class Promotion:
 class Placement(ABC):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
 
-    One thread calls one object as long as the cache runs, in batches of chunks. An answer is
-    final: the manager carries it out unless there is no room or a transfer fails, and does not
-    report either to the placement. A placement reads copies, neither changes nor keeps them,
-    and bounds its own memory.
+    One thread makes all calls, in batches of chunks. An answer is final: the manager carries
+    the answer out unless no slot is free or a transfer fails, and reports neither case to the
+    placement. A placement reads copies, neither changes nor keeps them, and bounds its own
+    memory.
 
     Three decisions are made elsewhere: :class:`Eviction` picks the victims of a full tier,
     ``copy.terms`` excludes tiers for a request, and the settings ``admit`` and
@@ -385,8 +388,8 @@ class Placement(ABC):
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         """Return the slower tiers that a chunk in RAM must reach as soon as possible.
 
-        Called when a chunk's store is complete and no slower tier has the chunk. With
-        :attr:`places_used` also called at each use.
+        Called when a chunk's store is complete and no slower tier has the chunk. If
+        :attr:`places_used` is true, also called at each load from RAM.
 
         Args:
             copy: The chunk's copy in RAM, whole.
@@ -404,8 +407,8 @@ class Placement(ABC):
     ) -> bool:
         """Return whether ``copy`` may enter ``tier``; a refusal is counted and final.
 
-        Called right before :meth:`place` or :meth:`demote` sends ``copy`` to ``tier``. The
-        default admits all.
+        Called after :meth:`place` or :meth:`demote` named ``tier``, right before ``copy`` is
+        sent. The default admits all.
         """
         return True
 
@@ -418,7 +421,7 @@ class Placement(ABC):
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admit` for ``copies``; the default of that admits all at once."""
+        """Call :meth:`admit` for ``copies``, or admit all if :meth:`admit` is the default."""
         if type(self).admit is Placement.admit:
             return [True] * len(copies)
         return [self.admit(copy, tier, ctx) for copy in copies]
@@ -455,7 +458,7 @@ class Placement(ABC):
         chunk is new in ``source``, when it is picked as a victim, and at shutdown.
 
         Returns:
-            One of :meth:`demotion_targets`; None to drop it.
+            One of :meth:`demotion_targets`; None to drop the chunk.
         """
 
     def demote_many(

@@ -17,7 +17,7 @@ _MOVE: Final = Promotion(keep_source=False)
 
 
 class TieredPlacement(Placement):
-    """Demotes chunks when stored or when evicted; promotes every hit, by copy or by move.
+    """Demotes chunks when they are stored or evicted; copies or moves every hit to RAM.
 
     Keeping the slower copy on promotion writes nothing. Moving a chunk means another write at
     the next demotion: on agent traffic an exclusive pair writes four to ten times as
@@ -26,9 +26,9 @@ class TieredPlacement(Placement):
 
     Args:
         tiers: Number of tiers, RAM included.
-        write: ``through`` copies a chunk to every slower tier as soon as it is stored, so it
-            survives a killed process; ``evict`` copies a victim to the next tier if no slower
-            tier has it.
+        write: ``through`` copies a chunk to every slower tier as soon as it is stored, so the
+            chunk survives a killed process; ``evict`` copies a victim to the next tier if no
+            slower tier has it.
         write_after: With ``through``, a chunk is copied at its n-th use; the store is the
             first.
         promote: ``copy`` keeps the copy in the slower tier, ``move`` removes it.

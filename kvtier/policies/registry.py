@@ -71,9 +71,10 @@ class PolicyRole(Generic[PolicyT]):
         return tuple(sorted({*self.built_in, *self._registered()}))
 
     def obstacle(self, name: str) -> tuple[str, str] | None:
-        """Return why a configuration cannot name the policy ``name``, and a remedy.
+        """Return why the policy ``name`` does not load, and a remedy; None if it loads.
 
-        The caller checks names outside :meth:`installed`. Built-in policies are not imported.
+        Also None for a built-in policy, which is not imported, and for an unknown name, which
+        the caller must report.
         """
         point = None if name in self.built_in else self._point(name)
         if point is None:

@@ -11,7 +11,8 @@ close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; 
 that are not stack algorithms, "Cache Modeling and Optimization using Miniature Simulations",
 USENIX ATC 2017, which finds that a few thousand sampled chunks suffice). Sampling bounds memory
 and time: a shadow holds at most 4,096 chunks, and for a chunk outside the sample only one byte
-of its key is read. A sample interrupts leading hits, so hits of single chunks are counted.
+of its key is read. A sample leaves gaps in prefixes, so hits of single chunks are counted, not
+leading hits.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ShadowTier:
             self._hits[policy] += hits
 
     def hits(self) -> dict[str, int]:
-        """Return how many of :attr:`references` the shadow of each policy held, by name."""
+        """Return how many of :attr:`references` were hits in each shadow, by policy name."""
         return dict(self._hits)
 
     def clear(self) -> None:

@@ -96,7 +96,7 @@ class SimulatedTier:
             pass
 
     def admit(self, key: ChunkKey, parent: ChunkKey | None = None, depth: int = 0) -> bool:
-        """Insert an absent chunk; return False if there is no room.
+        """Insert an absent chunk; return False if it cannot become resident.
 
         Args:
             key: The chunk.
@@ -171,7 +171,7 @@ class SimulatedTier:
             self.eviction.on_hit_many(copies, self.ctx)
 
     def _serve_shedding(self, chain: Sequence[ChunkKey]) -> tuple[int, int, int]:
-        """Access chunk by chunk: a hit may evict a chunk before its turn comes."""
+        """Access one chunk at a time, because a hit may evict a chunk that comes later."""
         lead = 0
         while lead < len(chain) and self._access(chain, (lead,)):
             lead += 1
@@ -190,7 +190,7 @@ class SimulatedTier:
         )  # a chunk that occurs twice in the prompt hits
 
     def _access(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
-        """Access the chunks at ``depths``, one by one; return the hits."""
+        """Access the chunks at ``depths``, one by one; return the number of hits."""
         if self._is_plain:
             return self._access_plain(chain, depths)
         hits = 0
@@ -204,7 +204,7 @@ class SimulatedTier:
         return hits
 
     def _access_plain(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
-        """Inline :meth:`use` and :meth:`admit` in one loop, for speed."""
+        """Do what :meth:`_access` does, with :meth:`use` and :meth:`admit` inlined."""
         members, ctx, eviction, terms = self.members, self.ctx, self.eviction, self._terms
         on_hit, on_insert, pick = eviction.on_hit, eviction.on_insert, eviction.pick
         on_miss = eviction.on_miss if eviction.tracks_misses else None

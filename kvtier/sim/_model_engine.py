@@ -1,9 +1,9 @@
 """An engine in model time without a model: makes the same calls as vLLM's scheduler.
 
-Requests arrive at their timestamps. Those at the head of the queue are looked up. Chunks in a
-slower tier are promoted while other requests compute, chunks in RAM are copied to the GPU, and
-the rest of the prompt is computed, one request at a time in order of arrival. Then the request
-has its first token, and its new chunks are offered to the manager.
+Requests arrive at their timestamps. The engine looks up the requests at the head of the queue.
+Chunks in a slower tier are promoted while other requests compute, chunks in RAM are copied to
+the GPU, and the rest of the prompt is computed, one request at a time in order of arrival. Then
+the request has its first token, and its new chunks are offered to the manager.
 
 Not modelled: decoding, the GPU's own prefix cache (so every hit is in a tier), the time of a
 store to RAM, and chunked prefill.
@@ -265,7 +265,7 @@ class ModelEngine(Engine[TimeModel]):
         self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
-        """Offer the new chunks of computed requests; offer chunks without room again later."""
+        """Offer the new chunks of computed requests; retry later if RAM has no free slots."""
         refused = []
         for request in self._unstored:
             plan = self._manager.prepare_store(request.keys[request.hits :], request.req_id)
@@ -281,7 +281,7 @@ class ModelEngine(Engine[TimeModel]):
     # -- events -----------------------------------------------------------------------------
 
     def _send(self, job: Job) -> float:
-        """Run ``job``; return the time at which its outcome is known."""
+        """Run ``job``; return the time of its first result."""
         results = self._transfers.run(job, self._now_s)
         promoting = job.purpose is _PROMOTE
         for time_s, result in results:
@@ -343,13 +343,13 @@ class ReliableSlotStatus:
         return len(loaded)
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Do nothing: the job ends at once."""
+        """Do nothing, because no worker gets a job."""
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Do nothing: no worker reads the stamps."""
+        """Do nothing, because no worker reads the generation of a slot."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - the manager passes these arguments
-        """Return that all slots hold whole chunks."""
+        """Return True for each slot, because every store succeeds."""
         return [True] * len(slots)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
@@ -363,5 +363,5 @@ class ReliableSlotStatus:
         self._lost = {place for place in self._lost if place[0] not in slots}
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
-        """Return True: no worker is busy."""
+        """Return True for each slot, because no worker is busy."""
         return [True] * len(slots)

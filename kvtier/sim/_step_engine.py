@@ -39,8 +39,8 @@ class StepModel(TimeModel):
     """Speeds of an engine that batches, and of its tiers.
 
     Attributes:
-        step_tokens: Most tokens of a step; a generating request takes one.
-        step_s: Least time of a step that computes, to read weights and launch kernels.
+        step_tokens: Most tokens of a step; a generating request takes one token.
+        step_s: Least time of a step that computes: the time to read weights and launch kernels.
         idle_s: Time of a step that computes nothing while requests wait.
     """
 
@@ -71,7 +71,7 @@ class _Served:
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next one is generated."""
+        """Number of tokens to compute before the next token is generated."""
         return self.request.tokens + self.generated - self.computed
 
 
@@ -81,7 +81,7 @@ class _PlannedLoad:
     plan: LoadPlan
     chunks: int
     promoted_s: float
-    """Time at which all its chunks are in RAM."""
+    """Time at which all chunks of the load are in RAM."""
 
 
 class StepEngine(Engine[StepModel]):
@@ -154,7 +154,7 @@ class StepEngine(Engine[StepModel]):
         self._computed(batch)
 
     def _continue_running(self) -> dict[_Served, int]:
-        """Schedule running requests, first come first served; return their tokens."""
+        """Schedule running requests, first come first served; return the tokens of each."""
         batch: dict[_Served, int] = {}
         left = self._model.step_tokens
         for served in self._running:
@@ -165,7 +165,7 @@ class StepEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Start loaded requests, look up waiting requests; return the started requests."""
+        """Start loaded requests, look up waiting requests; return the ids of all started."""
         left = self._model.step_tokens - sum(batch.values())
         taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
@@ -214,7 +214,7 @@ class StepEngine(Engine[StepModel]):
         return accepted
 
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
-        """Offer a request's chunks before ``end``; offer chunks without room again later."""
+        """Offer a request's chunks before ``end``; retry later if RAM has no free slots."""
         keys = served.request.keys[served.next_chunk : end]
         if not keys:
             return
@@ -277,7 +277,7 @@ class StepEngine(Engine[StepModel]):
     # -- jobs -------------------------------------------------------------------------------
 
     def _send_jobs(self) -> float:
-        """Run all planned jobs; return the time at which every job has its first outcome."""
+        """Run all planned jobs; return the time at which each has its first result."""
         known_s = self._now_s
         for job in self._manager.take_jobs():
             results = self._transfers.run(job, self._now_s)

@@ -160,7 +160,7 @@ def simulate_cache(
         chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
         model: The speeds; by default :func:`default_time_model`. A :class:`StepModel` selects
             an engine that computes in steps.
-        progress: Called periodically with the share done.
+        progress: Called now and then with the finished share, 0 to 1.
 
     Raises:
         ConfigError: A tier holds less than one chunk, or a policy is not installed.
@@ -242,9 +242,9 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
 
 
 def _peak_load(trace: Trace, model: TimeModel) -> float:
-    """Return the load of the busiest window: arriving tokens per computed token.
+    """Return the load of the busiest window: arriving tokens divided by computable tokens.
 
-    The busiest window ends with an arrival. A trace without duration has no sustained load.
+    The busiest window ends with an arrival. The load of a trace without duration is 0.
     """
     window_s = trace.duration_s * _WINDOW
     if not window_s:

@@ -31,7 +31,7 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 T = TypeVar("T")
 
 CANDIDATES: Final = ("hedged-lhd", "lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
-"""Policies worth trying live. LFU and SIEVE are missing: they freeze on agent traffic."""
+"""Policies worth trying live. LFU and SIEVE are missing: both freeze on agent traffic."""
 
 _DEFAULT: Final = CANDIDATES[0]
 
@@ -40,9 +40,9 @@ _BLOCK_TOKENS: Final = 16
 _CLEARLY: Final = 0.003
 """Least gain in prefix hit ratio for which another policy replaces the default."""
 _ABOUT: Final = 1.02
-"""Waits within this ratio count as equal: the time model is no more exact."""
+"""Waits within this ratio count as equal, because the time model is no more exact."""
 _THRIFTY: Final = 0.8
-"""Share of the writes below which less wear decides."""
+"""Less wear decides if a configuration writes less than this share of the safest's writes."""
 _WRITES: Final = ("through", "evict")
 """Values of ``placement.write`` to try, the safest first."""
 
@@ -54,7 +54,7 @@ class RecommendRequest:
     Attributes:
         ram_bytes: Memory for chunks.
         nvme_bytes: Disk for chunks.
-        path: Directory of the store.
+        path: Directory of the disk tier.
         chunk_bytes: Bytes of one of the trace's chunks.
         prefill_tokens_per_s: Prompt tokens the engine computes per second; None for the
             default.

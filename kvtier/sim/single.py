@@ -57,9 +57,9 @@ class SingleResult:
         refs: Chunk references.
         hits: References to resident chunks.
         block_hit_ratio: ``hits / refs``.
-        prefix_hit_ratio: Prompt tokens in leading hits, of all prompt tokens. A request's
-            leading hits are the hits before its first miss. A partial last chunk counts with
-            its own tokens.
+        prefix_hit_ratio: Prompt tokens in leading hits, as a share of all prompt tokens. A
+            request's leading hits are the hits before its first miss. A partial last chunk
+            counts with its own tokens.
         lead_chunks: Leading hits.
         stranded_hits: Chunks resident behind a missing ancestor: in forward order
             ``hits - lead_chunks``; in reverse order the chunks resident at arrival, some of

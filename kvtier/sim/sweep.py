@@ -80,7 +80,7 @@ class SweepResult:
 
     @property
     def of(self) -> tuple[str, str]:
-        """The trace's name and hash, because two files may have the same name."""
+        """The trace's name and hash; the hash distinguishes files with the same name."""
         return self.trace, self.trace_sha256
 
 
@@ -191,7 +191,7 @@ def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iter
 
 
 _prepared: list[Callable[[Cell], tuple[Cell, SweepResult]]] = []
-"""The function that runs a cell in this process, if it is one of a pool."""
+"""In a process of the pool, the function that runs a cell; empty in other processes."""
 
 
 def _prepare(run: Callable[[Cell], tuple[Cell, SweepResult]]) -> None:

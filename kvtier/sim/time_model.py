@@ -49,14 +49,14 @@ DEFAULT_SPEEDS: Final[Mapping[str, TierSpeed]] = {
     "ram": TierSpeed(25e9, 25e9, 20e-6),
     "nvme": TierSpeed(6e9, 3e9, 200e-6),
 }
-"""By kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive."""
+"""Default speed by kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive."""
 
 OTHER_SPEED: Final = TierSpeed(2e9, 2e9, 2e-3)
-"""Of any other kind: a store behind a 25 Gbit/s network."""
+"""Default speed of any other kind of tier, as of storage behind a 25 Gbit/s network."""
 
 
 def default_speed(kind: str) -> TierSpeed:
-    """Return the usual speed of a tier of ``kind``."""
+    """Return the default speed of a tier of ``kind``."""
     return DEFAULT_SPEEDS.get(kind, OTHER_SPEED)
 
 
@@ -123,7 +123,7 @@ class Device:
 class TransferModel:
     """Computes the end time and the outcome of each load and each storage job.
 
-    Like in a live engine, a job that has not begun at its deadline is dropped. A job that is
+    As in a live engine, a job that has not begun at its deadline is dropped. A job that is
     running at its deadline is reported as expired, and keeps its slots until it ends.
 
     Args:
@@ -145,7 +145,7 @@ class TransferModel:
                 self._writers[name] = Device(speed.write_bytes_per_s, speed.latency_s)
 
     def load(self, chunks: int, now_s: float) -> float:
-        """Queue a copy of ``chunks`` chunks from RAM to the GPU; return the time of its end."""
+        """Queue the transfer of ``chunks`` chunks from RAM to the GPU; return its end time."""
         return self._loader.occupy(chunks * self._slot_nbytes, since_s=now_s)
 
     def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:

@@ -29,7 +29,7 @@ __all__ = ["AdmissionContract"]
 
 _CAPACITY: Final = 48
 _SMALL, _LARGE = 40, 640
-"""Chunks of two caches."""
+"""Capacities of the two caches to compare, in chunks."""
 
 
 class AdmissionContract(DecisionContract[Admission, bool]):
@@ -91,7 +91,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
-        """Return the policy's steps per chunk once it has seen more chunks than fit."""
+        """Return the policy's steps per chunk once the policy has seen more chunks than fit."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
         for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):

@@ -34,7 +34,7 @@ __all__ = [
 TIERS: Final = 3
 """Number of tiers of the cache."""
 GROWTH: Final = 1.5
-"""Accepted ratio of the steps per chunk of a large or old cache to a small or new one."""
+"""Largest accepted ratio of steps per chunk: a large or old cache to a small or new cache."""
 _ENTRIES_PER_KEY, _ENTRIES_OF_EMPTY = 8, 256
 
 Policy = TypeVar("Policy")
@@ -147,7 +147,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         Args:
             policy: The policy.
             most_keys: Maximum number of keys.
-            slots: Slots of the cache, to which other entries may be in proportion.
+            slots: Slots of the cache; the number of other entries may grow with it.
         """
         copies, keys = held_by(policy)
         assert not copies, "it keeps copies"

@@ -32,7 +32,7 @@ __all__ = ["EvictionContract"]
 _ENTRIES_PER_SLOT = 8
 _ENTRIES_OF_EMPTY = 256
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
-"""Chunks of two tiers, and the accepted ratio of their work per access."""
+"""Slots of two tiers, and the largest accepted ratio of their work per access."""
 
 
 class EvictionContract(ABC):
@@ -314,7 +314,7 @@ class EvictionContract(ABC):
             assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
 
     def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
-        """Return steps and calls of ``evictable`` per access of a full tier."""
+        """Return the sum of steps and ``evictable`` calls per access to a full tier."""
         tier = ModelTier(self.make_eviction(capacity=capacity))
         accesses = 6 * capacity
         keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]

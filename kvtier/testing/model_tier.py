@@ -22,7 +22,7 @@ class ModelTier(SimulatedTier):
         one_by_one: Whether batches are split into calls for single chunks.
 
     Attributes:
-        pinned: Keys that must not be evicted.
+        pinned: Keys of chunks that must not be evicted.
         hits: Accesses that found their chunk.
         asked: How often the policy asked whether a copy is evictable.
     """
@@ -39,10 +39,10 @@ class ModelTier(SimulatedTier):
 
         Args:
             key: The chunk.
-            parent: The chunk before it.
+            parent: The chunk before ``key`` in the prompt.
 
         Returns:
-            Whether it is resident now.
+            Whether ``key`` is resident afterwards.
         """
         copy = self.members.get(key)
         if copy is None:

@@ -139,7 +139,7 @@ class StorageTierContract(ABC):
         return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
     async def restart(self, harness: AnyHarness) -> list[tuple[ChunkKey, int]]:
-        """Reopen the tier, or skip the test if it keeps nothing."""
+        """Reopen the tier, or skip the test if the tier keeps nothing."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
         return await harness.reopen()
@@ -246,7 +246,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A tier may drop such a chunk: the weights may have changed by then."""
+        """A tier may drop such a chunk, because the weights may have changed by then."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()
@@ -486,7 +486,7 @@ async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> 
 async def _cancel_with_held_threads(
     moving: Coroutine[Any, Any, SlotOutcomes], buffers: Sequence[memoryview], pool: IoPool
 ) -> None:
-    """Cancel ``moving`` while no thread runs, and clear ``buffers`` when it ends.
+    """Cancel ``moving`` while no thread runs, and clear ``buffers`` when ``moving`` ends.
 
     Returns when the threads are idle.
     """

@@ -30,7 +30,7 @@ __all__ = ["HeldThreads", "blocking_calls", "run_and_kill"]
 _MODULES: Final = frozenset(["_io", "_sqlite3", "sqlite3"])
 """Modules whose every call may block."""
 _SOCKET: Final = "_socket"
-"""The module of sockets. Calls on a non-blocking one are not counted."""
+"""The module of sockets. Calls on a non-blocking socket are not counted."""
 _FUNCTIONS: Final = {
     "fcntl": frozenset(["flock", "lockf"]),
     "mmap": frozenset(["flush"]),
@@ -133,7 +133,7 @@ class _HeldExecutor(ThreadPoolExecutor):
 class HeldThreads:
     """Hold back the threads of ``pool`` and of the loop's executor inside a ``with`` block.
 
-    Leaving the block releases them and waits until they are idle.
+    Leaving the block releases the threads and waits until they are idle.
 
     Args:
         pool: The threads of a tier.
@@ -186,7 +186,7 @@ def run_and_kill(
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, there), daemon=True)
     with warnings.catch_warnings():
-        # A thread may hold a lock at a fork; the process never joins one.
+        # A thread may hold a lock at a fork; the process never joins a thread.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     there.close()

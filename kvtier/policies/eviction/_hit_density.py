@@ -3,8 +3,9 @@
 **Classes.** A chunk that was used twice comes back more often than one used once, the tail of a
 prompt hardly ever, a short prompt more often than a long one. So used chunks are classed by
 number of uses, which survives an eviction while the key is remembered (as in ARC: Megiddo and
-Modha, FAST 2003). New chunks are classed by length of the prompt, in steps of four, and the
-last new chunk of a prompt has its own class: the next turn continues in the middle of it.
+Modha, FAST 2003). New chunks are classed by length of the prompt, in powers of four. The last
+new chunk of a prompt has its own class, because the next turn continues in the middle of that
+chunk.
 
 A prefix is used whenever its continuation is used. So the class of a prefix never earns less
 than the class of its continuations (:data:`BELOW`). Among equals the deepest chunk of a prompt
@@ -53,21 +54,21 @@ BELOW: Final = [
     list(range(_USED)),
     *([kind - 1] for kind in range(_USED + 1, KINDS)),
 ]
-"""For each class, the lower classes that a continuation may have; others follow from these."""
+"""For each class, the next lower classes of continuations; bounds are transitive."""
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
 _PRIOR: Final = 8.0
 _FIRST: Final = 4
-"""Bits of the ages that share the first octave."""
+"""Ages with at most this number of bits share the first octave."""
 _YOUNG: Final = 1 << _FIRST
 _TURNS: Final = 4
-"""Longest age with an octave of its own, in turns of the tier."""
+"""Longest age with an octave of its own, in turns: a turn is one use per slot of the tier."""
 _BITS: Final = 64
 _PARTS: Final = 16
-"""Parts of an interval with ages of their own."""
+"""Parts of an interval; chunks that enter in the same part have the same age."""
 _SLACK: Final = 48
-"""Parts by which an interval may exceed its length."""
+"""Parts by which an interval may be longer than planned."""
 
 
 def _octave_of(age: int) -> int:

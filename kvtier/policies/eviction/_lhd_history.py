@@ -1,8 +1,9 @@
 """The history that :mod:`.hedged_lhd` keeps: cohorts, evicted keys and the regret budget.
 
 Each call records many copies of one cohort, which move together. One use of ``count`` copies
-changes ages and classes (:class:`.HitDensity`), the order of uses and LRU's
-reach in it (:class:`Timeline`), and what was won and lost against LRU (:class:`RegretBudget`).
+changes ages and classes (:class:`.HitDensity`), the order of uses and the part of the order
+that LRU would hold (:class:`Timeline`), and the hits won and lost against LRU
+(:class:`RegretBudget`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvtier.policies.eviction._hit_density import BELOW, KINDS, NOWHERE, TAIL, H
 __all__ = ["Cohort", "History", "RegretBudget", "Timeline"]
 
 _SPANS: Final = 64
-"""Least number of cohorts per turn of the tier. A turn has as many uses as the tier slots."""
+"""Least number of cohorts per turn. A turn is as many uses as the tier has slots."""
 _MIN_SPAN: Final = 4
 _MAX_SPAN: Final = 128
 _RENEWALS_PER_TURN: Final = 2
@@ -32,11 +33,11 @@ _BUDGET_HALF_LIFE: Final = 256
 _SHARE: Final = 0.002
 """Share of the uses that may be lost against LRU."""
 _ODDS: Final = 4.0
-"""Early evictions allowed for each hit that is ahead of LRU."""
+"""Number of early evictions that each hit of the lead over LRU allows."""
 _MIN_PROMPT_SHARE: Final = 0.5
-"""Least budget, as a share of a prompt."""
+"""Smallest budget that counts, as a share of the mean prompt length."""
 _MIN_PROMPTS: Final = 16
-"""Least number of prompts that the tier must hold."""
+"""Number of mean-length prompts that a tier must hold; smaller tiers stay with LRU."""
 _EMPTY: Final[list[ChunkCopy | None]] = []
 """The list of every cohort without copies; most cohorts only count evicted keys."""
 
@@ -55,7 +56,7 @@ class Cohort:
         first: Index of the first entry that may be a copy.
         live: Number of copies.
         away: Number of remembered keys that were evicted from the cohort.
-        away_before: Number of those keys in the older half, which is forgotten first.
+        away_before: Number of those keys in :attr:`History.ghosts_before`, forgotten first.
         beyond: Whether LRU would have evicted all copies of the cohort.
     """
 
@@ -92,17 +93,17 @@ class Cohort:
 class Timeline:
     """All cohorts, oldest first, and LRU's reach in them.
 
-    A cohort also counts its remembered evicted keys. The newest cohorts that count as many keys
-    as the tier has slots are what LRU would hold, so no list of LRU's keys is needed. LRU's
-    *reach* is a place in the timeline, which advances as keys come in from beyond it. Of the
-    cohort at that place LRU holds the newer keys.
+    A cohort also counts its remembered evicted keys. LRU would hold the newest keys, as many as
+    the tier has slots, so no list of LRU's keys is needed. LRU's *reach* is the cohort with the
+    oldest key that LRU would hold: the reach advances when a use adds a key from beyond it. Of
+    the cohort at the reach LRU may hold only the newer keys.
 
     Args:
         capacity: Slots of the tier.
 
     Attributes:
         cohorts: The cohorts; those without keys are dropped now and then.
-        early_evicted: Evicted keys of the cohorts that LRU's reach touches.
+        early_evicted: Number of evicted keys in the cohort at LRU's reach and in newer cohorts.
     """
 
     __slots__ = ("_capacity", "_edge", "_held", "_oldest", "cohorts", "early_evicted")
@@ -122,7 +123,7 @@ class Timeline:
         return cohort
 
     def enter(self, count: int) -> None:
-        """Record ``count`` keys in the newest cohorts that LRU did not hold."""
+        """Record ``count`` new keys that LRU did not hold, and advance LRU's reach."""
         cohorts, edge = self.cohorts, self._edge
         held = self._held + count
         cohort = cohorts[edge]
@@ -158,7 +159,7 @@ class Timeline:
             self.early_evicted -= count
 
     def remove(self, cohort: Cohort) -> None:
-        """Record that a copy of ``cohort`` was removed from the tier and from LRU's tier."""
+        """Record that a copy of ``cohort`` was removed, so LRU would not hold it either."""
         if not cohort.beyond:
             self._held -= 1
 
@@ -190,14 +191,14 @@ class RegretBudget:
 
     A learning policy loses hits when the traffic changes. Switching to LRU after LRU did better
     is too late, because the hits are lost by then. So a budget bounds the *early evictions*,
-    the evicted chunks that LRU would still hold. Each can cost one hit, so their number bounds
-    the loss for any traffic.
+    the evicted chunks that LRU would still hold. Each early eviction can cost one hit, so their
+    number bounds the loss for any traffic.
 
     The budget is a small share of the uses, plus the *lead*: hits on chunks that LRU would have
     evicted, less misses on chunks that LRU would have held. Before the first win, past and
-    possible losses together stay within that share. Each win allows several early evictions,
-    because chunks of many prompts are rarely all missed at once. So a winning policy departs
-    further from LRU, and a losing policy soon returns to LRU. The budget turns the
+    possible losses together stay within that small share. Each win allows several early
+    evictions, because chunks of many prompts are rarely all missed at once. So a winning policy
+    departs further from LRU, and a losing policy soon returns to LRU. The budget turns the
     regret of LeCaR (Vietri et al., HotStorage 2018) from a weight into a bound; for risking
     wins see Kelly, Bell System Technical Journal 1956.
 
@@ -259,7 +260,7 @@ class History:
         timeline: All cohorts.
         queues: The cohorts of each class, oldest first; some may have no copies.
         newest: The cohort to which used copies move.
-        outside: Stands for the source of new chunks.
+        outside: A cohort without copies, which counts as the source of new chunks.
         span: Most copies of a cohort.
         ghosts: Evicted keys and their cohorts, the younger half.
         ghosts_before: The older half.
@@ -399,7 +400,7 @@ class History:
 
         Args:
             copy: The copy; its ``policy`` still names its last cohort.
-            source: The cohort in which LRU has the copy.
+            source: The copy's last cohort; :attr:`outside` if the key was forgotten.
         """
         kind = copy.policy.kind
         cohort = self.newest

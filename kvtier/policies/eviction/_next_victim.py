@@ -81,7 +81,7 @@ class NextVictimEviction(Eviction):
 
 
 class Ghosts:
-    """The newest keys of chunks that left, first in, first out.
+    """The keys of the chunks that left last, first in, first out.
 
     Args:
         limit: Most keys to hold.

@@ -10,13 +10,15 @@ the policy departs from LRU only within a regret budget
 (:class:`~._lhd_history.RegretBudget`). The order of all last uses shows which chunks LRU would
 hold (:class:`~._lhd_history.Timeline`).
 
-Chunk by chunk that would cost too much, but chunks come and go by prompts. Copies stand in
-*cohorts*, move in batches (:class:`MoveBatch`) and leave in selects (:class:`Victims`), and the
-history is updated once per batch and select. A single chunk costs a few attribute writes.
+Updating that history for each chunk would cost too much, but chunks come and go by prompts.
+Copies stand in *cohorts*, move in batches (:class:`MoveBatch`) and leave in selections
+(:class:`Victims`). The history is updated once per batch and once per selection. A single chunk
+costs a few attribute writes.
 
-A copy that must stay is put where a copy goes that was just used. If all of a class were
-pinned, each pick would scan all of it. So for as many picks as copies were refused, victims are
-chosen by age alone, and each of those picks moves on. If every copy must stay, none is moved.
+A copy that must stay moves to the newest cohort, like a copy just used. If a whole class were
+pinned, each pick would scan the class. So after a pick that rejected n copies, the next n picks
+choose victims by age alone, and the rejected copies are now the youngest. If every copy must
+stay, none is moved.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from kvtier.policies.eviction._lhd_history import Cohort, History
 __all__ = ["HedgedLhd"]
 
 _CLEARLY: Final = 0.7
-"""A class is evicted from if its density is below this share of the oldest chunk's."""
+"""Victims come from another class if its density is below this share of the oldest chunk's."""
 
 
 class HedgedLhd(Eviction):
-    """Evicts the chunk that should earn the fewest hits, or LRU's victim without a budget.
+    """Evicts the chunk with the lowest hit density, or LRU's victim if the budget is spent.
 
     ``copy.policy`` is the cohort that holds the copy, ``copy.queued`` its index in that cohort.
     """
@@ -253,7 +255,7 @@ class HedgedLhd(Eviction):
         return bool(victims.selected)
 
     def _search(self, refused: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
-        """Evict and return the oldest evictable copy; the selected ``refused`` must stay."""
+        """Evict and return the oldest evictable copy, because ``refused`` must stay."""
         self._victims.selected.append(refused)
         self._stop()
         passed: list[ChunkCopy] = []
@@ -289,10 +291,10 @@ def _leaf_to_root(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
 
 
 class MoveBatch:
-    """Copies that move from one place to the newest cohort, recorded as one.
+    """Copies that move from one place to the newest cohort and are recorded together.
 
     A prompt's chunks come leaf to root, and many move from one cohort, or from outside, to the
-    newest cohort. Each costs a few attribute writes; :meth:`flush` records them all.
+    newest cohort. Each move costs a few attribute writes; :meth:`flush` records all moves.
 
     The first new chunk is the last chunk of its prompt, so its depth is the prompt's length.
     Last chunks have a class of their own, and a batch of them continues across prompts.
@@ -305,7 +307,7 @@ class MoveBatch:
             batches.
         returning: The cohort that remembers the keys, if the chunks were evicted earlier.
         order: The copies of the newest cohort.
-        expected_key: The parent of the last new chunk.
+        expected_key: The parent of the new chunk inserted last.
         is_prompt: Whether a prompt's batch continues with ``expected_key``.
     """
 
@@ -362,7 +364,7 @@ class MoveBatch:
         """Begin a batch with ``copy``. The caller has flushed the previous batch.
 
         Args:
-            copy: Its first copy.
+            copy: The first copy of the batch.
             source: The copies' last cohort, or the cohort that stands for new chunks.
             returning: The cohort that remembers the keys, if the chunks were evicted earlier.
             kind: The copies' new class.
@@ -405,7 +407,7 @@ class MoveBatch:
         return TAIL
 
     def continues_tails(self, copy: ChunkCopy) -> bool:
-        """Add ``copy`` to a current batch of last chunks; return False if there is none."""
+        """Count ``copy`` in the batch of last chunks; return False if none has room."""
         history = self._history
         if (
             history.newest.kind != TAIL
@@ -417,16 +419,16 @@ class MoveBatch:
         return True
 
     def add_tails(self, copies: Sequence[ChunkCopy]) -> None:
-        """Add ``copies``, all last chunks of prompts, to the current batch of last chunks."""
+        """Count ``copies``, all last chunks of prompts, in the current batch of last chunks."""
         self._deeper += sum(copy.depth for copy in copies) - len(copies) * self._depth
 
 
 class Victims:
     """Selects the next victims.
 
-    Room comes from the class whose oldest chunk has the lowest hit density. Within a class the
-    order is LRU, so only the oldest of each are compared. Without budget, or where the classes
-    differ by little (:data:`_CLEARLY`), the victims are exactly LRU's.
+    Victims come from the class whose oldest chunk has the lowest hit density. Within a class
+    the order is LRU, so only the oldest chunks of the classes are compared. Without budget, or
+    where the classes differ by little (:data:`_CLEARLY`), the victims are exactly LRU's.
 
     A selection is expensive, so it takes as many copies of a cohort as the budget allows. The
     next picks evict them. A use of the cohort, and any other event that could change the
@@ -466,7 +468,7 @@ class Victims:
         return taken
 
     def return_rest(self, taken: list[ChunkCopy], refused: ChunkCopy) -> list[ChunkCopy]:
-        """Return the copies before ``refused``; select the copies after it again."""
+        """Select the copies after ``refused`` again; return the copies before ``refused``."""
         place = taken.index(refused)
         self.selected += taken[:place:-1]
         return taken[:place]
@@ -512,7 +514,7 @@ class Victims:
         self._unrecorded = len(self.selected)
 
     def _worst(self, oldest: Cohort) -> Cohort:
-        """Return the cohort with a clearly lower hit density than ``oldest``, or ``oldest``."""
+        """Return the cohort with the lowest density; ``oldest`` if none is clearly lower."""
         history = self._history
         clock, newest = history.clock, history.newest
         table, lowest = history.density.table, history.density.lowest

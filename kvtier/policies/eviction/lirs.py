@@ -1,14 +1,14 @@
-"""LIRS: ranks chunks by the time between their last two uses, in place of the last use.
+"""LIRS: ranks chunks by the time between their last two uses, not by their last use.
 
-That time, counted in other chunks, is the *inter-reference recency*. Copies with a low one
+That time, counted in other chunks, is the *inter-reference recency*. Copies with a low recency
 (LIR) own almost all of the tier. The others (HIR) share one hundredth, a FIFO queue Q, and
-leave soon. One stack S of keys in order of last use tells them apart. A HIR chunk that is used
-while in S was used twice within the span of the LIR copies, so it replaces the LIR copy at the
-bottom. S is pruned until a LIR copy is at the bottom: keys below all LIR copies cannot become
-LIR.
+leave soon. One stack S of keys in order of last use tells LIR from HIR. A HIR chunk that is
+used while in S was used twice within the span of the LIR copies, so it replaces the LIR copy at
+the bottom. S is pruned until a LIR copy is at the bottom: keys below all LIR copies cannot
+become LIR.
 
-S also keeps keys of HIR chunks that left. The paper does not bound them; here S has at most
-twice as many entries as the tier has slots, and the keys that left first are dropped first.
+S also keeps keys of HIR chunks that left. The paper sets no limit; here S has at most twice as
+many entries as the tier has slots, and the keys that left first are dropped first.
 """
 
 from __future__ import annotations

@@ -4,20 +4,21 @@ A doubly linked list costs a dozen attribute writes per use in Python, and an ``
 hashes every key again. Here a use appends the copy to a queue and leaves its older entries in
 place; ``copy.queued`` counts these stale entries. An entry at the old end is valid only if its
 copy has no stale entries; otherwise it is skipped. Every entry is appended once and removed
-once, so the cost is O(1) amortised. When stale entries outnumber live ones the queue is
-rebuilt, which bounds it by twice the copies.
+once, so the cost is O(1) amortised. When stale entries outnumber live ones, the queue is
+rebuilt, so the queue has at most twice as many entries as copies.
 
 A request's chunks come, and mostly leave, together. So the queue is two lists: one for appends,
 and a reversed one for removals from its end (Hood and Melville, "Real-time queue operations in
-pure LISP", 1981, but not in real time). Both move a range of entries in one call.
+pure LISP", 1981, but not in real time). Python appends or removes a range of entries at the end
+of a list in one call.
 
-A prompt reaches a tier in batches: what was loaded, then what each step computed. A chunk is
-useless without all before it, so the last batch must leave first. A batch therefore waits in a
-list of its *prompt* before it enters the queue, and extends the prompt whose last chunk it
-continues. A prompt enters the queue leaf to root when the queue is empty, when too many prompts
-wait, or when a single chunk comes or is used. Prompts wait in the order of their last use and
-are younger than the queue. So only chunks of one prompt change places, and unrelated batches
-keep the order of single calls.
+A prompt reaches a tier in batches: the loaded chunks, then the chunks that each step computed.
+A chunk is useless without all chunks before it, so the last batch must leave first. A batch
+therefore waits in a list of its *prompt* before it enters the queue, and extends the prompt
+whose last chunk it continues. A prompt enters the queue leaf to root when the queue is empty,
+when too many prompts wait, or when a single chunk comes or is used. Prompts wait in the order
+of their last use and are younger than the queue. So only chunks of one prompt change places,
+and unrelated batches keep the order of single calls.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kvtier.policies.base import (
 __all__ = ["Fifo", "Lru"]
 
 _SLACK: Final = 64
-"""Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
+"""Stale entries that even a tiny tier tolerates, so that it seldom rebuilds its queue."""
 _PROMPTS: Final = 1024
 """Most waiting prompts: as many as an engine runs at a time."""
 

@@ -2,14 +2,14 @@
 
 A chunk is useful only with its whole prefix, so a child without its parent is *stranded*: it
 takes room and serves no request. The victim is therefore the least recently used copy *without
-children*; its parent becomes a candidate when its last child is evicted. This is the order of
+children*; a parent becomes a candidate when its last child is evicted. This is the order of
 SGLang's radix cache (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
 Programs", NeurIPS 2024), which keeps the leaves in a heap.
 
 Here the copies stand in one lazily cleaned queue, as in :mod:`.lru`. A copy that reaches the
-old end while it has children is set aside, out of the queue: it is older than all entries left.
-When a child of it leaves, it returns to the old end and is checked again. An eviction brings
-back one copy at most, so the cost is O(1) amortised.
+old end while it has children is set aside, out of the queue. When one of its children leaves,
+the copy returns to the old end, because it is older than all entries left, and is checked
+again. An eviction brings back one copy at most, so the cost is O(1) amortised.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["PrefixLru"]
 
 _GONE: Final = CopyState.GONE
 _SLACK: Final = 64
-"""Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
+"""Stale entries that even a tiny tier tolerates, so that it seldom rebuilds its queue."""
 _ASIDE: Final = -1
-"""The ``queued`` of a copy without an entry; a touch makes it 0: one, and it is not stale."""
+"""The ``queued`` of a copy without an entry; a use adds an entry and makes ``queued`` 0."""
 
 
 class PrefixLru(Eviction):

@@ -2,8 +2,8 @@
 
 Most chunks are used once, and are soon evicted from the small queue. A chunk that is used twice
 there moves to the main queue. The key of a chunk evicted from the small queue is remembered; if
-the chunk returns in that time, it enters the main queue. In the main queue each use allows one
-more round, up to three.
+the chunk returns before its key is forgotten, it enters the main queue. In the main queue each
+use allows one more round, up to three.
 """
 
 from __future__ import annotations

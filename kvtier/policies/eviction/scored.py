@@ -33,7 +33,7 @@ _Entry = tuple[float, int, ChunkCopy]
 class ScoredEviction(Eviction):
     """Evicts the copy with the lowest score.
 
-    ``copy.policy`` is a pair: the uses since the insertion, which counts as one, and the score.
+    ``copy.policy`` is a pair: the number of uses, the insertion included, and the score.
     """
 
     falling: ClassVar[bool] = False

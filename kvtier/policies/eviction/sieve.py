@@ -1,8 +1,8 @@
 """SIEVE: a FIFO queue with a hand that passes over used copies.
 
 The paper keeps one list, newest at the head, and a hand that moves from the tail to the head
-and starts over. It stops at the first copy that was not used since the hand's last pass, and
-clears the used marks that it passes. The hand cuts the list in two: the copies it has passed,
+and starts over. The hand stops at the first copy that was not used since the hand's last pass,
+and clears the used marks on the way. The hand cuts the list in two: the copies it has passed,
 and those between it and the head. Here these are two queues: passing a copy moves it from the
 front of the second to the back of the first, a new chunk joins the back of the second, and
 starting over swaps the two.

@@ -33,7 +33,8 @@ def read_keys(source: Source, tokens: int) -> Trace:
         tokens: Tokens of each request, which is one chunk.
 
     Raises:
-        TraceError: Not UTF-8 text, an empty line between keys, or a line too long for a key.
+        TraceError: The file is not UTF-8 text, or has an empty line between keys or a line too
+            long for a key.
     """
     try:
         text = source.content.decode("utf-8-sig")

@@ -33,7 +33,7 @@ class Workload:
         output_tokens: Tokens of the answer.
         pause_s: Mean time from one turn to the next.
         spread: Sigma of the lengths' logarithms.
-        limit_tokens: A session ends before its prompt grows longer.
+        limit_tokens: Tokens of the longest prompt; a session ends before its prompt is longer.
     """
 
     prompts: int

@@ -111,7 +111,7 @@ def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]
 
 
 def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, str]:
-    """Return the tokens per id of ``trace``, and their origin in words."""
+    """Return the tokens per id of ``trace``, and a text that names the source of the number."""
     if given is not None:
         return given, "given"
     if trace.chunk_tokens:
@@ -125,7 +125,8 @@ def _conversation(reader: _Record, roots: dict[str, str]) -> str:
 
     Args:
         reader: The record.
-        roots: The first chat of each chat read so far; updated by this function.
+        roots: For each chat read so far, the first chat of its conversation; this call adds
+            one.
     """
     chat, parent = reader.name("chat_id"), reader.name("parent_chat_id")
     # Chats with the same parent are one conversation, even if the parent is not in the file.
@@ -232,7 +233,7 @@ class _Record:
 
 
 def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[int, str]:
-    """Return the tokens per id, and their origin in words.
+    """Return the tokens per id, and a text that names the source of the number.
 
     Args:
         lengths: Prompt length of each request, in tokens.
@@ -257,13 +258,13 @@ def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[i
 
 
 def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[int, int]:
-    """Return the number of requests with a wrong number of ids, and the first's index."""
+    """Return how many requests have a wrong number of ids, and the index of the first."""
     misfits = np.flatnonzero(np.abs(lengths - ids * tokens_per_id) >= tokens_per_id)
     return len(misfits), int(misfits[0]) if len(misfits) else 0
 
 
 def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
-    """Return how many of the ranges overlap, and the first and last number of the overlap.
+    """Return the most ranges that overlap, and the overlap's first and last number.
 
     A range includes both ends; a range with an end below its start is empty.
     """

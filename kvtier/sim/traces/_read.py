@@ -24,7 +24,7 @@ _FLAT: Final[Mapping[str, Callable[[Source, int], Trace]]] = {
     "keys": read_keys,
     "oracle": read_oracle,
 }
-"""Formats whose every id is a request."""
+"""Formats in which every id is a request of its own."""
 
 
 def read_trace(

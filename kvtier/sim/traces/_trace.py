@@ -160,7 +160,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return the prompt tokens whose whole prefix was seen in an earlier request."""
+    """Return how many prompt tokens are in leading chunks that earlier requests also had."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):
