@@ -36,7 +36,7 @@ _UNBOUNDED: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """Result of one job; its blocks and slots are free for other use.
+    """Result of an ended job; the blocks and slots of the job may be reused.
 
     Attributes:
         job_id: The job.
@@ -61,13 +61,13 @@ class DeviceResult:
 
 
 class DeviceEngine:
-    """Stores and loads of one rank, in the order of the calls.
+    """Runs the stores and loads of one rank in the order of the calls.
 
-    Stores are held until the engine polls, which it does after the forward pass, and then start
-    as one job. On a CPU the model needs all processors during the pass; one job disturbs it
-    only once.
+    Stores are held until the next :meth:`poll`, after the forward pass, and then start together
+    as one job. On a CPU the model needs all processors during the pass, and one job disturbs
+    the model only once.
 
-    One thread, the engine's, calls all methods. Only :meth:`wait` and :meth:`close` wait.
+    The engine's thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
     Args:
         kv: The rank's KV memory.
@@ -154,7 +154,7 @@ class DeviceEngine:
         Args:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
-            generations: The stamp that the store leaves on each slot.
+            generations: The generation that the store gives each slot.
         """
         self._held.append(StoreRequest(job_id, plan, self._copier.mark(), generations))
 
@@ -171,8 +171,8 @@ class DeviceEngine:
         Args:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
-            generations: The stamp that each slot must have.
-            wait_s: How long to wait for the stamps.
+            generations: The generation that each slot must have.
+            wait_s: How long to wait until the slots have these generations.
         """
         self._begin()
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
@@ -195,7 +195,7 @@ class DeviceEngine:
             job_id: The job; :meth:`poll` has not returned it.
             purpose: Whether it was a store or a load.
             slots: Its slots.
-            generations: Their stamps.
+            generations: The generations of these slots.
             error: The error.
         """
         self._release_slots(purpose, slots, generations, failed=True)
@@ -243,7 +243,7 @@ class DeviceEngine:
             self._store.revoke(job_id)
 
     def wait_for_stores(self) -> None:
-        """Block until no store reads blocks: their memory may be freed afterwards."""
+        """Block until no store reads blocks, so that the blocks may be freed."""
         self.wait({*self._carriers, *(store.job_id for store in self._held)})
 
     def wait_any(self, *, timeout_s: float) -> bool:
@@ -279,7 +279,7 @@ class DeviceEngine:
         *,
         failed: bool,
     ) -> None:
-        """Record in the control block that a job released its slots, and failed loads."""
+        """Record in the control block the slots that a job released, and failed loads."""
         held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
         if failed and purpose is Purpose.LOAD:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])

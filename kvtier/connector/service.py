@@ -50,7 +50,7 @@ def _or_else(
 ) -> Callable[
     [Callable[Concatenate[CacheService, P], T]], Callable[Concatenate[CacheService, P], T]
 ]:
-    """Return ``fallback`` after an unexpected error, which would kill the engine."""
+    """Return a decorator that makes a method return ``fallback`` after an unexpected error."""
 
     def decorate(
         method: Callable[Concatenate[CacheService, P], T],
@@ -82,13 +82,13 @@ class CacheService:
     Args:
         storage: The engine's tiers; closed with the service.
         tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
-        retain_s: Seconds that chunks stay in RAM after a use, unless their request says.
+        retain_s: Seconds that chunks stay in RAM after a use, unless a request sets a time.
         close_timeout_s: Longest that each part of :meth:`shutdown` may take.
 
     Attributes:
-        step_scheduled: Records that a step with so many prompt tokens was scheduled. An engine
-            that calls it for each step, and :meth:`step_ended` at the step's output, lets the
-            cost model compare loading with computing.
+        step_scheduled: Records that a step was scheduled; takes its number of prompt tokens.
+            The cost model can compare loading with computing only if the engine calls this for
+            each step, and :meth:`step_ended` when the output of the step arrives.
         is_idle: Whether :meth:`end_step` would find nothing to do.
     """
 
@@ -174,7 +174,7 @@ class CacheService:
 
     @_or_else(None)
     def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
-        """Queue a request for the ``keys`` of its hit; it is deferred until RAM has them."""
+        """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
         self.is_idle = False
         self._manager.fetch(keys, req_id)
 
@@ -203,7 +203,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_load(self, req_id: str) -> None:
-        """End a request's oldest load: chunks that a worker could not load are dropped."""
+        """End a request's oldest load and drop the chunks that a worker could not load."""
         self.is_idle = False
         self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._waits.end(req_id)
@@ -220,7 +220,7 @@ class CacheService:
 
     @_or_else(_NO_STORE)
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Give new chunks RAM slots; None if there is no room now."""
+        """Allocate RAM slots for new chunks; return None if there are too few slots now."""
         self.is_idle = False
         self._jobs.take_results()
         if self._is_disabled or self._hints.get(req_id).stores_nothing:
@@ -289,7 +289,7 @@ class CacheService:
         return self._manager.has_work() or (has_listener and self._manager.has_events)
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency changes, removals before the stores that use their room.
+        """Return residency changes; a removal precedes the arrival that takes the freed slot.
 
         The engine calls it after each step.
         """
@@ -307,7 +307,8 @@ class CacheService:
     def is_active(self) -> bool:
         """Whether another step is certain: a request runs, workers copy, or work is pending.
 
-        Waiting events do not count: they are taken in this step, after its figures.
+        Waiting events do not count, because the engine takes them in this step, after the
+        figures.
         """
         manager = self._manager
         if manager.requests or self._worker_jobs:
@@ -319,11 +320,11 @@ class CacheService:
         self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:
-        """Return the seconds that requests waited for a load, since the last call."""
+        """Return the waits for loads that ended since the last call, in seconds."""
         return self._waits.take()
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        """Return, per tier, seconds from an eviction to the next request for the chunk."""
+        """Return, per tier, how many seconds after its eviction a chunk was needed again."""
         return self._manager.take_reuse_gaps()
 
     def take_transfers(self) -> Transfers:
@@ -357,7 +358,7 @@ class CacheService:
     # -- reset and shutdown --------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Make everything in every tier a miss, durably: weights may have changed.
+        """Make every chunk in every tier a miss, durably, because weights may have changed.
 
         Returns:
             Whether the reset is durable. If not, this engine serves no old chunks, but a
@@ -368,7 +369,7 @@ class CacheService:
 
     @_or_else(None)
     def _reset_manager(self) -> None:
-        """Make everything a miss in the manager. The tiers are reset even if this fails."""
+        """Make every chunk a miss in the manager. The tiers are reset even if this fails."""
         self.is_idle = False
         self._worker_jobs = 0
         self._loads.clear()
@@ -403,10 +404,10 @@ class CacheService:
     # -- internals -----------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Take the tiers' results, once per step and before its first lookup.
+        """Take the tiers' results, once per step and before the first lookup.
 
-        A result may drop an evicted copy. A chunk that was reported as a hit must still be
-        there when its load is prepared.
+        A result may drop an evicted copy. After a lookup this could be a copy that
+        the reported hit needs.
         """
         if self._step_begins:
             self._step_begins = self.is_idle = False
@@ -434,7 +435,7 @@ class CacheService:
         self._notices.log_skipped(self._manager.cost_model, now)
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Keep just used chunks in RAM for the time that their request or the YAML sets."""
+        """Keep ``keys`` in RAM for the time that their request or the YAML sets."""
         retain_s = self._hints.retain_seconds(req_id)
         if retain_s:
             self._manager.retain(keys, time.monotonic() + retain_s)

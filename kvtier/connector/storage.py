@@ -187,8 +187,8 @@ def _routes(
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
     """Close all tiers, in spite of errors, and wait up to ``timeout_s``.
 
-    Each tier closes in a thread, because a tier with a hanging disk ignores cancellation, and
-    the engine's error must still be reported.
+    Each tier closes in a thread of its own, because a tier with a hanging disk ignores
+    cancellation. The caller must go on, for example to report the error of a start.
     """
     deadline_s = time.monotonic() + timeout_s
     threads = [

@@ -23,10 +23,10 @@ class TierJobs:
 
     Args:
         storage: The engine's tiers.
-        report_error: Called with the name of a call and its unexpected error.
+        report_error: Called with the name of a failed call and the unexpected error.
 
     Attributes:
-        transfers: Transfers between tiers that ended.
+        transfers: Ended transfers between tiers.
     """
 
     def __init__(
