@@ -52,10 +52,12 @@ class ConnectorWorker:
 
     Args:
         device: Copies of the rank; closed with the worker.
+        ram_name: Name of the RAM tier, for the records of transfers.
     """
 
-    def __init__(self, device: DeviceEngine) -> None:
+    def __init__(self, device: DeviceEngine, *, ram_name: str) -> None:
         self._device = device
+        self._ram_name = ram_name
         self._deferred: dict[JobId, TransferJob] = {}
         self._loads: dict[JobId, tuple[TransferJob, BlockCopyPlan | None]] = {}
         self._submitted = 0
@@ -182,7 +184,7 @@ class ConnectorWorker:
         self._submitted -= 1
         self._completed.add(result.job_id)
         is_store = result.purpose is Purpose.STORE
-        ends = ("gpu", "ram") if is_store else ("ram", "gpu")
+        ends = ("gpu", self._ram_name) if is_store else (self._ram_name, "gpu")
         self._transfers.record(*ends, nbytes=result.nbytes, seconds=result.seconds)
         if is_store:
             return ()

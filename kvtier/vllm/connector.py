@@ -338,7 +338,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         content = kv_content(self._vllm, engine)
         device = open_device(engine, settings, kv, shape, content=content)
-        self._worker = ConnectorWorker(device)
+        self._worker = ConnectorWorker(device, ram_name=settings.ram.name)
         _workers.add(self._worker)
 
     @override
