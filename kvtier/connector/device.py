@@ -228,23 +228,31 @@ class DeviceEngine:
         self._retracted |= found
         return found
 
-    def wait(self, job_ids: Collection[JobId]) -> None:
+    def wait(self, job_ids: Collection[JobId]) -> bool:
         """Block until ``job_ids`` end, because their blocks are about to be overwritten.
 
         Unknown ids are ignored. A store that does not end in time is revoked: it is
         acknowledged later and never counts as whole.
+
+        Returns:
+            Whether every job ended. If not, a copy may still read the blocks.
         """
         self._begin(frozenset(job_ids))
         carriers = {self._carriers.get(job_id, job_id) for job_id in job_ids}
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
-            return
+            return True
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
         for job_id in self._carriers.keys() & job_ids:
             self._store.revoke(job_id)
+        return False
 
-    def wait_for_stores(self) -> None:
-        """Block until no store reads blocks, so that the blocks may be freed."""
-        self.wait({*self._carriers, *(store.job_id for store in self._held)})
+    def wait_for_stores(self) -> bool:
+        """Block until no store reads blocks, or a time limit passes.
+
+        Returns:
+            Whether the blocks may be freed. If not, a store may still read them.
+        """
+        return self.wait({*self._carriers, *(store.job_id for store in self._held)})
 
     def wait_any(self, *, timeout_s: float) -> bool:
         """Block until :meth:`poll` has a result, or no job is left.

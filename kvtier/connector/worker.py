@@ -121,10 +121,14 @@ class ConnectorWorker:
         self._failed = {}
         return output
 
-    def wait_for_stores(self) -> None:
-        """Block until no store reads blocks, so that the blocks may be freed."""
+    def wait_for_stores(self) -> bool:
+        """Block until no store reads blocks, or a time limit passes.
+
+        Returns:
+            Whether the blocks may be freed. If not, a store may still read them.
+        """
         self._submit_deferred()
-        self._device.wait_for_stores()
+        return self._device.wait_for_stores()
 
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""

@@ -303,10 +303,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make every stored chunk a miss; return whether the reset survives a restart."""
-        for worker in list(_workers):
-            worker.wait_for_stores()
-        return self._scheduler.reset_cache()
+        """Make every stored chunk a miss.
+
+        Returns:
+            Whether the reset survives a restart and no store of this process reads blocks.
+            After False vLLM neither sleeps nor frees the blocks.
+        """
+        stores_ended = [worker.wait_for_stores() for worker in list(_workers)]
+        return self._scheduler.reset_cache() and all(stores_ended)
 
     @override
     def shutdown(self) -> None:

@@ -395,6 +395,16 @@ def test_vllm_calls_a_reset_a_success_only_when_a_restart_brings_nothing_back(
     assert world.scheduler.reset_prefix_cache(reset_connector=True), "it may be tried again"
 
 
+def test_vllm_frees_no_blocks_that_a_store_still_reads(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.device, "wait_for_stores", lambda: False)
+        assert not world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+
+
 class Router:
     """Keeps, as a router does, the chunks that are in each medium."""
 

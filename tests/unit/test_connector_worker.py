@@ -290,7 +290,7 @@ def test_a_lost_store_never_counts_whether_it_began_or_not(bench: Bench) -> None
 
 def test_an_engine_that_takes_memory_away_waits_for_all_stores(bench: Bench) -> None:
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
-    bench.worker.wait_for_stores()
+    assert bench.worker.wait_for_stores()
     assert bench.stamped(5, 7)
 
 

@@ -185,8 +185,9 @@ def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(
     assert began.wait(SOON_S)
     with monkeypatch.context() as patch:
         patch.setattr(device_module, "_COPY_TIMEOUT_S", 0.01)
-        device.wait({0})
+        assert not device.wait_for_stores(), "the copy still reads them"
     gate.set()  # the copy ends after the engine may have overwritten its blocks
+    assert device.wait_for_stores()
     assert device.wait_any(timeout_s=SOON_S)
     (result,) = device.poll()
     assert list(result.outcomes) == [Outcome.EXPIRED]
