@@ -406,9 +406,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
-        self._output = output = self._worker.take_output()
+        output = self._worker.take_output()
         if output is None:
             return KVConnectorTransferResults()
+        # vLLM may ask again before it takes the output: each job is acknowledged only once.
+        self._output = output if self._output is None else self._output.aggregate(output)
         failed = set() if self._reports_blocks else set(output.failed_requests)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
