@@ -32,7 +32,7 @@ from kvtier.connector.metadata import (
     WorkerOutput,
 )
 from kvtier.connector.transfers import Transfers
-from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.errors import KvtierError
 from kvtier.logs import get_logger
 from kvtier.types import JobId, Purpose
 
@@ -142,8 +142,10 @@ class ConnectorWorker:
             return
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
-            start = self._start_lost if job_id in lost else self._start_store
-            self._submit(job_id, job, Purpose.STORE, start)
+            if job_id in lost:
+                self._fail_lost(job_id, job)
+            else:
+                self._submit(job_id, job, Purpose.STORE, self._start_store)
 
     def _submit(
         self,
@@ -166,11 +168,15 @@ class ConnectorWorker:
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
-    def _start_lost(self, _job_id: JobId, job: TransferJob) -> None:
-        raise UnsupportedError(
-            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store "
-            "began"
+    def _fail_lost(self, job_id: JobId, job: TransferJob) -> None:
+        """Report a store as failed: its blocks were overwritten before it began."""
+        slots = job.slots
+        error = KvtierError(
+            f"the blocks of {len(slots.slots)} chunks were overwritten before the store began"
         )
+        logger.warning("store %d was not started: %s", job_id, error)
+        self._submitted += 1
+        self._device.fail(job_id, Purpose.STORE, slots.slots, slots.generations, error)
 
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:
         plan = self._plan(job)
