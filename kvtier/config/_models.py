@@ -267,7 +267,7 @@ class TransferConfig(_Section):
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
-    """Longest time for demoting the remaining chunks, and for each later part of closing."""
+    """Longest time for demoting the remaining chunks and closing everything."""
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )

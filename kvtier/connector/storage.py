@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import StoreInfo
 from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
@@ -39,6 +41,9 @@ __all__ = ["Storage", "open_storage"]
 
 logger = get_logger(__name__)
 
+_RECORDER_S: Final = 1.0
+"""Seconds of closing that are for the recorder and the threads, if the engine hangs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -67,12 +72,17 @@ class Storage:
     stores: Sequence[StoreInfo] = ()
 
     def close(self, *, timeout_s: float) -> None:
-        """Complete the queued jobs and close everything. Idempotent."""
-        self.engine.close(timeout_s=timeout_s)
-        self.pool.close(timeout_s=timeout_s)
-        self.region.close()
-        if self.recorder is not None:
-            self.recorder.close(timeout_s=timeout_s)
+        """Complete the queued jobs and close everything within ``timeout_s``. Idempotent.
+
+        A part that raises does not keep the later parts open.
+        """
+        deadline = Deadline(timeout_s)
+        with ExitStack() as stack:  # the last callback runs first
+            stack.callback(self.region.close)
+            stack.callback(lambda: self.pool.close(timeout_s=deadline.left_s()))
+            if (recorder := self.recorder) is not None:
+                stack.callback(lambda: recorder.close(timeout_s=deadline.left_s()))
+            stack.callback(lambda: self.engine.close(timeout_s=deadline.share_s(_RECORDER_S)))
 
 
 def open_storage(  # noqa: PLR0913 - one keyword for each part
@@ -140,10 +150,11 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         recovered = _recover(manager, tiers, slot_nbytes)
         engine = _start_engine(config, region, tiers)
     except BaseException:
+        deadline = Deadline(transfer.close_timeout_s)
         if recorder is not None:
-            recorder.close(timeout_s=transfer.close_timeout_s)
-        _close_all(tiers, timeout_s=transfer.close_timeout_s)
-        pool.close(timeout_s=transfer.close_timeout_s)
+            recorder.close(timeout_s=deadline.left_s())
+        _close_all(tiers, timeout_s=deadline.left_s())
+        pool.close(timeout_s=deadline.left_s())
         raise
     stores = _stores(config, fingerprint)
     return Storage(manager, engine, tiers, pool, region, recorder, observer, recovered, stores)
@@ -190,7 +201,7 @@ def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
     Each tier closes in a thread of its own, because a tier with a hanging disk ignores
     cancellation. The caller must go on, for example to report the error of a start.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     threads = [
         threading.Thread(target=_close, args=(tier,), name=f"close-{tier.name}", daemon=True)
         for tier in tiers
@@ -202,7 +213,7 @@ def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
             _close(tier)
     for tier, thread in zip(tiers, threads, strict=True):
         if thread.ident is not None:
-            thread.join(max(deadline_s - time.monotonic(), 0.0))
+            thread.join(deadline.left_s())
         if thread.is_alive():
             logger.error("tier %s: not closed within %.1f s", tier.name, timeout_s)
 
