@@ -2,8 +2,8 @@
 
 It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
 request. So the service only passes values: results of the storage engine to the manager at the
-edges of a step, and new jobs back. An unexpected error is logged once, counted, and treated as
-a miss.
+edges of a step, and new jobs back. An unexpected error is counted and treated as a miss, and
+the first of each kind is logged.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class CacheService:
         self._worker_jobs = 0
         """Loads and stores whose end the workers have not reported."""
         self._internal_errors = 0
+        self._logged_errors: set[tuple[str, type[Exception]]] = set()
         self._step_begins = True
         self._steps_with_events = 0
         self._is_disabled = False
@@ -350,12 +351,15 @@ class CacheService:
         )
 
     def report_error(self, where: str, error: Exception) -> None:
-        """Count an unexpected error, and log the first with its traceback."""
+        """Count an unexpected error; log the first of its type in ``where``."""
         self._internal_errors += 1
-        if self._internal_errors == 1:
+        kind = where, type(error)
+        if kind not in self._logged_errors:
+            self._logged_errors.add(kind)
             logger.error(
-                "%s: unexpected error, answered as a miss; later errors are only counted",
+                "%s: unexpected error, answered as a miss; each later %s is only counted",
                 where,
+                type(error).__name__,
                 exc_info=error,
             )
 

@@ -262,6 +262,29 @@ def test_events_that_cannot_be_taken_neither_end_the_engine_nor_keep_it_stepping
     assert not cache.service.has_pending_work()
 
 
+def test_the_first_error_of_each_type_in_each_call_is_logged_and_all_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache()
+    service = cache.service
+    errors = iter([ValueError("first"), ValueError("again"), KeyError("other")])
+
+    def fail(*_: object) -> None:
+        raise next(errors)
+
+    def fail_in_step(**_: object) -> None:
+        raise ValueError("elsewhere")
+
+    monkeypatch.setattr(cache.bench.manager, "lookup", fail)
+    monkeypatch.setattr(cache.bench.manager, "end_step", fail_in_step)
+    for _ in range(3):
+        assert look(cache, 2, "a") == 0
+    service.end_step(started=(), preempted=())
+    logged = [line for line in caplog.text.splitlines() if line.startswith(("Val", "Key"))]
+    assert logged == ["ValueError: first", "KeyError: 'other'", "ValueError: elsewhere"]
+    assert service.statistics().internal_errors == 4
+
+
 def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
