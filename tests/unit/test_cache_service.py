@@ -203,7 +203,7 @@ def test_a_reset_that_a_tier_has_not_finished_is_not_called_durable(
     cache = make_cache()
     monkeypatch.setattr(cache.engine, "exclusively_each", lambda *_, **__: is_over)
     assert cache.service.reset_cache() is is_over
-    assert ("reset it again" in caplog.text) is not is_over
+    assert ("reset again" in caplog.text) is not is_over
 
 
 @pytest.mark.parametrize("broken", ["poll", "take_corrupt"])
@@ -345,6 +345,30 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     results.append(TransferResult(jobs[0].job_id, [Outcome.CORRUPT]))
     step(cache)
     assert done[1:] == [("forget", [0]), ("DEMOTE", [0])]
+
+
+def test_a_tier_that_cannot_forget_a_corrupt_chunk_delays_no_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache(direct_loads=True)
+    service = cache.service
+    hold_in_nvme(cache, 2)
+    submitted: list[Job] = []
+    tried: list[int] = []
+
+    def forget(slots: Sequence[int]) -> None:
+        tried.extend(slots)
+        raise ZeroDivisionError("a bug of a tier")
+
+    monkeypatch.setattr(cache.engine, "submit", lambda *jobs: submitted.extend(jobs))
+    monkeypatch.setattr(cache.bench.manager, "take_corrupt", lambda: [(1, 5), (1, 6)])
+    monkeypatch.setattr(cache.tiers[0], "forget", forget)
+    service.begin_request(Context("a"))
+    assert look(cache, 2, "a") == 2
+    service.prepare_load(prefix(2), "a")
+    assert [job.keys for job in submitted] == [prefix(2)]
+    assert tried == [5, 6]
+    assert service.statistics().internal_errors == 2
 
 
 @pytest.mark.usefixtures("clock")
