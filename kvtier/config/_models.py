@@ -245,7 +245,7 @@ class TransferConfig(_Section):
     """Limits and deadlines of transfers."""
 
     io_threads: int = Field(default=4, ge=1, le=256)
-    """Threads for blocking I/O calls."""
+    """Threads for blocking I/O calls, for each slower tier."""
     queue_limit_bytes: Size = Field(
         default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
     )

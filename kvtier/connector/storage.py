@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -53,7 +53,7 @@ class Storage:
         manager: Decides which chunks move.
         engine: Moves chunks between the tiers.
         tiers: The slower tiers, fastest first.
-        pool: Threads of the tiers' blocking calls.
+        pools: Threads for blocking calls, one pool for each of ``tiers``.
         region: The RAM tier.
         recorder: Writes the trace of requests, if there is one.
         observer: Follows requests for the recorder and the shadow policies, if there are any.
@@ -64,7 +64,7 @@ class Storage:
     manager: TieredOffloadingManager
     engine: TransferEngine
     tiers: Sequence[StorageTier]
-    pool: IoPool
+    pools: Sequence[IoPool]
     region: HostRegion
     recorder: Recorder | None
     observer: Observer | None
@@ -79,7 +79,7 @@ class Storage:
         deadline = Deadline(timeout_s)
         with ExitStack() as stack:  # the last callback runs first
             stack.callback(self.region.close)
-            stack.callback(lambda: self.pool.close(timeout_s=deadline.left_s()))
+            stack.callback(_close_pools, self.pools, deadline)
             if (recorder := self.recorder) is not None:
                 stack.callback(lambda: recorder.close(timeout_s=deadline.left_s()))
             stack.callback(lambda: self.engine.close(timeout_s=deadline.share_s(_RECORDER_S)))
@@ -112,19 +112,11 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         KvtierError: A tier cannot be opened; nothing is left open.
     """
     slot_nbytes = region.geometry.slot_nbytes
-    transfer = config.transfer
-    pool = IoPool(transfer.io_threads, name="kvtier-io")
-    context = TierContext(
-        slot_nbytes=slot_nbytes,
-        fingerprint=fingerprint,
-        pool=pool,
-        piece_nbytes=transfer.piece_bytes,
-        memory=region.shared,
-    )
+    pools: list[IoPool] = []
     tiers: list[StorageTier] = []
     recorder: Recorder | None = None
     try:
-        tiers.extend(open_tier(options, context) for options in config.tiers[1:])
+        tiers.extend(_open_tiers(config, region, fingerprint, pools))
         if any(tier.moves_in_process for tier in tiers):
             region.map_pages()
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
@@ -150,14 +142,42 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         recovered = _recover(manager, tiers, slot_nbytes)
         engine = _start_engine(config, region, tiers)
     except BaseException:
-        deadline = Deadline(transfer.close_timeout_s)
+        deadline = Deadline(config.transfer.close_timeout_s)
         if recorder is not None:
             recorder.close(timeout_s=deadline.left_s())
         _close_all(tiers, timeout_s=deadline.left_s())
-        pool.close(timeout_s=deadline.left_s())
+        _close_pools(pools, deadline)
         raise
     stores = _stores(config, fingerprint)
-    return Storage(manager, engine, tiers, pool, region, recorder, observer, recovered, stores)
+    return Storage(manager, engine, tiers, pools, region, recorder, observer, recovered, stores)
+
+
+def _open_tiers(
+    config: KvtierConfig,
+    region: HostRegion,
+    fingerprint: LayoutFingerprint,
+    pools: list[IoPool],
+) -> Iterator[StorageTier]:
+    """Open the slower tiers, and append the threads of each to ``pools``.
+
+    Each tier has its own threads, so that a tier that hangs does not stop the others.
+    """
+    for options in config.tiers[1:]:
+        pool = IoPool(config.transfer.io_threads, name=f"kvtier-io-{options.name}")
+        pools.append(pool)
+        context = TierContext(
+            slot_nbytes=region.geometry.slot_nbytes,
+            fingerprint=fingerprint,
+            pool=pool,
+            piece_nbytes=config.transfer.piece_bytes,
+            memory=region.shared,
+        )
+        yield open_tier(options, context)
+
+
+def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
+    for pool in pools:
+        pool.close(timeout_s=deadline.left_s())
 
 
 def _start_engine(

@@ -191,7 +191,7 @@ class SteppedCache:
             manager=self.bench.manager,
             engine=cast("Any", self.engine),
             tiers=cast("Any", self.tiers),
-            pool=cast("Any", nothing),
+            pools=(),
             region=cast("Any", nothing),
             recorder=None,
             observer=None,

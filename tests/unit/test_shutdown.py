@@ -42,10 +42,11 @@ class World:
             engine, "wait_any", lambda *, timeout_s: self.hang("drain", timeout_s)
         )
         monkeypatch.setattr(engine, "close", Part("engine", self).close)
-        parts = {name: Part(name, self) for name in ("pool", "recorder", "observer")}
+        parts = {name: Part(name, self) for name in ("recorder", "observer")}
         region = self.cache.storage.region
         monkeypatch.setattr(region, "close", Part("region", self).close)
-        storage = dataclasses.replace(self.cache.storage, **cast("Any", parts))
+        pools = cast("Any", [Part("pool", self)])
+        storage = dataclasses.replace(self.cache.storage, pools=pools, **cast("Any", parts))
         self.service = CacheService(
             storage, tokens_per_chunk=16, close_timeout_s=CLOSE_TIMEOUT_S
         )
