@@ -103,7 +103,7 @@ def kv_content(
 
     A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
     and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
-    may order the same bytes differently. So every layer is listed with what fixes its bytes.
+    may order the same bytes differently. So each layer is listed with its settings.
     All ranks get the same result; it depends on the number of ranks only if a layer has states.
 
     Args:
