@@ -214,7 +214,7 @@ class Promoter:
             ram.abort(copy)
             if outcome is Outcome.CORRUPT:
                 stack.drop_corrupt(tier, source)
-            elif not record.is_late:  # else it was counted at its deadline
+            elif not record.is_late:  # else the job was counted at its deadline
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
         moved = self._drop_moved(record, result)

@@ -427,7 +427,7 @@ class TieredOffloadingManager:
         for gaps in stack.gaps:
             gaps.clear()
         self.take_cancels()
-        for job in self.take_jobs():  # the engine never had them, so it reports no result
+        for job in self.take_jobs():  # the engine never took them, so no result follows
             self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
 
     def _start(self, req_id: str) -> None:
