@@ -230,7 +230,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the expert kernels if these kernels round the weights differently."""
+    """Return the name of the expert kernels if they round the weights when vLLM loads them."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
