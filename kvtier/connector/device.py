@@ -261,7 +261,7 @@ class DeviceEngine:
     def close(self) -> None:
         """Wait for running copies and release the memory. Idempotent.
 
-        Loads that wait for chunks fail at once. The memory stays if copies do not end in time.
+        Loads that wait for chunks fail at once. The memory is freed only if copies end in time.
         """
         self._begin()
         self._load.wait_no_more()

@@ -238,7 +238,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Make stored chunks hits if every worker recorded that they are whole."""
+        """Let lookups find stored chunks if every worker recorded that they are whole."""
         self.is_idle = False
         self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._manager.complete_store(keys)
