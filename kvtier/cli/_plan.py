@@ -48,7 +48,7 @@ class _TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A configuration, counted in tokens; sizes are those of all tensor-parallel ranks.
+    """A configuration, counted in tokens; sizes are sums over all tensor-parallel ranks.
 
     Attributes:
         model: The model's type.
@@ -56,7 +56,7 @@ class _Plan:
         layers: Layers that keep KV.
         kv_dtype: Element type of the KV cache.
         tp: Tensor-parallel ranks.
-        copies: How often the ranks together hold each byte.
+        copies: How many ranks hold each byte.
         token_nbytes: Bytes of one token, copies included.
         chunk_tokens: Tokens of one chunk.
         chunk_nbytes: Bytes of one chunk.

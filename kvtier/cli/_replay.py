@@ -36,7 +36,7 @@ __all__ = ["replay"]
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
 _LATE = 0.1
-"""Share of the replay's time by which steps may be late before the times are unreliable."""
+"""Most lateness of steps, as a share of the replay's time, with which times are reliable."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command

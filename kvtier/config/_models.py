@@ -92,9 +92,9 @@ class _Section(BaseModel):
 
 
 class TierConfig(_Section):
-    """One tier. A tier of your own derives its ``Options`` from this.
+    """One tier. The ``Options`` of a custom tier derive from this class.
 
-    The commands call its methods. Override them where the default does not fit.
+    The commands call the methods. Override a method if its default does not fit.
     """
 
     kind: str
@@ -155,7 +155,7 @@ class NvmeTierConfig(TierConfig):
     """A local disk."""
     path: FilePath
     """Absolute directory of the store; kvtier creates it if its parent exists.
-    `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
+    `{data_parallel_rank}` in the path becomes the engine's data-parallel rank, or 0."""
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
     durability: Literal["process", "power"] = "process"
@@ -245,7 +245,7 @@ class TransferConfig(_Section):
     """Limits and deadlines of transfers."""
 
     io_threads: int = Field(default=4, ge=1, le=256)
-    """Threads for blocking I/O calls."""
+    """Threads for blocking I/O calls, for each slower tier."""
     queue_limit_bytes: Size = Field(
         default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
     )
@@ -267,7 +267,7 @@ class TransferConfig(_Section):
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
-    """Longest time for demoting the remaining chunks, and for each later part of closing."""
+    """Longest time for demoting the remaining chunks and closing everything."""
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )
@@ -287,7 +287,7 @@ class TraceConfig(_Section):
 
     record: FilePath | None = None
     """Absolute directory for the recording; kvtier creates it if its parent exists.
-    `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
+    `{data_parallel_rank}` in the path becomes the engine's data-parallel rank, or 0."""
     file_size_bytes: Size = Field(
         default=64 << 20, validation_alias="file_size", serialization_alias="file_size"
     )

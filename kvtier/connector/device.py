@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtier.connector.deadline import Deadline
 from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
@@ -30,13 +31,15 @@ logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
+_POOL_S: Final = 1.0
+"""Seconds of closing that are for the copying thread, after the transfer engine's."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """Result of one job; its blocks and slots are free for other use.
+    """Result of an ended job; the blocks and slots of the job may be reused.
 
     Attributes:
         job_id: The job.
@@ -61,13 +64,13 @@ class DeviceResult:
 
 
 class DeviceEngine:
-    """Stores and loads of one rank, in the order of the calls.
+    """Runs the stores and loads of one rank in the order of the calls.
 
-    Stores are held until the engine polls, which it does after the forward pass, and then start
-    as one job. On a CPU the model needs all processors during the pass; one job disturbs it
-    only once.
+    Stores are held until the next :meth:`poll`, after the forward pass, and then start together
+    as one job. On a CPU the model needs all processors during the pass, and one job disturbs
+    the model only once.
 
-    One thread, the engine's, calls all methods. Only :meth:`wait` and :meth:`close` wait.
+    The engine's thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
     Args:
         kv: The rank's KV memory.
@@ -75,7 +78,7 @@ class DeviceEngine:
         rank: This rank.
         share: The rank's part of every slot.
         blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest that each part of :meth:`close` may take.
+        close_timeout_s: Longest that :meth:`close` may take.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
@@ -154,7 +157,7 @@ class DeviceEngine:
         Args:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
-            generations: The stamp that the store leaves on each slot.
+            generations: The generation that the store gives each slot.
         """
         self._held.append(StoreRequest(job_id, plan, self._copier.mark(), generations))
 
@@ -171,8 +174,8 @@ class DeviceEngine:
         Args:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
-            generations: The stamp that each slot must have.
-            wait_s: How long to wait for the stamps.
+            generations: The generation that each slot must have.
+            wait_s: How long to wait until the slots have these generations.
         """
         self._begin()
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
@@ -195,7 +198,7 @@ class DeviceEngine:
             job_id: The job; :meth:`poll` has not returned it.
             purpose: Whether it was a store or a load.
             slots: Its slots.
-            generations: Their stamps.
+            generations: The generations of these slots.
             error: The error.
         """
         self._release_slots(purpose, slots, generations, failed=True)
@@ -243,7 +246,7 @@ class DeviceEngine:
             self._store.revoke(job_id)
 
     def wait_for_stores(self) -> None:
-        """Block until no store reads blocks: their memory may be freed afterwards."""
+        """Block until no store reads blocks, so that the blocks may be freed."""
         self.wait({*self._carriers, *(store.job_id for store in self._held)})
 
     def wait_any(self, *, timeout_s: float) -> bool:
@@ -258,13 +261,14 @@ class DeviceEngine:
     def close(self) -> None:
         """Wait for running copies and release the memory. Idempotent.
 
-        Loads that wait for chunks fail at once. The memory stays if copies do not end in time.
+        Loads that wait for chunks fail at once. The memory is freed only if copies end in time.
         """
         self._begin()
         self._load.wait_no_more()
         timeout_s = self._close_timeout_s
-        self._engine.close(timeout_s=timeout_s)
-        copies_ended = self._pool.close(timeout_s=timeout_s)
+        deadline = Deadline(timeout_s)
+        self._engine.close(timeout_s=deadline.share_s(_POOL_S))
+        copies_ended = self._pool.close(timeout_s=deadline.left_s())
         if not copies_ended:
             logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
             return
@@ -279,7 +283,7 @@ class DeviceEngine:
         *,
         failed: bool,
     ) -> None:
-        """Record in the control block that a job released its slots, and failed loads."""
+        """Record in the control block the slots that a job released, and failed loads."""
         held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
         if failed and purpose is Purpose.LOAD:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])

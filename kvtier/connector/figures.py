@@ -46,9 +46,9 @@ class Figure:
 
     Attributes:
         kind: How the figure changes.
-        help: Its meaning in one sentence; empty for a cause of failed chunks.
-        source: Path of attributes to the value.
-        cause: The cause of failed chunks that it counts, if any.
+        help: Meaning of the figure in one sentence; empty for a cause of failed chunks.
+        source: Attribute path to the value of the figure.
+        cause: The cause of failed chunks that the figure counts, if any.
     """
 
     kind: Kind
@@ -228,8 +228,8 @@ class StoreInfo(NamedTuple):
 
     Attributes:
         tier: The tier's name.
-        namespace: The directory name that stands for the meaning of stored bytes.
-        path: The store's directory; empty if there is none.
+        namespace: Name of the directory within the store for one model and layout.
+        path: The store's directory; empty if the tier has none.
     """
 
     tier: str

@@ -39,15 +39,15 @@ class SchedulerOptions:
 
     Attributes:
         groups: The KV cache groups that are stored.
-        tokens_per_hash: Tokens that each of a request's block hashes adds.
+        tokens_per_hash: How many tokens a block hash covers beyond the hash before it.
         blocks_per_chunk: Blocks that are stored and loaded together.
         ranks: Number of workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
         retention_tokens: Tails of windows are stored before every multiple of this number, and
             before the ends of the prompt and of a shared prefix. 0: only before these two ends.
             None: before every token where a hit can end.
-        shares_blocks: Whether requests share blocks in the engine. The second of two requests
-            for the same chunks then waits for the load of the first.
+        shares_blocks: Whether requests share blocks in the engine. If so, a request waits
+            while another request loads the same chunks.
         trusts_later_parts: Whether KV is correct after a streamed prompt was continued.
     """
 

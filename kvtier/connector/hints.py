@@ -6,8 +6,8 @@ field is ignored and logged once; the request is served without it.
 
 ``kv_load_tiers`` is vLLM's own hint of this kind and names tiers by their nature. It is read as
 vLLM reads it: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed if one entry
-fits it. Unreadable entries are ignored. A list of unreadable entries allows every tier, an
-empty list none.
+fits it. Unreadable entries are ignored. A list of unreadable entries allows every tier; an
+empty list allows none.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class HintReader:
         return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
-        """Return the indices of ``names``; None, for all tiers, if a name is unknown."""
+        """Return the indices of the tiers ``names``; None (all tiers) if a name is unknown."""
         if names is None:
             return None
         numbers = frozenset(self._numbers[name] for name in names if name in self._numbers)
@@ -259,7 +259,7 @@ class HintTable:
 
     Args:
         tiers: The tiers, fastest first.
-        retain_s: Seconds that chunks stay in RAM after a use, unless a hint sets it.
+        retain_s: Seconds that chunks stay in RAM after a use, unless a hint sets another time.
     """
 
     def __init__(self, tiers: Sequence[TierNature], *, retain_s: float) -> None:

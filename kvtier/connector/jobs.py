@@ -38,8 +38,8 @@ class WorkerJobs:
     """Keeps every job from its first step until all ranks acknowledged it.
 
     The engine may reuse the blocks that a store reads: after a window leaves them behind, after
-    a preemption, or after their request ends. The store must end before they are written, so
-    :meth:`flush_readers_of` gets all blocks that a step reuses.
+    a preemption, or after their request ends. The store must end before these blocks are
+    overwritten, so :meth:`flush_readers_of` gets all blocks that a step reuses.
 
     Args:
         ranks: Number of workers that acknowledge a job.
@@ -71,13 +71,13 @@ class WorkerJobs:
         return job_id
 
     def flush_readers_of(self, blocks: AbstractSet[int]) -> None:
-        """Flush the stores that read any of ``blocks`` before the next forward pass."""
+        """Mark the stores that read any of ``blocks`` for the next :meth:`take_flush`."""
         for job_id, job in self._stores.items():
             if not job.source_blocks.isdisjoint(blocks):
                 self._to_flush.add(job_id)
 
     def take_flush(self) -> frozenset[JobId]:
-        """Return the jobs to flush before the next forward pass, once."""
+        """Return the stores to flush before the next forward pass; each is returned once."""
         if not self._to_flush:
             return frozenset()
         jobs = frozenset(self._to_flush)
@@ -94,7 +94,7 @@ class WorkerJobs:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Count acknowledgements of ``ranks`` ranks; return the job after the last rank's.
+        """Count ``ranks`` acknowledgements; return the job after the last acknowledgement.
 
         A job from before a reset is unknown and ignored.
         """
@@ -116,10 +116,10 @@ class WorkerJobs:
             job.has_failed = True
 
     def abandon(self) -> None:
-        """Forget every job after a reset; acknowledgements of them are ignored.
+        """Forget every job after a reset; later acknowledgements are ignored.
 
         Stores are still flushed, because their blocks may be reused. The blocks of a load
-        belong to its request until the workers report it.
+        belong to its request until the workers report the load.
         """
         self._to_flush.update(self._stores)
         for job in self._jobs.values():

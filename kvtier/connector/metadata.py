@@ -5,8 +5,8 @@ before the next forward pass. The worker side sends :class:`WorkerOutput`: the j
 in one rank or, aggregated, in all. Both cross process boundaries, so they hold plain values.
 
 Every rank acknowledges every job, failed ones too, because the job's blocks and slots are
-reusable only then. The control block records which ranks stored whole bytes. ``failed_loads``
-names the loads that failed.
+reusable only then. The control block records for each rank whether a store is whole.
+``failed_loads`` names the loads that failed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class SlotSpec:
 
     Attributes:
         slots: One per chunk.
-        generations: Stamp per slot: a store leaves it, a load requires it.
-        wait_s: How long a load waits for the stamps.
+        generations: One per slot; a store gives it to the slot, a load requires it.
+        wait_s: How long a load waits until the slots have these generations.
     """
 
     slots: tuple[int, ...]
@@ -85,7 +85,7 @@ class ConnectorMetadata:
         load_jobs: Slots to blocks, started in this step.
         store_jobs: Blocks to slots, started at the next step.
         jobs_to_flush: Stores to finish before the forward pass overwrites their blocks.
-        lost_stores: The ``jobs_to_flush`` that must fail: their blocks are already overwritten.
+        lost_stores: The ``jobs_to_flush`` that must fail, because their blocks are overwritten.
     """
 
     load_jobs: Mapping[JobId, TransferJob] = field(default_factory=dict)
@@ -101,7 +101,8 @@ class FailedLoad:
     Attributes:
         request_id: The request that waits for it.
         block_ids: Blocks with invalid content. With full attention only, the request can
-            continue from the first of them; a window or a state needs more from before it.
+            continue from the first of these blocks. With a window or a state it also needs
+            KV from before that block.
         error: The error, for a log line.
     """
 

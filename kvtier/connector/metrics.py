@@ -4,10 +4,10 @@ Names follow from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metric
 manual use them.
 
 Reading every figure takes some hundred microseconds after a forward pass, and vLLM's front end
-then handles them, while a step of a small model takes a few milliseconds. So figures are read
-at most once a second, and at every step once the engine is idle: no later step may come, and
-the last figures must be right. The tiers of an engine are constant, so values are read in a
-fixed order, and a tier without changes costs one comparison.
+then handles the figures, while a step of a small model takes a few milliseconds. So figures are
+read at most once a second, and at every step once the engine is idle, because no later step may
+come and the last figures must be right. The tiers of an engine are constant, so values are read
+in a fixed order, and a tier without changes costs one comparison.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Metric:
     """One number, or one per combination of labels.
 
     Attributes:
-        name: Its name; Prometheus adds ``_total`` to that of a counter.
+        name: Its name; Prometheus adds ``_total`` to the name of a counter.
         kind: How it changes.
         help: Its meaning in one sentence.
         labels: Names of its labels.
@@ -81,7 +81,7 @@ class _SourcedMetric(NamedTuple):
     metric: Metric
     field: str
     labels: tuple[str, ...]
-    """Values of the labels that follow the owner's labels."""
+    """Values of further labels, after those that name the tier or the shadow policy."""
 
 
 _FAILED: Final = Metric(
@@ -165,7 +165,7 @@ METRICS: Final[Mapping[str, Metric]] = {
 class StatisticsSource(Protocol):
     """An object with figures, such as a :class:`~kvtier.connector.service.CacheService`.
 
-    It has one reader, because each ``take`` removes values.
+    It has one reader, because each ``take`` method removes what it returns.
     """
 
     @property
@@ -176,10 +176,10 @@ class StatisticsSource(Protocol):
         """Return all figures now."""
 
     def take_load_waits(self) -> Sequence[float]:
-        """Return the seconds that requests waited for a load, since the last call."""
+        """Return the waits for loads that ended since the last call, in seconds."""
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
-        """Return, per tier, seconds from an eviction to the next request for the chunk."""
+        """Return, per tier, how many seconds after its eviction a chunk was needed again."""
 
     def take_transfers(self) -> Transfers:
         """Return the transfers that ended since the last call."""
@@ -208,8 +208,8 @@ class Reporter:
     def take(self) -> list[MetricChange]:
         """Return the changes since the last reading; none if the last reading is too recent.
 
-        The first reading has every counter and gauge, those at 0 too: a series that appears
-        later hides its first growth from alerts.
+        The first reading has every counter and gauge, those at 0 too, because a series that
+        appears later hides its first growth from alerts.
         """
         if not self.is_due():
             return []
@@ -278,7 +278,7 @@ class Publisher:
 
     Args:
         make: Builds a metric of each kind; takes the arguments of ``prometheus_client``.
-        labels: Names of labels that come before those of each metric.
+        labels: Names of the labels that come before each metric's own labels.
     """
 
     def __init__(self, make: Mapping[Kind, Callable[..., Any]], labels: Sequence[str]) -> None:
@@ -298,11 +298,11 @@ class Publisher:
         changes: Iterable[tuple[str, Sequence[str], Any]],
         label_values: Sequence[object] = (),
     ) -> None:
-        """Apply changes.
+        """Apply changes to the Prometheus metrics.
 
         Args:
             changes: Each a :class:`MetricChange`, or a sequence of the same values.
-            label_values: Values of the labels that come before those of each metric.
+            label_values: Values of the labels that come before each metric's own labels.
         """
         for name, labels, value in changes:
             key = name, (*label_values, *labels)

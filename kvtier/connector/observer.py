@@ -1,8 +1,8 @@
 """Reports the chunks of each request to the recorder and to the shadow policies.
 
 The manager sees only chunks that the GPU's own cache lacks. The scheduler side knows all chunks
-of a request: those of its prompt when it is first scheduled, and those of its answer at its
-end.
+of a request: the prompt's chunks when the request is first scheduled, and the answer's chunks
+when the request ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier.recording import Recorder, RequestLog
 __all__ = ["Observer", "Positions", "build_observer"]
 
 Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
-"""Returns a request's chunks so far, root to leaf, and the token each ends before."""
+"""Returns a request's chunks so far, root to leaf, and the token count at the end of each."""
 
 
 class Observer:
@@ -31,7 +31,7 @@ class Observer:
         shadows: Shadow policies by their tier's name.
         positions: Returns the chunks of a request.
         chunk_tokens: Tokens of a chunk of the counting group.
-        counting_group: Index of the KV cache group whose chunks requests are made of.
+        counting_group: Index of the KV cache group whose chunks are recorded.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Observer:
             self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
-        """Record requests that were scheduled in this step; only the first time counts."""
+        """Record the first time that each of ``req_ids`` is scheduled."""
         for req_id in req_ids:
             session = self._waiting.pop(req_id, None)
             if session is None:
@@ -88,7 +88,7 @@ class Observer:
             tier.clear()
 
     def close(self) -> None:
-        """Record the requests that wait for earlier requests."""
+        """Record the ended requests that still wait for earlier requests to end."""
         if self._log is not None:
             self._log.close()
 
@@ -124,18 +124,18 @@ def build_observer(
     chunk_tokens: int,
     counting_group: int = 0,
 ) -> Observer | None:
-    """Build the observer that ``config`` asks for; None if it asks for none.
+    """Build the observer that ``config`` asks for; return None if there is nothing to observe.
 
     Args:
         config: The configuration.
         recorder: The recorder, if there is one.
         capacities: Slots of each tier.
-        positions: Returns the chunks of a request; None if the entry point cannot.
+        positions: Returns the chunks of a request; None if the entry point does not know them.
         chunk_tokens: Tokens of a chunk of the counting group.
-        counting_group: Index of the KV cache group whose chunks requests are made of.
+        counting_group: Index of the KV cache group whose chunks are recorded.
 
     Raises:
-        UnsupportedError: It needs ``positions`` and there is none.
+        UnsupportedError: There is something to observe but ``positions`` is None.
     """
     if recorder is None and not config.shadow:
         return None

@@ -56,7 +56,7 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per ``tokens_per_hash`` known tokens, each covering all before it."""
+        """One hash per ``tokens_per_hash`` known tokens; each also covers all tokens before."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
@@ -64,14 +64,14 @@ class EngineRequest(Protocol):
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether everything must be computed, even if it is cached."""
+        """Whether all tokens must be computed, even if their KV is cached."""
 
     @property
     def shared_prefix_boundary(self) -> int:
-        """Tokens of the prefix that it is known to share with another request; 0 if unknown."""
+        """Tokens of the prefix that is known to be shared with another request; else 0."""
 
     def is_finished(self) -> bool:
-        """Return whether it ended, for any reason."""
+        """Return whether the request ended, for any reason."""
 
 
 class Block(Protocol):
@@ -83,11 +83,11 @@ class Block(Protocol):
 
     @property
     def is_null(self) -> bool:
-        """Whether it is the placeholder for a missing block."""
+        """Whether this is the placeholder for a missing block."""
 
     @property
     def block_hash(self) -> object | None:
-        """Hash of its content; None until that is computed or loaded."""
+        """Hash of the block's content; None until the content is computed or loaded."""
 
 
 class AllocatedBlocks(Protocol):

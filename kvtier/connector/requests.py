@@ -1,4 +1,4 @@
-"""The scheduler side's state of a request: its keys, and how far it was stored."""
+"""The scheduler side's state of a request: its keys, and how many tokens were offered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.types import JobId
 __all__ = ["OfferQueue", "TrackedRequest", "chunk_positions"]
 
 NameChunk = Callable[[ChunkKey], ChunkKey]
-"""Returns kvtier's key of a chunk from the engine's."""
+"""Converts the engine's key of a chunk to kvtier's key."""
 
 
 class TrackedRequest:
@@ -29,15 +29,14 @@ class TrackedRequest:
         request: The engine's own object.
         layouts: The KV cache groups.
         keys: Keys of its whole chunks known so far, per group.
-        offered_tokens: Per group, tokens whose chunks were offered for storing.
-        next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
-        due_at: Clock value at which :class:`OfferQueue` returns it; infinite for never.
+        offered_tokens: Per group, how many leading tokens were offered for storing.
+        next_offer_tokens: Number of computed tokens at which a chunk may be new; 0 for any.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
         has_blocks: Whether it was scheduled and has kept its blocks since.
-        may_store: Returns whether its keys still describe its KV; None for always.
+        may_store: Returns whether the keys still describe the request's KV; None for always.
         store_limit: Most leading tokens to store; None for all.
-        load_sources: Tokens of its last load by index of the tier they came from.
+        load_sources: Per tier index, how many tokens of the last load came from the tier.
     """
 
     __slots__ = (
@@ -118,7 +117,7 @@ class TrackedRequest:
         """Return the chunks that could be loaded.
 
         Args:
-            recompute_tokens: Last tokens that the engine always computes.
+            recompute_tokens: How many of the last tokens the engine always computes.
         """
         limit = self.request.num_tokens - recompute_tokens
         if self._load_limit is not None:
@@ -144,9 +143,9 @@ class TrackedRequest:
 class OfferQueue:
     """Requests ordered by when they may complete a chunk.
 
-    Its clock counts tokens: every step advances it by the most tokens that one request computes
-    in it. A request needs at least as many more to complete a chunk as the clock must advance.
-    So a step checks only requests that are due, and generating costs nothing until then.
+    The clock of the queue counts tokens. A step advances the clock by the largest number of
+    tokens that the step computes for one request. So a request that lacks n tokens for its next
+    chunk is due after n ticks at the earliest, and no step checks it before.
     """
 
     def __init__(self) -> None:
@@ -157,7 +156,7 @@ class OfferQueue:
         self._serials = count()
 
     def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
-        """Check a request once it may have computed ``wait_tokens`` more tokens."""
+        """Make a request due once it may have computed ``wait_tokens`` more tokens."""
         due_at, serial = self._now + wait_tokens, next(self._serials)
         self._due[tracked.req_id] = (due_at, serial, tracked)
         heappush(self._heap, (due_at, serial, tracked.req_id))
@@ -167,7 +166,7 @@ class OfferQueue:
         self._due.pop(tracked.req_id, None)
 
     def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
-        """Return and remove the requests that may complete a chunk, in the step's order.
+        """Return and remove the requests that may complete a chunk, in the order of the step.
 
         Args:
             scheduled_tokens: Tokens that the step computes, by request.
@@ -187,7 +186,7 @@ class OfferQueue:
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
-    """Return a tracked request's chunks, root to leaf, and the token each ends before.
+    """Return a tracked request's chunks, root to leaf, and the token count at the end of each.
 
     Raises:
         UnsupportedError: ``context`` is not from this scheduler side.
@@ -202,6 +201,6 @@ def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
 
 
 def _tokens(params: Mapping[str, Any], name: str) -> int | None:
-    """Return the limit that a request sets; None if it is missing or invalid."""
+    """Return the token limit ``name`` in ``params``; None if it is missing or invalid."""
     limit = params.get(name)
     return limit if type(limit) is int and limit >= 0 else None

@@ -2,8 +2,8 @@
 
 An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
 the request got, and sends the step's jobs to the workers. The workers' results come back
-through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives knows which
-tier has the bytes.
+through :meth:`ConnectorScheduler.update_connector_output`. The cache knows which tier has
+the bytes of a chunk.
 
 Calls of one step:
 
@@ -11,8 +11,8 @@ Calls of one step:
    :meth:`~ConnectorScheduler.update_state_after_alloc` for requests that are about to start.
 2. :meth:`~ConnectorScheduler.build_connector_meta`.
 3. The forward pass.
-4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling its output
-   belongs to an earlier step.
+4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling these
+   results belong to an earlier step.
 5. :meth:`~ConnectorScheduler.request_finished` for requests that ended.
 """
 
@@ -128,8 +128,8 @@ class ConnectorScheduler:
             num_computed_tokens: Its tokens in the engine's own cache.
 
         Returns:
-            ``(tokens, is_async)``: None means ask again next step; ``is_async`` is true if
-            ``tokens > 0``.
+            ``(tokens, is_async)``. ``tokens`` is None if the engine should ask again in the
+            next step. ``is_async`` is true if ``tokens > 0``.
         """
         tracked = self._track(request)
         if tracked.jobs:
@@ -156,7 +156,7 @@ class ConnectorScheduler:
             num_external_tokens: Tokens to load; with 0 nothing is done.
 
         Raises:
-            UnsupportedError: The blocks do not fit what was matched.
+            UnsupportedError: The blocks do not fit the matched tokens.
         """
         if num_external_tokens == 0:
             return
@@ -173,7 +173,7 @@ class ConnectorScheduler:
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return the tokens of a request's last load by index of the tier they came from."""
+        """Return per tier index how many tokens of a request's last load came from the tier."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 
@@ -226,8 +226,8 @@ class ConnectorScheduler:
     def request_finished(self, request: EngineRequest) -> None:
         """Offer the last chunks of a request that ended, and forget it.
 
-        The engine is about to free its blocks. Stores that read the blocks end before
-        they are overwritten.
+        The engine is about to free the request's blocks. Stores that read these blocks end
+        before the blocks are overwritten.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
@@ -240,7 +240,7 @@ class ConnectorScheduler:
     # -- reset ---------------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Make everything in every tier a miss; running requests offer their chunks again.
+        """Make every chunk in every tier a miss; running requests offer their chunks again.
 
         Stores in flight end before the next forward pass. Acknowledgements of jobs in flight
         are ignored.
@@ -288,7 +288,7 @@ class ConnectorScheduler:
         return self._requests[request.request_id]
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Return whether another load already brings one of the chunks to load."""
+        """Return whether a load in flight already brings one of the next chunks."""
         local, end = tracked.local_tokens, tracked.local_tokens + tokens
         return any(
             not self._loading.isdisjoint(
@@ -303,7 +303,7 @@ class ConnectorScheduler:
         plan: LoadPlan,
         external_tokens: int,
     ) -> dict[int, int]:
-        """Return the tokens of a load by the tier that each came from."""
+        """Return per tier index how many tokens of a load came from the tier."""
         counted = self._options.counting_group
         layout = next(each for each in self._layouts if each.index == counted)
         suffix = counted.to_bytes(4, "big")
@@ -321,7 +321,7 @@ class ConnectorScheduler:
         return sources
 
     def _update_requests(self, step: Step) -> None:
-        """Record which requests lost their blocks and which requests run from now on."""
+        """Record which requests lost their blocks and which requests start to run."""
         for req_id in step.preempted:
             tracked = self._requests.get(req_id)
             if tracked is not None:
@@ -374,9 +374,9 @@ class ConnectorScheduler:
 def _plan_load(
     tracked: TrackedRequest, allocated: AllocatedBlocks, external_tokens: int
 ) -> tuple[list[ChunkKey], BlockSpec]:
-    """Return the chunks of ``external_tokens`` tokens after the local ones, and their blocks.
+    """Return the chunks and blocks of the ``external_tokens`` tokens after the local tokens.
 
-    In each group the load begins at the first new block. Earlier blocks are hits of the
+    In each group the load begins at the first new block. Earlier blocks are in the
     engine's own cache, or outside a sliding window.
 
     Raises:

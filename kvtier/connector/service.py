@@ -2,8 +2,8 @@
 
 It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
 request. So the service only passes values: results of the storage engine to the manager at the
-edges of a step, and new jobs back. An unexpected error is logged once, counted, and treated as
-a miss.
+edges of a step, and new jobs back. An unexpected error is counted and treated as a miss, and
+the first of each kind is logged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
+from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import EngineStatistics, collect_statistics
 from kvtier.connector.hints import HintTable, TierNature
 from kvtier.connector.notices import Notices
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 _NOTICES_EVERY_S: Final = 1.0
 _MAX_STEPS_WITH_EVENTS: Final = 8
+_CLOSING_S: Final = 5.0
+"""Seconds of a shutdown that are for closing, after dirty chunks were demoted."""
 
 
 def _or_else(
@@ -50,7 +54,7 @@ def _or_else(
 ) -> Callable[
     [Callable[Concatenate[CacheService, P], T]], Callable[Concatenate[CacheService, P], T]
 ]:
-    """Return ``fallback`` after an unexpected error, which would kill the engine."""
+    """Return a decorator that makes a method return ``fallback`` after an unexpected error."""
 
     def decorate(
         method: Callable[Concatenate[CacheService, P], T],
@@ -82,13 +86,13 @@ class CacheService:
     Args:
         storage: The engine's tiers; closed with the service.
         tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
-        retain_s: Seconds that chunks stay in RAM after a use, unless their request says.
-        close_timeout_s: Longest that each part of :meth:`shutdown` may take.
+        retain_s: Seconds that chunks stay in RAM after a use, unless a request sets a time.
+        close_timeout_s: Longest that :meth:`shutdown` may take.
 
     Attributes:
-        step_scheduled: Records that a step with so many prompt tokens was scheduled. An engine
-            that calls it for each step, and :meth:`step_ended` at the step's output, lets the
-            cost model compare loading with computing.
+        step_scheduled: Records that a step was scheduled; takes its number of prompt tokens.
+            The cost model can compare loading with computing only if the engine calls this for
+            each step, and :meth:`step_ended` when the output of the step arrives.
         is_idle: Whether :meth:`end_step` would find nothing to do.
     """
 
@@ -124,6 +128,7 @@ class CacheService:
         self._worker_jobs = 0
         """Loads and stores whose end the workers have not reported."""
         self._internal_errors = 0
+        self._logged_errors: set[tuple[str, type[Exception]]] = set()
         self._step_begins = True
         self._steps_with_events = 0
         self._is_disabled = False
@@ -174,7 +179,7 @@ class CacheService:
 
     @_or_else(None)
     def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
-        """Queue a request for the ``keys`` of its hit; it is deferred until RAM has them."""
+        """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
         self.is_idle = False
         self._manager.fetch(keys, req_id)
 
@@ -203,7 +208,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_load(self, req_id: str) -> None:
-        """End a request's oldest load: chunks that a worker could not load are dropped."""
+        """End a request's oldest load and drop the chunks that a worker could not load."""
         self.is_idle = False
         self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._waits.end(req_id)
@@ -220,7 +225,7 @@ class CacheService:
 
     @_or_else(_NO_STORE)
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Give new chunks RAM slots; None if there is no room now."""
+        """Allocate RAM slots for new chunks; return None if there are too few slots now."""
         self.is_idle = False
         self._jobs.take_results()
         if self._is_disabled or self._hints.get(req_id).stores_nothing:
@@ -233,7 +238,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Make stored chunks hits if every worker recorded that they are whole."""
+        """Let lookups find stored chunks if every worker recorded that they are whole."""
         self.is_idle = False
         self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._manager.complete_store(keys)
@@ -289,7 +294,7 @@ class CacheService:
         return self._manager.has_work() or (has_listener and self._manager.has_events)
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency changes, removals before the stores that use their room.
+        """Return residency changes; a removal precedes the arrival that takes the freed slot.
 
         The engine calls it after each step.
         """
@@ -307,7 +312,8 @@ class CacheService:
     def is_active(self) -> bool:
         """Whether another step is certain: a request runs, workers copy, or work is pending.
 
-        Waiting events do not count: they are taken in this step, after its figures.
+        Waiting events do not count, because the engine takes them in this step, after the
+        figures.
         """
         manager = self._manager
         if manager.requests or self._worker_jobs:
@@ -319,11 +325,11 @@ class CacheService:
         self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:
-        """Return the seconds that requests waited for a load, since the last call."""
+        """Return the waits for loads that ended since the last call, in seconds."""
         return self._waits.take()
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        """Return, per tier, seconds from an eviction to the next request for the chunk."""
+        """Return, per tier, how many seconds after its eviction a chunk was needed again."""
         return self._manager.take_reuse_gaps()
 
     def take_transfers(self) -> Transfers:
@@ -345,19 +351,22 @@ class CacheService:
         )
 
     def report_error(self, where: str, error: Exception) -> None:
-        """Count an unexpected error, and log the first with its traceback."""
+        """Count an unexpected error; log the first of its type in ``where``."""
         self._internal_errors += 1
-        if self._internal_errors == 1:
+        kind = where, type(error)
+        if kind not in self._logged_errors:
+            self._logged_errors.add(kind)
             logger.error(
-                "%s: unexpected error, answered as a miss; later errors are only counted",
+                "%s: unexpected error, answered as a miss; each later %s is only counted",
                 where,
+                type(error).__name__,
                 exc_info=error,
             )
 
     # -- reset and shutdown --------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Make everything in every tier a miss, durably: weights may have changed.
+        """Make every chunk in every tier a miss, durably, because weights may have changed.
 
         Returns:
             Whether the reset is durable. If not, this engine serves no old chunks, but a
@@ -368,7 +377,7 @@ class CacheService:
 
     @_or_else(None)
     def _reset_manager(self) -> None:
-        """Make everything a miss in the manager. The tiers are reset even if this fails."""
+        """Make every chunk a miss in the manager. The tiers are reset even if this fails."""
         self.is_idle = False
         self._worker_jobs = 0
         self._loads.clear()
@@ -387,26 +396,31 @@ class CacheService:
         self._jobs.forget_corrupt()
 
     def shutdown(self) -> None:
-        """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
+        """Demote dirty chunks, close the tiers and free the memory. Idempotent.
+
+        It ends within ``close_timeout_s``. The demotions get all but the last seconds.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        try:
-            self._log_notices(time.monotonic())
-            self._jobs.drain(timeout_s=self._close_timeout_s)
-        except Exception:
-            logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
-        if self._observer is not None:
-            self._observer.close()
-        self._storage.close(timeout_s=self._close_timeout_s)
+        deadline = Deadline(self._close_timeout_s)
+        with ExitStack() as stack:  # an error in one part must not keep a store locked
+            stack.callback(lambda: self._storage.close(timeout_s=deadline.left_s()))
+            if self._observer is not None:
+                stack.callback(self._observer.close)
+            try:
+                self._log_notices(time.monotonic())
+                self._jobs.drain(timeout_s=deadline.share_s(_CLOSING_S))
+            except Exception:
+                logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
 
     # -- internals -----------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Take the tiers' results, once per step and before its first lookup.
+        """Take the tiers' results, once per step and before the first lookup.
 
-        A result may drop an evicted copy. A chunk that was reported as a hit must still be
-        there when its load is prepared.
+        A result may drop an evicted copy. After a lookup this could be a copy that
+        the reported hit needs.
         """
         if self._step_begins:
             self._step_begins = self.is_idle = False
@@ -434,7 +448,7 @@ class CacheService:
         self._notices.log_skipped(self._manager.cost_model, now)
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Keep just used chunks in RAM for the time that their request or the YAML sets."""
+        """Keep ``keys`` in RAM for the time that their request or the YAML sets."""
         retain_s = self._hints.retain_seconds(req_id)
         if retain_s:
             self._manager.retain(keys, time.monotonic() + retain_s)

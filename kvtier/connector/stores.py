@@ -3,15 +3,15 @@
 A chunk is offered once, in the step that computes its last token; the worker copies it after
 that step. A chunk is stored whole or not at all.
 
-Groups of full attention offer every chunk. Later hits use only a window's last chunks before a
-token where a hit can end. These chunks are offered when they are computed, because the window
-may leave their blocks behind before the request reaches that token. Hits can end at multiples
-of the engine's retention interval, at the end of the prompt, and at the end of a prefix that is
-shared with another request. Generated tokens, if they are stored, are kept for every possible
-end.
+Groups of full attention offer every chunk. In a group with a window, a later hit uses only the
+last chunks before the token where the hit ends. These chunks are offered when they are
+computed, because the window may leave their blocks behind before the request reaches that
+token. Hits can end at multiples of the engine's retention interval, at the end of the prompt,
+and at the end of a prefix that is shared with another request. If generated tokens are stored,
+hits can also end at every chunk boundary after the prompt.
 
-The engine's block table is read when a chunk is offered: blocks that a window left behind are
-null blocks.
+When a chunk is offered, its blocks are read from the engine's block table. Blocks that a window
+left behind are null blocks there, and chunks with null blocks are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Offer:
         blocks: Blocks of each chunk.
         places: Per chunk, its group's number and the index of its first block in the request.
         groups: Number of groups.
-        ends: Per group, tokens whose chunks are offered, this offer included.
+        ends: Per group, how many leading tokens were offered, this offer included.
     """
 
     keys: list[ChunkKey]
@@ -50,7 +50,7 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk; groups come in order."""
+        """Add a chunk; all chunks of a group are added before those of the next group."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))
@@ -119,7 +119,7 @@ class StoreRules:
         return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
 
     def next_offer_tokens(self, tracked: TrackedRequest) -> float:
-        """Return the computed tokens at which a request has a new chunk; infinite for never."""
+        """Return how many computed tokens complete the next chunk; infinite for never."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
         tokens = math.inf
@@ -134,7 +134,7 @@ class StoreRules:
         return tokens if tokens <= limit else math.inf
 
     def _end(self, tracked: TrackedRequest, number: int, tokens: int) -> int:
-        """Return the token before which a group's chunks are final."""
+        """Return how many leading tokens of a group have final KV."""
         layout, request = self._layouts[number], tracked.request
         end = min(tokens, len(tracked.keys[number]) * layout.tokens_per_chunk)
         is_decoding = tokens > request.num_prompt_tokens and not request.is_finished()
@@ -187,7 +187,7 @@ class StoreRules:
         return min((chunk + 1) * size, boundary)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
-        """Return the chunks of a group before token ``end`` that a later hit can use."""
+        """Return the indices of a group's new chunks before ``end`` that later hits can use."""
         layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         start, stop = offered // size, end // size
@@ -204,7 +204,7 @@ class StoreRules:
         return chunks
 
     def _boundaries(self, request: EngineRequest, start: int) -> Iterator[int]:
-        """Yield the tokens after ``start`` where hits can end, ascending, possibly for ever."""
+        """Yield token counts after ``start`` where hits can end, ascending, maybe for ever."""
         step, retention = self._alignment_tokens, self._retention_tokens
         if retention is None:
             yield from count(start - start % step + step, step)

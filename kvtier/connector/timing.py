@@ -17,8 +17,9 @@ class StepClock:
     """Measures the duration of engine steps from the scheduler.
 
     A step begins when it is scheduled or, where the engine schedules ahead, when the step
-    before it ends. It ends when its output arrives. Idle time belongs to no step. Steps without
-    prompt tokens, which are most, read the clock only where the next step needs its start.
+    before it ends. It ends when its output arrives. Idle time belongs to no step. Most steps
+    have no prompt tokens. Such a step reads the clock only if the next step is scheduled
+    already, because the next step then begins.
 
     Args:
         clock: Seconds, monotonic.
@@ -84,7 +85,7 @@ class LoadWaits:
         self._began_s.pop(req_id, None)
 
     def take(self) -> list[float]:
-        """Return the seconds of the latest waits that ended since the last call."""
+        """Return the latest waits that ended since the last call, in seconds."""
         taken = list(self._ended)
         self._ended.clear()
         return taken

@@ -30,7 +30,7 @@ class Transfers:
     """Transfers by type. Not thread-safe.
 
     Attributes:
-        by_type: (bytes, seconds) of each transfer.
+        by_type: Per transfer type, (bytes, seconds) of each transfer.
 
     Example:
         >>> transfers = Transfers()

@@ -3,12 +3,12 @@
 Calls of one step, all on the engine's thread:
 
 1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. It submits the stores
-   deferred in the step before. It waits for those in ``jobs_to_flush``, whose blocks are about
-   to be overwritten, and for nothing else: a store ends when its bytes are in RAM.
+   deferred in the step before. It waits only for the stores in ``jobs_to_flush``, because their
+   blocks are about to be overwritten. A store ends when its bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
-4. :meth:`~ConnectorWorker.defer_stores`. The KV of this forward pass is stored from the next
-   step on: tokens are sampled and sent first.
+4. :meth:`~ConnectorWorker.defer_stores`. Storing the KV of this forward pass starts in the
+   next step, so that tokens are sampled and sent first.
 5. :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
 
 A step without a forward pass makes the same calls.
@@ -66,7 +66,7 @@ class ConnectorWorker:
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Submit deferred stores; wait for stores with blocks about to be overwritten.
+        """Submit deferred stores; wait for stores whose blocks are about to be overwritten.
 
         A store that does not end in time, or is in ``lost_stores``, never counts as whole.
         """
@@ -85,7 +85,7 @@ class ConnectorWorker:
             self._device.wait(flush)
 
     def start_load(self, metadata: ConnectorMetadata) -> None:
-        """Start loading, behind the stores that were deferred."""
+        """Submit the deferred stores, then start the loads of this step."""
         self._submit_deferred()
         for job_id, job in metadata.load_jobs.items():
             self._loads[job_id] = (job, None)
@@ -120,7 +120,7 @@ class ConnectorWorker:
         return output
 
     def wait_for_stores(self) -> None:
-        """Block until no store reads blocks: their memory may be freed afterwards."""
+        """Block until no store reads blocks, so that the blocks may be freed."""
         self._submit_deferred()
         self._device.wait_for_stores()
 
@@ -178,7 +178,7 @@ class ConnectorWorker:
         )
 
     def _record(self, result: DeviceResult) -> tuple[RequestId, ...]:
-        """Record how a job ended; return the request if it was a load."""
+        """Record how a job ended; return the request id if the job was a load."""
         self._submitted -= 1
         self._completed.add(result.job_id)
         is_store = result.purpose is Purpose.STORE

@@ -223,7 +223,7 @@ def measure_tier_rates(
         threads: Calls at once.
         seconds: Time to measure each direction.
         direct_io: ``auto`` to bypass the page cache if the file system can, or ``off``.
-        io: System calls to use; tests pass failing ones.
+        io: System calls to use; tests pass calls that fail.
 
     Raises:
         CapacityError: Too little free space to measure.

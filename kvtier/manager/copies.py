@@ -70,7 +70,7 @@ class CopyList(NamedTuple):
         return self.between(0, chunks), self.between(chunks)
 
     def head(self, chunks: int) -> CopyList:
-        """Return the ``chunks`` copies nearest to the root; ``self`` holds one prompt."""
+        """Return the ``chunks`` copies nearest to the root; the list holds one prompt."""
         return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
 
     @staticmethod

@@ -168,9 +168,8 @@ class CostModel:
         seconds = result.queued_s + result.seconds
         if Outcome.EXPIRED in result.outcomes:
             if result.settled and not result.seconds:
-                estimate.measured_s = (
-                    now  # it never ran, so the tier is no faster than estimated
-                )
+                # The job never ran, so the tier is no faster than estimated.
+                estimate.measured_s = now
             else:
                 estimate.record_bound(awaited_nbytes, timeout_s, now)
         elif Outcome.DONE in result.outcomes and seconds > 0.0:

@@ -366,7 +366,7 @@ class _DemotionJobs:
         chunks = len(record.destinations)
         if not record.is_late:
             self.in_flight[record.destination] -= chunks
-        if not result.settled:  # its slots stay taken, but later jobs need not wait for it
+        if not result.settled:  # the slots stay taken, but later jobs need not wait
             record.is_late = True
             target.counters.expired += chunks
             return ()
@@ -402,7 +402,7 @@ class _DemotionJobs:
         target = self._stack.tiers[record.destination]
         for source, copy, outcome in failures:
             target.abort(copy)
-            if not record.is_late:  # else it was counted at its deadline
+            if not record.is_late:  # else the job was counted at its deadline
                 target.counters.record_failure(outcome, reading=False)
             source_tier.counters.lost += 1
             if outcome is Outcome.CORRUPT and record.source:
@@ -503,7 +503,7 @@ class _Reclaimer:
                 continue
             # The slower tier has no record of their uses in ``tier``.
             slower.touch_each(slower.resident([victim.key for victim in sole]), stack.ctx)
-            # Some may still be on their way there; that job counts them if they are lost.
+            # Some chunks may be on their way there; their job counts them if they are lost.
             sole = [victim for victim in sole if victim.key not in slower.copies]
         evicted = list(without(victims.copies, sole))
         batches: dict[int, Sequence[ChunkCopy]] = {}

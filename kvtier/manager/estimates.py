@@ -59,7 +59,7 @@ class LoadCost:
     s_per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """Return the seconds to load ``nbytes``, bytes queued before it included."""
+        """Return the seconds to load ``nbytes``, the bytes queued before included."""
         return self.start_s + nbytes * self.s_per_byte
 
 

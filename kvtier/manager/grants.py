@@ -129,7 +129,7 @@ class RequestState:
             self._extend_group(part)
 
     def _extend_group(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record stored or loaded ``copies`` of one group behind its earlier chunks.
+        """Record stored or loaded ``copies`` of one group behind the group's earlier chunks.
 
         The depth of a chunk that survived a restart is unknown, and the engine itself may have
         had part of the prefix. So the larger of two depths counts: that of the last copy, and
@@ -284,7 +284,7 @@ class Grants:
         self._enter(request, LookupPhase.QUEUED)
 
     def await_arrival(self, request: RequestState) -> None:
-        """Take ``request`` out of the queue; the request settles once its grants are whole."""
+        """Take ``request`` out of the queue; it settles once its granted chunks arrived."""
         request.wanted.clear()
         self._enter(request, LookupPhase.WAITING)
         if not request.pending:
@@ -314,7 +314,7 @@ class Grants:
         """
         self.release(request)
         self._enter(request, LookupPhase.FAILED)
-        request.tails.clear()  # it offers its chunks again from the root
+        request.tails.clear()  # the request offers its chunks again from the root
 
     def end_step(self) -> None:
         """End reservations, long waits, and grants of settled requests without lookups.

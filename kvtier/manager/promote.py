@@ -78,7 +78,7 @@ class _Hit(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Additional RAM slots of the pin budget that granting the chunks takes."""
+        """Number of RAM slots of the pin budget that are taken if the chunks are granted."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> _Hit:
@@ -214,7 +214,7 @@ class Promoter:
             ram.abort(copy)
             if outcome is Outcome.CORRUPT:
                 stack.drop_corrupt(tier, source)
-            elif not record.is_late:  # else it was counted at its deadline
+            elif not record.is_late:  # else the job was counted at its deadline
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
         moved = self._drop_moved(record, result)

@@ -63,7 +63,7 @@ class SlotAllocator:
             if cut < end:
                 self._add(cut, end)
         self.free -= count
-        # Ascending slots follow the prefix, which is what lets its I/O merge.
+        # Ascending slots follow the prefix, so that its I/O merges.
         taken.sort()
         return taken
 

@@ -78,7 +78,7 @@ class Storer:
             return NOTHING_TO_STORE
         stranded = self._count_stranded(keys, request)
         offered = [copy for key in keys if (copy := members.get(key)) is not None]
-        self._ram.pin(offered)  # a prefix must not be evicted for its own tail
+        self._ram.pin(offered)  # so that no prefix is evicted for its own tail
         plan = self._store(new, keys, request)
         self._ram.unpin(offered)
         if plan is not None:  # else all are offered again

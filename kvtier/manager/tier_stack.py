@@ -253,7 +253,7 @@ class TierStack:
         return first_resident(tiers, key) is not None
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record a lookup of each key in every tier faster than the first that has it."""
+        """Record a lookup of each key in every tier before the first tier that has it."""
         if not self.tracks_reuse:
             return
         mask = self._sampling

@@ -37,7 +37,7 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
         huge_pages: Whether to use huge pages.
 
     Returns:
-        Its descriptor.
+        The file's descriptor.
 
     Raises:
         CapacityError: There is not enough memory, or not enough huge pages.

@@ -95,7 +95,7 @@ class BlockCopyPlan:
     slots: Sequence[int]
 
     def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
-        """Return the part of this plan for ``slots``, a subset of its slots."""
+        """Return the part of this plan for ``slots``, which are some of the plan's slots."""
         wanted = np.asarray(slots, np.int64)
         parts = []
         for copy in self.groups:

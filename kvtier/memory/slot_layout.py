@@ -107,7 +107,7 @@ class RankShare:
     writer: int = 0
 
     def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (parts of the rank's pages, stripes) that are contiguous in both."""
+        """Yield (parts of the rank's pages, stripes), one pair per range contiguous in both."""
         breaks = [at for at, (a, b) in enumerate(pairwise(self.stripes), 1) if b != a + 1]
         for start, end in pairwise([0, *breaks, len(self.stripes)]):
             first = self.stripes[start]

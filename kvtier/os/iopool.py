@@ -114,7 +114,7 @@ class _Round:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the result of ``call``, or its error; this frame refers to no future."""
+    """Return the result of ``call``, or its error, whose traceback refers to no future."""
     try:
         return call(), None
     except StopIteration as raised:  # no future accepts it, so the waiter would hang

@@ -206,7 +206,7 @@ class Batcher:
         return tokens
 
     def _begin_again(self, request: ReplayRequest) -> None:
-        """Take a request's blocks away; it waits before all others."""
+        """Take a request's blocks away and let the request wait before all others."""
         request.num_computed_tokens = 0
         self._free.extend(request.blocks)
         request.blocks.clear()

@@ -150,7 +150,7 @@ class ReplayResult:
     predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
-        """Return the relative errors of the prediction."""
+        """Return the relative error of each predicted figure, by its name."""
         shares = {
             name: self.predicted.ttft_s[name] / seconds - 1 if seconds else 0.0
             for name, seconds in self.ttft_s.items()
@@ -334,7 +334,7 @@ def _open_engine(
 def _open_device(
     memory: PagedMemory, region: HostRegion, blocks_per_chunk: int, close_timeout_s: float
 ) -> DeviceEngine:
-    """Return an engine for copies between ``memory`` and ``region``; it closes ``region``."""
+    """Return a device engine for ``memory`` and ``region``; closing it closes ``region``."""
     try:
         return DeviceEngine(
             memory.kv,

@@ -40,7 +40,7 @@ class ChannelStatistics(NamedTuple):
         queued_bytes: Bytes queued or running now.
         refused: Jobs refused because the queue was full or the breaker open.
         expired: Jobs whose deadline passed.
-        out_of_service: Whether jobs are refused now because recent ones failed.
+        out_of_service: Whether jobs are refused now because recent jobs failed.
     """
 
     jobs: int

@@ -1,16 +1,16 @@
 """Digests of LoRA adapters, as part of the keys of chunks that were computed with them.
 
-vLLM hashes an adapter's name and path into a block hash, not its content. That suffices for a
-cache that ends with the engine. Chunks on NVMe outlive it: an adapter that is trained again
-under the same path would be served the KV of the old one. So kvtier's key of a chunk with an
-adapter is longer and contains a digest of the adapter.
+vLLM's block hashes cover an adapter's name and path, not its content. That suffices for a cache
+that ends with the engine. Chunks on NVMe outlive the engine. If an adapter is trained again
+under the same path, its requests would get KV of the old content. So kvtier's key of a chunk
+with an adapter is longer and contains a digest of the adapter.
 
-A digest is trusted only if the engine can have loaded nothing else from the same files. vLLM
-loads an adapter before the first request for it, again after it made room for others, and with
-``load_inplace``. It loads nothing while another adapter has the same ``lora_int_id``. It does
-not report which content it loaded, and its prefix cache keeps the KV of the old one. So the
-files must be older than the engine and stay unchanged, and the number must be unique. Chunks of
-any other adapter get a digest that no other engine computes: they are hits until this one ends.
+A digest is trusted only if the engine cannot have loaded other content. vLLM loads an adapter
+before its first request, again after other adapters displaced it, and with ``load_inplace``.
+vLLM loads nothing while another adapter has the same ``lora_int_id``. vLLM does not report
+which content it loaded, and its prefix cache keeps KV of the old content. So the files must be
+older than the engine and stay unchanged, and the ``lora_int_id`` must be unique. Chunks of any
+other adapter get a digest that no other engine computes: they are hits until this engine ends.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class AdapterContent:
     """The content of a request's adapter when the request arrived.
 
     Attributes:
-        digest: Its part of a key.
-        is_current: Returns whether its files are unchanged. Call it after KV was computed and
-            before it is stored.
+        digest: Digest of the content; part of the keys.
+        is_current: Returns whether the adapter's files are unchanged. Call it after KV was
+            computed and before this KV is stored.
     """
 
     digest: bytes
@@ -100,12 +100,12 @@ class AdapterContent:
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter that vLLM's keys can name.
+    """An adapter that the engine has served.
 
     Attributes:
         directory: Directory of its files.
-        digest: Digest of its content; None if it is not trusted.
-        files: The files that the digest covers.
+        digest: Digest of its content; None if the digest is not trusted.
+        files: State of its files; None if they cannot be read.
     """
 
     directory: Path
@@ -114,14 +114,14 @@ class _Adapter:
 
 
 class AdapterContents:
-    """Digests of the adapters of one engine. It never raises; one thread calls it.
+    """Digests of the adapters of one engine. Never raises; one thread calls it.
 
-    An adapter's files are read at its first request, and their state is checked at each one.
+    An adapter's files are read at its first request. Every later request checks their state.
 
     Args:
         settings: vLLM's configuration of adapters.
-        started_ns: When the engine can have loaded its first adapter, since the epoch; now
-            unless given.
+        started_ns: Earliest time at which the engine can have loaded an adapter, in ns since
+            the epoch; None for now.
     """
 
     def __init__(self, settings: object, *, started_ns: int | None = None) -> None:
@@ -133,7 +133,7 @@ class AdapterContents:
         self._warned: set[str] = set()
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
-        """Return the content of the adapter of a new request."""
+        """Return the content of a new request's adapter."""
         try:
             return self._of(request)
         except Exception:
@@ -204,7 +204,7 @@ def _text_of(settings: object) -> str:
 
 
 def _files(directory: Path) -> _Files | None:
-    """Return the state of an adapter's files; None if the directory cannot be read."""
+    """Return the state of an adapter's files; None if no file can be read."""
     try:
         with os.scandir(directory) as entries:
             found = [
@@ -225,7 +225,7 @@ def _files(directory: Path) -> _Files | None:
 
 
 def _read(directory: Path, file: _File) -> tuple[object, ...]:
-    """Return a digest of a file; of samples and its date if it is large.
+    """Return a file's name, size and digest; for a large file, its date and sampled digest.
 
     Raises:
         OSError: It cannot be read.

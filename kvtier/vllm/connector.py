@@ -4,11 +4,11 @@ vLLM builds one object in the scheduler's process and one in every worker. Each 
 over kvtier's own scheduler side or worker side, which do not know vLLM
 (:mod:`kvtier.connector.scheduler`, :mod:`kvtier.connector.worker`).
 
-**Failed loads.** A worker acknowledges every load and reports what did not arrive. vLLM's
-scheduler then computes it (``kv_load_failure_policy: recompute``) or fails the request alone
-(``fail``). With one KV cache group of full attention the report names blocks, so the prefix
-before the first bad block is kept. Otherwise it names the request: a block's number does not
-tell its group, and of a window only the end was loaded.
+**Failed loads.** A worker acknowledges every load and reports which chunks did not arrive.
+vLLM's scheduler then computes them (``kv_load_failure_policy: recompute``) or fails only that
+request (``fail``). With one KV cache group of full attention the report names blocks, so the
+prefix before the first bad block is kept. Otherwise the report names the request, because a
+block's number does not tell its group, and a group with a window loads only the prefix's end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
 
 _workers: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()
 """Workers of this process. An engine in the process of its ``LLM`` sleeps without waiting for
-its connector. So the reset before it waits for their stores."""
+the connector. So the cache reset before the sleep waits for the stores of these workers."""
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -185,7 +185,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and whether they load between steps."""
+        """Return how many tokens can be loaded, and whether the load is asynchronous."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @override
@@ -199,7 +199,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Return the loaded tokens by source."""
+        """Return how many loaded tokens came from host memory, and how many from disk."""
         host, disk = hit_sources()
         found: dict[Any, int] = {}
         for tier, tokens in self._scheduler.load_sources(request.request_id).items():
@@ -249,7 +249,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return residency changes, removals before the stores that use their room."""
+        """Return residency changes; a removal precedes the arrival that takes its slot."""
         if not self._engine.records_events:
             return ()
         return self._events()
@@ -303,7 +303,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make every stored chunk a miss; return whether that survives a restart."""
+        """Make every stored chunk a miss; return whether the reset survives a restart."""
         for worker in list(_workers):
             worker.wait_for_stores()
         return self._scheduler.reset_cache()
@@ -354,7 +354,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def has_connector_metadata(self) -> bool:
-        """Return False: the model never stops at a layer for this connector."""
+        """Return False, because the model never stops at a layer for this connector."""
         return False
 
     @override
@@ -372,7 +372,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: loads end before their request runs."""
+        """Return at once, because a load ends before its request runs."""
 
     @override
     def save_kv_layer(
@@ -382,7 +382,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Return at once: stores begin when the step is over."""
+        """Return at once, because stores begin after the step."""
 
     @override
     def wait_for_save(self) -> None:
@@ -417,7 +417,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the results of this rank since the last step; None without any."""
+        """Return this rank's results since the last step; None if there are none."""
         output, self._output = self._output, None
         return None if output is None else _WorkerMetadata(output)
 
@@ -470,8 +470,9 @@ def _scheduler_options(
 def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> bool:
     """Return whether vLLM may compute later parts of a streamed prompt from wrong KV.
 
-    Such a request goes on without the last token it generated. Under async scheduling a
-    recurrent state includes that token; otherwise accepted guesses after it count as computed.
+    A continued request drops the last token that it generated. Under async scheduling its
+    recurrent state includes that token. Otherwise, with speculative decoding, accepted guesses
+    after that token count as computed.
     """
     has_states = any(group.reach is Reach.STATE for group in groups)
     if vllm_config.scheduler_config.async_scheduling:

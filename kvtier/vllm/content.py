@@ -1,10 +1,10 @@
-"""What the bytes of an engine's KV are and mean: part of its stores' identity.
+"""Digests of an engine's KV layout and KV settings: part of the identity of stored bytes.
 
-vLLM's block hashes name tokens, media and LoRA adapters. An engine's keys and values depend on
-more: on settings of the model, and, byte by byte, on how each layer keeps them. A setting that
-changes keys or values must find an empty store: another position embedding gives wrong tokens,
+vLLM's block hashes name tokens, media and LoRA adapters. Keys and values also depend on
+settings of the model, and their bytes depend on how each layer keeps them. An engine with other
+keys or values must find an empty store, because another position embedding gives wrong tokens
 and no checksum detects it. A setting that changes only the last digits (kernels, graphs, ranks)
-or the sampling must keep the store, or every such flag would cost a warm cache.
+or the sampling must keep the store, because such a flag would otherwise cost a warm cache.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ROPES_OF_ANY_LENGTH: Final = frozenset(
         "yarn",
     }
 )
-"""Position embeddings that do not depend on ``--max-model-len``, as LongRoPE does."""
+"""Position embeddings that do not depend on ``--max-model-len``; LongRoPE does."""
 
 _LENGTH_SWITCH: Final = "attn_temperature_tuning"
 """Llama 4's setting for long contexts; a generation configuration may switch it off."""
@@ -83,7 +83,7 @@ _FITS_MEDIA: Final = frozenset(
 """Models that shrink images or videos to fit the longest context."""
 
 _ROUNDS_AGAIN: Final = frozenset({"flashinfer_moe_ep_cutedsl"})
-"""Kernels of experts that round the weights differently when they load them."""
+"""Expert kernels that round the weights differently when vLLM loads the weights."""
 
 _VARIABLES: Final = re.compile(
     r"VLLM_(\w+_QUANT_CONFIG|MARLIN_INPUT_DTYPE|CPU_INT4_W4A8|B12X_MOE_FP4_FORCE_A16"
@@ -102,7 +102,7 @@ _SOURCES: Final = ("_dir", "_path", "_uri")
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH: Final = 32
-"""Deepest nesting of a configuration; a deeper configuration contains itself."""
+"""Deepest nesting of a configuration; deeper nesting means that it contains itself."""
 
 
 def kv_content(
@@ -113,10 +113,10 @@ def kv_content(
 ) -> str:
     """Return digests of the layers' bytes and their meaning; refuse engines with unusable KV.
 
-    A worker calls it when it registers its KV memory. Two layers may have pages of one size and
-    different element types (``--kv-cache-dtype-skip-layers``), and two attention backends may
-    order the same bytes differently. So every layer is listed with all that its bytes depend
-    on. All ranks get the same result, for any number of ranks if no layer keeps states.
+    A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
+    and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
+    may order the same bytes differently. So each layer is listed with its settings.
+    All ranks get the same result; it depends on the number of ranks only if a layer has states.
 
     Args:
         config: vLLM's configuration in a worker, once the model is built.
@@ -160,7 +160,7 @@ def _layer_content(
 
     Layers that quantise have ``kv_cache_dtype``; caches of indexers have ``dtype``; layers with
     a state have a type and a shape for each part. The shapes depend on the number of guessed
-    tokens, and a padded page has room for several, so they must be listed. On a CPU the
+    tokens, and different shapes may fill pages of one padded size. On a CPU the
     processor's instructions decide the order of a page (``isa``).
     """
     states = getattr(layer, "get_state_dtype", None)
@@ -183,12 +183,13 @@ def _layer_content(
 def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
     """Return further settings that determine the byte order of a page.
 
-    Kernels that take blocks of certain lengths cut longer ones into parts, each with all heads.
-    The lengths depend on the GPU and on other settings, and so does the writer of 4-bit scales.
+    A kernel for certain block lengths divides longer blocks into parts, each with all heads.
+    The lengths depend on the GPU and on other settings, and so does the kernel that writes
+    4-bit scales.
 
     Returns:
         Elements of a token, for a layer without ``kv_cache_dtype``; the rows of a kernel's
-        block if they differ from the layer's; and the name of another writer.
+        block if they differ from the layer's; and the kernel of 4-bit scales if it is ``fa2``.
     """
     kind = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
     found: list[object] = []
@@ -209,10 +210,10 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
 def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
     """Return the settings that change keys and values, besides weights, tokens and media.
 
-    It is the same in every rank, and at every start with the same settings.
+    The result is the same in every rank, and at every start with the same settings.
 
     Args:
-        config: vLLM's configuration, once the model is built: some models complete theirs.
+        config: vLLM's configuration, once the model is built, because models may complete it.
 
     Returns:
         Canonical JSON.
@@ -241,7 +242,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the expert kernels if these kernels round the weights differently."""
+    """Return the name of the expert kernels if they round the weights when vLLM loads them."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
@@ -265,7 +266,7 @@ def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
     """Return the engine's settings that turn media into embeddings.
 
-    vLLM's hash of a medium covers only the settings of its request.
+    vLLM's hash of an image or another medium covers only the settings in the request.
     """
     processor = getattr(media, "mm_processor_kwargs", None) or {}
     return [
@@ -320,7 +321,7 @@ def _settings(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: Any, depth: int = _DEPTH) -> Any:  # noqa: ANN401 - anything
-    """Return ``value`` as JSON; for a type that JSON lacks, a text that stays the same."""
+    """Return ``value`` in JSON types; other types become text that is equal at each start."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | float | str):

@@ -28,17 +28,17 @@ class EngineFacts:
         canonical_layout: Whether vLLM was asked for pages that do not depend on parallelism.
         groups: Per KV cache group, the tokens of a block and the names of the layers.
         group_ids: Index of each group in keys.
-        counting_group: The :func:`~kvtier.keys.counting_group`.
-        tokens_per_hash: Tokens that one block hash adds.
+        counting_group: Index of the KV cache group used to count tokens.
+        tokens_per_hash: How many tokens a block hash covers beyond the hash before it.
         blocks_per_chunk: Blocks that are stored together.
         worker_kv_bytes_per_block: Bytes of a block in one worker, all layers.
         rank: Number of this worker; 0 in the scheduler's process.
         world_size: Workers.
         tp_size: Workers that share every layer.
-        pp_size: Stages of layers.
+        pp_size: Pipeline stages, each with a part of the layers.
         pcp_size: Workers that share a prompt's prefill.
         dcp_size: Workers that share a sequence's decode.
-        data_parallel_rank: The engine's number among data-parallel ones; None for a single one.
+        data_parallel_rank: This engine's data-parallel rank; None if there is only one engine.
     """
 
     engine_id: str
@@ -122,8 +122,8 @@ def read_vllm_config(
 def data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's
     """Return this engine's data-parallel rank; None if there is only one engine.
 
-    A rank of a dense model has a data-parallel size of 1 and keeps its number. Rank 0 is known
-    by its name only, to which vLLM appends the number of each rank.
+    A rank of a dense model has a data-parallel size of 1 and keeps its index. Only the
+    engine's name tells rank 0 from a single engine, because vLLM appends the rank to the name.
 
     Args:
         parallel: vLLM's configuration of parallelism.

@@ -6,8 +6,8 @@
 A local model is identified by its files. All settings are read. Weights are too large, and
 their sizes and dates do not suffice: fine-tunes of one architecture have equal sizes, and
 images that are built reproducibly have equal dates. So blocks all over every weight file are
-read; training changes some of them. The number of blocks is bounded, not the time, because the
-next start must read the same.
+read; training changes some of these blocks. The number of blocks is bounded, not
+the reading time, because the next start must read the same blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READ_NBYTES: Final = 64 << 20
 """Settings up to this size are read as a whole."""
 _BLOCK_NBYTES: Final = 64 << 10
 _BLOCKS: Final = 256
-"""Blocks of all weights together; each file has at least ``_LEAST_BLOCKS``."""
+"""How many blocks are read of all files together; at least ``_LEAST_BLOCKS`` of each."""
 _LEAST_BLOCKS: Final = 3
 _THREADS: Final = 32
 """Concurrent reads; each waits for a disk or a network."""
@@ -46,7 +46,7 @@ with a model's layers."""
 
 
 def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str | int]:
-    """Return the fields that follow from the file, the environment and the model's name.
+    """Return the identity's fields that are known before an engine starts.
 
     Args:
         config: The configuration.
@@ -102,8 +102,8 @@ class ModelFiles(NamedTuple):
     """The identity of a local model's files.
 
     Attributes:
-        digest: Digest of its settings, and its weights' sizes, dates and samples; empty if the
-            model is not local.
+        digest: Digest of the settings, and of the weights' sizes, dates and samples; empty if
+            the model is not local.
         has_weights: Whether the digest covers weights, so that it replaces the path.
     """
 
@@ -146,12 +146,12 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return a file, its size, its date unless it has settings, and the parts to read.
+    """Return a file, its size (and its date, except for settings), and the parts to read.
 
     Args:
         path: The file.
         first: Number of its first block, counted over all files.
-        blocks: How many blocks to read of a large one.
+        blocks: How many blocks to read of a large file.
     """
     found = path.stat()
     if path.suffix == ".json" and found.st_size <= _READ_NBYTES:

@@ -1,9 +1,9 @@
 """vLLM's KV cache groups in kvtier's terms: which kinds are stored, and what a hit needs.
 
 The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when its blocks are
-freed. A platform or a model may derive a class with other rules: one that evicts tokens from
-the middle of a prompt is full attention for ``isinstance``. So classes are compared exactly,
-and an unknown one is refused at start.
+freed. A platform or a model may derive a class with other rules. For example, a class that
+evicts tokens from the middle of a prompt is full attention for ``isinstance``. So classes are
+compared exactly, and an unknown class is refused at start.
 
 Refused kinds of vLLM: ``RSWASpec`` and ``CrossAttentionSpec``, because no other request can use
 their KV, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its manager.
@@ -34,7 +34,7 @@ _REACH: Final[Mapping[str, Reach]] = {
     "MambaSpec": Reach.STATE,
 }
 _NOT_STORED: Final = ("CircularBufferSpec", "KpoolTailSpec")
-"""Buffers of one request, in groups that are not prefix-cacheable. They came with vLLM 0.31."""
+"""Buffers of one request, in groups without a prefix cache. vLLM 0.31 added these kinds."""
 
 
 def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
@@ -51,7 +51,7 @@ def require_known_specs(specs: Mapping[str, KVCacheSpec]) -> None:
         specs: Specs by the layers' names.
 
     Raises:
-        UnsupportedError: A layer is of an unknown kind; the message names both.
+        UnsupportedError: A layer is of an unknown kind; the message names layer and kind.
     """
     kinds = importlib.import_module("vllm.v1.kv_cache_interface")
     known = {getattr(kinds, name, None) for name in (*_REACH, *_NOT_STORED)}

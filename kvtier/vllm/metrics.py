@@ -37,7 +37,7 @@ class KVTierStats(KVConnectorStats):
 
     @property
     def changes(self) -> list[MetricChange]:
-        """The changes; a serialised report has them as plain sequences."""
+        """The changes; each is a plain sequence after the report was serialised."""
         changes: list[MetricChange] = self.data.setdefault("changes", [])
         return changes
 

@@ -1,4 +1,4 @@
-"""Opens the file, the memory and the tiers of an engine, for both entry points."""
+"""Reads the configuration, and opens memory and tiers of an engine, for both entry points."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MEET_TIMEOUT_S: Final = 600.0
-"""How long the processes of one engine wait for each other; loading weights comes before it."""
+"""How long the processes of one engine wait for each other, after they loaded the weights."""
 
 _OFFER_TIMEOUT_S: Final = 24 * 3600.0
 """How long the first worker offers its memory. vLLM builds the scheduler after the workers'
@@ -97,7 +97,7 @@ def open_device(
     *,
     content: str,
 ) -> DeviceEngine:
-    """Return the copies between this rank's KV memory and the RAM tier, in a worker.
+    """Open the copy engine between this rank's KV memory and the RAM tier, in a worker.
 
     Args:
         engine: The engine.
@@ -128,10 +128,10 @@ def open_device(
 def require_same_file(
     geometry: RegionGeometry, engine: EngineFacts, settings: KvtierConfig
 ) -> None:
-    """Refuse a RAM tier that was made from another configuration than this process reads.
+    """Refuse a RAM tier that the workers made from another configuration than ``settings``.
 
     Raises:
-        UnsupportedError: Its shape is not the one that ``settings`` gives.
+        UnsupportedError: The shape of the RAM tier does not match ``settings``.
     """
     slots = settings.tiers[0].capacity_bytes // geometry.slot_nbytes
     bounce_slots = bounce_slots_for(settings, geometry.slot_nbytes)
@@ -174,12 +174,12 @@ def open_cache(
         engine: The engine.
         settings: kvtier's configuration.
         groups: What each KV cache group needs of a prefix.
-        positions: Returns a request's chunks and the token each ends before; None if the entry
-            point does not know them.
+        positions: Returns a request's chunks and the token count at the end of each; None if
+            the entry point does not know the chunks.
 
     Raises:
         UnsupportedError: The workers read another configuration.
-        StoreLockedError: Another engine has a tier's store.
+        StoreLockedError: Another engine uses a tier's store.
     """
     # The workers chose the region's shape: only they know how the KV memory is laid out.
     region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)

@@ -5,8 +5,8 @@ in one allocation. So one rule finds attention's pages, those of recurrent state
 and layers side by side in a block.
 
 With tensor parallelism each rank keeps the KV of its own heads. Where a page has heads
-outermost (``LBHNC``), the pages of all ranks one after the other are the page of an engine with
-one rank. A slot's bytes then need not depend on the number of ranks
+outermost (``LBHNC``), the concatenated pages of all ranks are the page of an engine
+with one rank. A slot's bytes then need not depend on the number of ranks
 (:mod:`kvtier.memory.slot_layout`).
 """
 
@@ -33,7 +33,7 @@ __all__ = ["SlotShape", "find_pages", "share_slots"]
 logger = get_logger(__name__)
 
 _WITH_ANOTHER: Final = (-1, 0)
-"""The page of a layer that is part of another layer's."""
+"""Stands for a layer's page that is part of another layer's page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def find_pages(
 def _parts(
     placed: KVCacheTensor, specs: Mapping[str, KVCacheSpec]
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield where each contiguous part of a block begins, and the layers in it.
+    """Yield where each contiguous part of a block begins, and the layers in this part.
 
     Where heads come before layers (``BHLNC``), the pages of all layers are one part.
     """
@@ -162,7 +162,7 @@ def _view(
 
 
 def _page_nbytes(spec: KVCacheSpec) -> int:
-    """Return the bytes of a page without its padding."""
+    """Return how many bytes a page has without its padding."""
     unpadded = getattr(spec, "unpadded_page_size_bytes", None)
     if unpadded is not None:
         return int(unpadded)

@@ -1,8 +1,8 @@
 """Engines that kvtier refuses at start, each with the reason and a remedy.
 
-Some would store wrong KV, some could not use the KV of other requests, and some would wait for
-each other until a timeout. vLLM's prefix caching is off for most of the second kind, but
-vLLM calls connectors all the same.
+Some engines would store wrong KV. Some could not use the KV of other requests; vLLM turns
+prefix caching off for most of them, but still calls connectors. The processes of others would
+wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
     """Refuse engines that kvtier cannot store correctly, before allocating memory.
 
     Raises:
-        UnsupportedError: A parallelism or layout that kvtier does not support.
+        UnsupportedError: kvtier does not support the engine's parallelism or layout.
         ConfigError: The engine was started with another chunk size than the file says, or a
             tier is smaller than a chunk.
     """
@@ -93,7 +93,7 @@ def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa
 
 
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
-    """Refuse layers whose scales vLLM sets to 1 in the first forward pass that it computes.
+    """Refuse layers with scales that the first computed forward pass sets to 1.
 
     Chunks may have been loaded before that pass.
     """
@@ -132,8 +132,8 @@ def _refuse_fault_tolerance(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
 def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
     """Refuse workers whose KV memory may be freed while a store reads it.
 
-    An engine in its own process sleeps once its connector has nothing left to do. One in its
-    caller's process does not wait, and its scheduler cannot wait for workers in other
+    An engine in its own process sleeps once its connector has nothing left to do. An engine in
+    its caller's process does not wait, and its scheduler cannot wait for workers in other
     processes.
     """
     in_process = variable("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"

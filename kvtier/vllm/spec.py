@@ -1,14 +1,14 @@
 """kvtier behind vLLM's ``OffloadingConnector``: ``KVTierOffloadingSpec``.
 
-For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier
-supplies the manager and the worker. They cannot report a failed load, and they store wrong KV
-in some configurations. So this entry point serves models with one KV cache group of full
-attention and without LoRA adapters, and refuses all others with a pointer to
+This entry point is for setups that name an offloading spec. vLLM's own scheduler and worker
+sides call kvtier's manager and worker. vLLM's sides cannot report a failed load, and they store
+wrong KV in some configurations. So this entry point serves models with one KV cache group of
+full attention and without LoRA adapters, and refuses all others with a pointer to
 ``KVTierConnector``.
 
 vLLM's worker side asserts that every job succeeded. Every store is reported as a success; the
 control block records whether it is whole. A failed load is reported as a failure and ends the
-engine: serving those bytes would give a wrong token, and no later message could undo it.
+engine, because a token computed from missing bytes would be wrong and could not be taken back.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     Raises:
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
-        UnsupportedError: This engine is not served here.
+        UnsupportedError: This entry point does not serve such an engine.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -108,7 +108,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @override
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's manager; attaches to the workers' memory, opens the tiers."""
+        """Return the scheduler's manager; the first call opens the tiers."""
         if self._manager is None:
             reaches = [GroupReach(self._engine.chunk_tokens)]
             cache = open_cache(self._engine, self._settings, reaches)
@@ -120,7 +120,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         """Return a worker; the first rank creates the memory, the others attach.
 
         Raises:
-            UnsupportedError: This engine is not served here.
+            UnsupportedError: This entry point does not serve such an engine.
         """
         if self._worker is not None:
             raise UnsupportedError("this process still has the worker of another engine")
@@ -201,7 +201,7 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
 
 
 class _SlotLoadStoreSpec(LoadStoreSpec):
-    """RAM slots of a job's chunks, with the stamps that a store leaves or a load requires."""
+    """RAM slots of a job's chunks, and the generations that a store sets or a load requires."""
 
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         self.slots = list(slots)
@@ -209,7 +209,7 @@ class _SlotLoadStoreSpec(LoadStoreSpec):
 
 
 class _Manager(OffloadingManager):
-    """Answers vLLM's scheduler; no call raises.
+    """The manager that vLLM's scheduler calls; no method raises.
 
     vLLM looks chunks up one by one, so the hits of a request are collected until the step ends.
     """
@@ -223,7 +223,8 @@ class _Manager(OffloadingManager):
         self._deferred: set[str] = set()
         self._started: set[str] = set()
         self._continued: set[str] = set()
-        """Requests with a continued streaming prompt: vLLM confuses their blocks."""
+        """Requests with a continued streaming prompt. They store nothing, because vLLM confuses
+        their blocks."""
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -261,20 +262,20 @@ class _Manager(OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
-        """Pin chunks that were hits in this step and return where they are."""
+        """Pin chunks that were hits in this step and return their slots."""
         plan = self._cache.prepare_load(list(keys), req_context.req_id)
         return _SlotLoadStoreSpec(plan.slots, plan.generations)
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """End a load."""
+        """End a request's oldest load."""
         self._cache.complete_load(req_context.req_id)
 
     @override
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Give new chunks RAM slots; None if there is no room now."""
+        """Allocate RAM slots for new chunks; return None if there are too few slots now."""
         req_id = req_context.req_id
         plan = (
             NOTHING_TO_STORE
@@ -317,7 +318,7 @@ class _Manager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield residency changes, removals before the stores that use their room."""
+        """Yield residency changes; a removal precedes the arrival that takes the freed slot."""
         for event in self._cache.take_events():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],

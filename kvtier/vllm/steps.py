@@ -1,17 +1,18 @@
 """Turns vLLM's ``SchedulerOutput`` into a ``Step`` of the connector's scheduler side.
 
-**Blocks that are given away.** A store must end before others write to its blocks. So a step
-lists all blocks that requests got since the step before: those of scheduled requests, those of
-requests that wait for a load of this or another connector, blocks that are cleared, and blocks
-that are copied into. vLLM has no single list of them.
+**Reused blocks.** A store must end before another request writes to the blocks that the store
+reads. So a step lists all blocks that requests got since the step before: those of scheduled
+requests, those of requests that wait for a load of this or another connector, blocks that are
+cleared, and blocks that are copied into. vLLM has no single list of these blocks.
 
-**Writes before the flush.** Model Runner V2 clears blocks, copies into some, and moves
+**Writes before the flush.** Model Runner V2 clears blocks, copies into others, and moves
 recurrent states from block to block before it calls ``handle_preemptions``. A store that reads
 such a block copies wrong KV, so these blocks are listed apart and their stores fail.
 
-**Boundary states.** If a model keeps recurrent states, vLLM offers the block that holds the
-state at the end of a block, in the step that computes it. With several guessed tokens and async
-scheduling it may have freed that block in the same step. Such a state is dropped.
+**Boundary states.** If a model keeps recurrent states, vLLM offers each state at a block
+boundary, and the block that holds the state, in the step that computes it. With several guessed
+tokens and async scheduling vLLM may have freed that block in the same step. Such a state is
+dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StepReader:
         self._waiting: set[int] = set()
 
     def note_allocation(self, blocks: KVCacheBlocks) -> None:
-        """Record the blocks of a request that starts, or waits for a load, in the next step."""
+        """Record the blocks that a request got; the next :meth:`read` reports them."""
         self._waiting.update(
             block.block_id for block in chain.from_iterable(blocks.blocks) if not block.is_null
         )
@@ -85,7 +86,7 @@ class StepReader:
         )
 
     def _moved_into(self, output: SchedulerOutput) -> Iterator[int]:
-        """Yield the blocks that a step gives requests for their states."""
+        """Yield the blocks that a step allocates for recurrent states."""
         for group, tokens_per_block in self._moving.items():
             for new in output.scheduled_new_reqs:
                 yield from new.block_ids[group][new.num_computed_tokens // tokens_per_block :]
@@ -98,7 +99,7 @@ class StepReader:
         tables: KVCacheManager,
         copies: Any,  # noqa: ANN401 - vLLM's block copies
     ) -> Mapping[str, list[BoundaryState]]:
-        """Return the offered states that are still in a block of their request."""
+        """Return the offered recurrent states that their request's blocks still hold."""
         state = output.kv_connector_block_state
         if state is None or not state.boundary_state_offloads:
             return {}

@@ -12,7 +12,7 @@ release  what it added, and what kvtier does without it
 =======  ================================================================================
 
 Every new release changes three files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
-``[tool.kvtier.vllm]``, the releases that nox runs), this one (``NEWEST``) and
+``[tool.kvtier.vllm]``, the releases that nox runs), ``versions.py`` (``NEWEST``) and
 ``docs/reference/versions.md``. What changed in vLLM decides which others:
 
 ==========================  ============================================================
