@@ -159,7 +159,7 @@ class ConnectorScheduler:
             num_external_tokens: Tokens to load; with 0 nothing is done.
 
         Raises:
-            UnsupportedError: The blocks do not fit what was matched, or the request was not
+            UnsupportedError: The blocks do not fit the matched tokens, or the request was not
                 announced.
         """
         if num_external_tokens == 0:

@@ -16,15 +16,15 @@ from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.tier_harness import make_keys
 from kvtier.tiers.base import TierContext
-from kvtier.types import LayoutFingerprint
+from kvtier.types import Job, LayoutFingerprint, Outcome, Purpose
 from tests.support.memory_tier import MemoryTier
 from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096
 
 
-def open_storage(config: KvtierConfig, region: HostRegion) -> None:
-    storage.open_storage(
+def open_storage(config: KvtierConfig, region: HostRegion) -> storage.Storage:
+    return storage.open_storage(
         config,
         region,
         LayoutFingerprint({}),
@@ -130,3 +130,36 @@ def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
     with pytest.raises(CapacityError, match=r"kvtier-storage cannot be started.*pids\.max"):
         open_storage(config, region)
     assert closed == ["nvme"]
+
+
+def test_a_tier_that_hangs_takes_no_thread_of_another_tier(
+    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers: dict[str, MemoryTier] = {}
+
+    def open_tier(options: TierConfig, context: TierContext) -> MemoryTier:
+        tiers[options.name] = MemoryTier.open(options, context)
+        return tiers[options.name]
+
+    monkeypatch.setattr(storage, "open_tier", open_tier)
+    names = ("hangs", "healthy")
+    text = "".join(
+        f"- {{kind: nvme, name: {name}, path: {tmp_path / name}, capacity: 1MiB}}\n"
+        for name in names
+    )
+    config = parse_config(
+        f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{text}transfer: {{io_threads: 1}}\n",
+        source="test",
+    )
+    opened = open_storage(config, region)
+    disk_answers = tiers["hangs"].medium.stall([0])
+    keys = make_keys(range(1))
+    for number, name in enumerate(names):
+        job = Job(number, Purpose.DEMOTE, "ram", name, keys, [0], [0], timeout_s=30)
+        opened.engine.submit(job)
+    try:
+        assert opened.engine.wait([1], timeout_s=5)
+        assert [result.outcomes for result in opened.engine.poll()] == [(Outcome.DONE,)]
+    finally:
+        disk_answers.set()
+        opened.close(timeout_s=10)
