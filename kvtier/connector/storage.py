@@ -69,7 +69,7 @@ class Storage:
     def close(self, *, timeout_s: float) -> None:
         """Complete the queued jobs and close everything. Idempotent."""
         self.engine.close(timeout_s=timeout_s)
-        self.pool.close(timeout_s=timeout_s)
+        _close_pool(self.pool, timeout_s=timeout_s)
         self.region.close()
         if self.recorder is not None:
             self.recorder.close(timeout_s=timeout_s)
@@ -143,7 +143,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         if recorder is not None:
             recorder.close(timeout_s=transfer.close_timeout_s)
         _close_all(tiers, timeout_s=transfer.close_timeout_s)
-        pool.close(timeout_s=transfer.close_timeout_s)
+        _close_pool(pool, timeout_s=transfer.close_timeout_s)
         raise
     stores = _stores(config, fingerprint)
     return Storage(manager, engine, tiers, pool, region, recorder, observer, recovered, stores)
@@ -182,6 +182,11 @@ def _routes(
         for upper, lower in combinations(tiers, 2):
             routes[upper.name, lower.name] = BetweenTiers(upper, lower, bounce_buffer)
     return routes
+
+
+def _close_pool(pool: IoPool, *, timeout_s: float) -> None:
+    if not pool.close(timeout_s=timeout_s):
+        logger.error("I/O calls did not end in %.0f s", timeout_s)
 
 
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:

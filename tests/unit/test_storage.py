@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,35 @@ def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
         ("ram", fingerprint.namespace(), ""),
         ("nvme", fingerprint.namespace(), f"{tmp_path}/nvme"),
     ]
+
+
+def test_an_io_call_that_does_not_end_is_logged_when_the_storage_closes(
+    region: HostRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n", source="test")
+    opened = storage.open_storage(
+        config,
+        region,
+        LayoutFingerprint({}),
+        tokens_per_chunk=16,
+        groups=[GroupReach(16)],
+        record_events=False,
+    )
+    began, gate = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        began.set()
+        gate.wait(10)
+
+    sticking = threading.Thread(target=lambda: asyncio.run(opened.pool.run(stick, priority=0)))
+    sticking.start()
+    assert began.wait(10)
+    assert opened.engine.close(timeout_s=10)
+    opened.close(timeout_s=0.01)
+    assert "I/O calls did not end in" in caplog.text
+    gate.set()
+    sticking.join(10)
+    assert opened.pool.close(timeout_s=10)
 
 
 def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
