@@ -273,6 +273,29 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
     assert "not one outcome per chunk" in answer.header["error"]["text"]
 
 
+class Cancelled(Brief):
+    """A tier that awaits something that is cancelled."""
+
+    @override
+    async def read(self, *_: object, purpose: Purpose) -> SlotOutcomes:
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+        return await super().read(purpose=purpose)
+
+
+async def test_a_read_that_is_cancelled_inside_the_tier_is_answered_with_an_error() -> None:
+    sent: list[Frame] = []
+    tier = cast("StorageTier", Cancelled([DONE]))
+    server = host._Server(tier, memoryview(bytearray(SLOT)), sent.append)
+    batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
+    server.take(batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)}))
+    await server.drain()
+    (answer,) = sent
+    assert answer.header["call"] == 7
+    assert "CancelledError" in answer.header["error"]["text"]
+
+
 class Held(Brief):
     """One that answers when it is let."""
 
