@@ -145,7 +145,8 @@ class _Server:
         views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
         purpose = Purpose(frame.header["why"])
         moving = move(batch.keys, batch.slots.tolist(), views, purpose=purpose)
-        moved = check_outcomes(await moving, len(batch.keys))
+        mover = f"tier {self._tier.name}"
+        moved = check_outcomes(await moving, len(batch.keys), mover=mover)
         word, codes = encode_outcomes(moved.outcomes)
         return Frame({"outcomes": word, "words": moved.error}, codes)
 

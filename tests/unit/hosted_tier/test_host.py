@@ -250,6 +250,7 @@ async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
 class Brief:
     """A tier of a plugin's that does not say of each chunk what became of it."""
 
+    name = "nvme"
     slot_nbytes = SLOT
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
@@ -270,7 +271,10 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
     server.take(batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)}))
     await server.drain()
     (answer,) = sent
-    assert "not one outcome per chunk" in answer.header["error"]["text"]
+    assert (
+        f"tier nvme returned {len(outcomes)} outcomes for 2 chunks"
+        in answer.header["error"]["text"]
+    )
 
 
 class Cancelled(Brief):
