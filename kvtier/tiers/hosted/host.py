@@ -143,12 +143,12 @@ class _Server:
         batch = Batch.of(frame)
         nbytes = self._tier.slot_nbytes
         views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
-        purpose = Purpose(frame.header["why"])
+        purpose = Purpose(frame.header["purpose"])
         moving = move(batch.keys, batch.slots.tolist(), views, purpose=purpose)
         mover = f"tier {self._tier.name}"
         moved = check_outcomes(await moving, len(batch.keys), mover=mover)
         word, codes = encode_outcomes(moved.outcomes)
-        return Frame({"outcomes": word, "words": moved.error}, codes)
+        return Frame({"outcomes": word, "failure": moved.error}, codes)
 
     async def _reset(self) -> Frame:
         await self._tier.reset()

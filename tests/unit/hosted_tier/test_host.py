@@ -268,7 +268,7 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
     tier = cast("StorageTier", Brief(outcomes))
     server = host._Server(tier, memoryview(bytearray(2 * SLOT)), sent.append)
     batch = Batch(make_keys([1, 2]), np.array([0, 1]), np.array([0, SLOT]))
-    server.take(batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)}))
+    server.take(batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)}))
     await server.drain()
     (answer,) = sent
     assert (
@@ -293,7 +293,7 @@ async def test_a_read_that_is_cancelled_inside_the_tier_is_answered_with_an_erro
     tier = cast("StorageTier", Cancelled([DONE]))
     server = host._Server(tier, memoryview(bytearray(SLOT)), sent.append)
     batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
-    server.take(batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)}))
+    server.take(batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)}))
     await server.drain()
     (answer,) = sent
     assert answer.header["call"] == 7
@@ -321,7 +321,7 @@ async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_clos
 
     async def frames() -> AsyncIterator[Frame]:
         batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
-        yield batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)})
+        yield batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)})
 
     ending = asyncio.create_task(host._until_closed(frames(), server))
     for _ in range(4):
