@@ -142,6 +142,7 @@ async def test_who_is_cancelled_while_a_connection_is_made_costs_no_other_call(
     options: NvmeTierConfig, context: TierContext
 ) -> None:
     tier = await opened(options, context)
+    first = tier.host_pid
     connecting = asyncio.ensure_future(tier.aopen())
     await asyncio.sleep(0)
     while not connecting.done():
@@ -151,4 +152,5 @@ async def test_who_is_cancelled_while_a_connection_is_made_costs_no_other_call(
         await connecting
     await tier.aopen()
     await tier.reset()  # which is answered
+    assert tier.host_pid == first
     await tier.aclose()
