@@ -245,7 +245,7 @@ class TransferConfig(_Section):
     """Limits and deadlines of transfers."""
 
     io_threads: int = Field(default=4, ge=1, le=256)
-    """Threads for blocking I/O calls."""
+    """Threads for blocking I/O calls, for each slower tier."""
     queue_limit_bytes: Size = Field(
         default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
     )
@@ -267,7 +267,7 @@ class TransferConfig(_Section):
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
-    """Longest time for demoting the remaining chunks, and for each later part of closing."""
+    """Longest time for demoting the remaining chunks and closing everything."""
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )

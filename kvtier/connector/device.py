@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtier.connector.deadline import Deadline
 from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
@@ -30,6 +31,8 @@ logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
+_POOL_S: Final = 1.0
+"""Seconds of closing that are for the copying thread, after the transfer engine's."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
@@ -75,7 +78,7 @@ class DeviceEngine:
         rank: This rank.
         share: The rank's part of every slot.
         blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest that each part of :meth:`close` may take.
+        close_timeout_s: Longest that :meth:`close` may take.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
@@ -258,13 +261,14 @@ class DeviceEngine:
     def close(self) -> None:
         """Wait for running copies and release the memory. Idempotent.
 
-        Loads that wait for chunks fail at once. The memory stays if copies do not end in time.
+        Loads that wait for chunks fail at once. The memory is freed only if copies end in time.
         """
         self._begin()
         self._load.wait_no_more()
         timeout_s = self._close_timeout_s
-        self._engine.close(timeout_s=timeout_s)
-        copies_ended = self._pool.close(timeout_s=timeout_s)
+        deadline = Deadline(timeout_s)
+        self._engine.close(timeout_s=deadline.share_s(_POOL_S))
+        copies_ended = self._pool.close(timeout_s=deadline.left_s())
         if not copies_ended:
             logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
             return

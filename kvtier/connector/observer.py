@@ -1,8 +1,8 @@
 """Reports the chunks of each request to the recorder and to the shadow policies.
 
 The manager sees only chunks that the GPU's own cache lacks. The scheduler side knows all chunks
-of a request: those of its prompt when it is first scheduled, and those of its answer at its
-end.
+of a request: the prompt's chunks when the request is first scheduled, and the answer's chunks
+when the request ends.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per ``tokens_per_hash`` known tokens, computed from all tokens so far."""
+        """One hash per ``tokens_per_hash`` known tokens; each also covers all tokens before."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:

@@ -156,7 +156,7 @@ class ConnectorScheduler:
             num_external_tokens: Tokens to load; with 0 nothing is done.
 
         Raises:
-            UnsupportedError: The blocks do not fit what was matched.
+            UnsupportedError: The blocks do not fit the matched tokens.
         """
         if num_external_tokens == 0:
             return

@@ -2,8 +2,8 @@
 
 It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
 request. So the service only passes values: results of the storage engine to the manager at the
-edges of a step, and new jobs back. An unexpected error is logged once, counted, and treated as
-a miss.
+edges of a step, and new jobs back. An unexpected error is counted and treated as a miss, and
+the first of each kind is logged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
+from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import EngineStatistics, collect_statistics
 from kvtier.connector.hints import HintTable, TierNature
 from kvtier.connector.notices import Notices
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 _NOTICES_EVERY_S: Final = 1.0
 _MAX_STEPS_WITH_EVENTS: Final = 8
+_CLOSING_S: Final = 5.0
+"""Seconds of a shutdown that are for closing, after dirty chunks were demoted."""
 
 
 def _or_else(
@@ -83,7 +87,7 @@ class CacheService:
         storage: The engine's tiers; closed with the service.
         tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
         retain_s: Seconds that chunks stay in RAM after a use, unless a request sets a time.
-        close_timeout_s: Longest that each part of :meth:`shutdown` may take.
+        close_timeout_s: Longest that :meth:`shutdown` may take.
 
     Attributes:
         step_scheduled: Records that a step was scheduled; takes its number of prompt tokens.
@@ -124,6 +128,7 @@ class CacheService:
         self._worker_jobs = 0
         """Loads and stores whose end the workers have not reported."""
         self._internal_errors = 0
+        self._logged_errors: set[tuple[str, type[Exception]]] = set()
         self._step_begins = True
         self._steps_with_events = 0
         self._is_disabled = False
@@ -233,7 +238,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Make stored chunks hits if every worker recorded that they are whole."""
+        """Let lookups find stored chunks if every worker recorded that they are whole."""
         self.is_idle = False
         self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._manager.complete_store(keys)
@@ -346,12 +351,15 @@ class CacheService:
         )
 
     def report_error(self, where: str, error: Exception) -> None:
-        """Count an unexpected error, and log the first with its traceback."""
+        """Count an unexpected error; log the first of its type in ``where``."""
         self._internal_errors += 1
-        if self._internal_errors == 1:
+        kind = where, type(error)
+        if kind not in self._logged_errors:
+            self._logged_errors.add(kind)
             logger.error(
-                "%s: unexpected error, answered as a miss; later errors are only counted",
+                "%s: unexpected error, answered as a miss; each later %s is only counted",
                 where,
+                type(error).__name__,
                 exc_info=error,
             )
 
@@ -388,18 +396,23 @@ class CacheService:
         self._jobs.forget_corrupt()
 
     def shutdown(self) -> None:
-        """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
+        """Demote dirty chunks, close the tiers and free the memory. Idempotent.
+
+        It ends within ``close_timeout_s``. The demotions get all but the last seconds.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        try:
-            self._log_notices(time.monotonic())
-            self._jobs.drain(timeout_s=self._close_timeout_s)
-        except Exception:
-            logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
-        if self._observer is not None:
-            self._observer.close()
-        self._storage.close(timeout_s=self._close_timeout_s)
+        deadline = Deadline(self._close_timeout_s)
+        with ExitStack() as stack:  # an error in one part must not keep a store locked
+            stack.callback(lambda: self._storage.close(timeout_s=deadline.left_s()))
+            if self._observer is not None:
+                stack.callback(self._observer.close)
+            try:
+                self._log_notices(time.monotonic())
+                self._jobs.drain(timeout_s=deadline.share_s(_CLOSING_S))
+            except Exception:
+                logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
 
     # -- internals -----------------------------------------------------------------------------
 

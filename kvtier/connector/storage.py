@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import StoreInfo
 from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
@@ -39,6 +41,9 @@ __all__ = ["Storage", "open_storage"]
 
 logger = get_logger(__name__)
 
+_RECORDER_S: Final = 1.0
+"""Seconds of closing that are for the recorder and the threads, if the engine hangs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -48,7 +53,7 @@ class Storage:
         manager: Decides which chunks move.
         engine: Moves chunks between the tiers.
         tiers: The slower tiers, fastest first.
-        pool: Threads of the tiers' blocking calls.
+        pools: Threads for blocking calls, one pool for each of ``tiers``.
         region: The RAM tier.
         recorder: Writes the trace of requests, if there is one.
         observer: Follows requests for the recorder and the shadow policies, if there are any.
@@ -59,7 +64,7 @@ class Storage:
     manager: TieredOffloadingManager
     engine: TransferEngine
     tiers: Sequence[StorageTier]
-    pool: IoPool
+    pools: Sequence[IoPool]
     region: HostRegion
     recorder: Recorder | None
     observer: Observer | None
@@ -67,12 +72,17 @@ class Storage:
     stores: Sequence[StoreInfo] = ()
 
     def close(self, *, timeout_s: float) -> None:
-        """Complete the queued jobs and close everything. Idempotent."""
-        self.engine.close(timeout_s=timeout_s)
-        _close_pool(self.pool, timeout_s=timeout_s)
-        self.region.close()
-        if self.recorder is not None:
-            self.recorder.close(timeout_s=timeout_s)
+        """Complete the queued jobs and close everything within ``timeout_s``. Idempotent.
+
+        A part that raises does not keep the later parts open.
+        """
+        deadline = Deadline(timeout_s)
+        with ExitStack() as stack:  # the last callback runs first
+            stack.callback(self.region.close)
+            stack.callback(_close_pools, self.pools, deadline)
+            if (recorder := self.recorder) is not None:
+                stack.callback(lambda: recorder.close(timeout_s=deadline.left_s()))
+            stack.callback(lambda: self.engine.close(timeout_s=deadline.share_s(_RECORDER_S)))
 
 
 def open_storage(  # noqa: PLR0913 - one keyword for each part
@@ -102,19 +112,11 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         KvtierError: A tier cannot be opened; nothing is left open.
     """
     slot_nbytes = region.geometry.slot_nbytes
-    transfer = config.transfer
-    pool = IoPool(transfer.io_threads, name="kvtier-io")
-    context = TierContext(
-        slot_nbytes=slot_nbytes,
-        fingerprint=fingerprint,
-        pool=pool,
-        piece_nbytes=transfer.piece_bytes,
-        memory=region.shared,
-    )
+    pools: list[IoPool] = []
     tiers: list[StorageTier] = []
     recorder: Recorder | None = None
     try:
-        tiers.extend(open_tier(options, context) for options in config.tiers[1:])
+        tiers.extend(_open_tiers(config, region, fingerprint, pools))
         if any(tier.moves_in_process for tier in tiers):
             region.map_pages()
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
@@ -140,13 +142,43 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         recovered = _recover(manager, tiers, slot_nbytes)
         engine = _start_engine(config, region, tiers)
     except BaseException:
+        deadline = Deadline(config.transfer.close_timeout_s)
         if recorder is not None:
-            recorder.close(timeout_s=transfer.close_timeout_s)
-        _close_all(tiers, timeout_s=transfer.close_timeout_s)
-        _close_pool(pool, timeout_s=transfer.close_timeout_s)
+            recorder.close(timeout_s=deadline.left_s())
+        _close_all(tiers, timeout_s=deadline.left_s())
+        _close_pools(pools, deadline)
         raise
     stores = _stores(config, fingerprint)
-    return Storage(manager, engine, tiers, pool, region, recorder, observer, recovered, stores)
+    return Storage(manager, engine, tiers, pools, region, recorder, observer, recovered, stores)
+
+
+def _open_tiers(
+    config: KvtierConfig,
+    region: HostRegion,
+    fingerprint: LayoutFingerprint,
+    pools: list[IoPool],
+) -> Iterator[StorageTier]:
+    """Open the slower tiers, and append the threads of each to ``pools``.
+
+    Each tier has its own threads, so that a tier that hangs does not stop the others.
+    """
+    for options in config.tiers[1:]:
+        pool = IoPool(config.transfer.io_threads, name=f"kvtier-io-{options.name}")
+        pools.append(pool)
+        context = TierContext(
+            slot_nbytes=region.geometry.slot_nbytes,
+            fingerprint=fingerprint,
+            pool=pool,
+            piece_nbytes=config.transfer.piece_bytes,
+            memory=region.shared,
+        )
+        yield open_tier(options, context)
+
+
+def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
+    for pool in pools:
+        if not pool.close(timeout_s=deadline.left_s()):
+            logger.error("threads %s: their I/O calls did not end in time", pool.name)
 
 
 def _start_engine(
@@ -184,18 +216,13 @@ def _routes(
     return routes
 
 
-def _close_pool(pool: IoPool, *, timeout_s: float) -> None:
-    if not pool.close(timeout_s=timeout_s):
-        logger.error("I/O calls did not end in %.0f s", timeout_s)
-
-
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
     """Close all tiers, in spite of errors, and wait up to ``timeout_s``.
 
     Each tier closes in a thread of its own, because a tier with a hanging disk ignores
     cancellation. The caller must go on, for example to report the error of a start.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     threads = [
         threading.Thread(target=_close, args=(tier,), name=f"close-{tier.name}", daemon=True)
         for tier in tiers
@@ -207,7 +234,7 @@ def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
             _close(tier)
     for tier, thread in zip(tiers, threads, strict=True):
         if thread.ident is not None:
-            thread.join(max(deadline_s - time.monotonic(), 0.0))
+            thread.join(deadline.left_s())
         if thread.is_alive():
             logger.error("tier %s: not closed within %.1f s", tier.name, timeout_s)
 

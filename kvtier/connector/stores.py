@@ -50,7 +50,7 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk; groups come in order."""
+        """Add a chunk; all chunks of a group are added before those of the next group."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))

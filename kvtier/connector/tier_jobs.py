@@ -67,7 +67,10 @@ class TierJobs:
     def forget_corrupt(self) -> None:
         """Make the tiers forget corrupt chunks, so that no restart brings them back."""
         for tier, slot in self._manager.take_corrupt():
-            self._tiers[tier - 1].forget((slot,))
+            try:
+                self._tiers[tier - 1].forget((slot,))
+            except Exception as error:  # noqa: BLE001 - loads wait for the jobs after this
+                self._report_error("forget_corrupt", error)
 
     def update_service(self) -> None:
         """Report to the manager which tiers must not be read for now."""
@@ -90,9 +93,8 @@ class TierJobs:
             done = False
         if not done:
             logger.error(
-                "not every tier was reset for good: nothing old is served by this engine, but "
-                "reset it again, or remove the stores' directories before another engine "
-                "uses them"
+                "A tier was not reset durably. This engine serves no old chunks, but a restart "
+                "may: reset again, or remove the store's directory."
             )
         return done
 

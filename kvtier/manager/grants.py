@@ -284,7 +284,7 @@ class Grants:
         self._enter(request, LookupPhase.QUEUED)
 
     def await_arrival(self, request: RequestState) -> None:
-        """Take ``request`` out of the queue; the request settles once its grants are whole."""
+        """Take ``request`` out of the queue; it settles once its granted chunks arrived."""
         request.wanted.clear()
         self._enter(request, LookupPhase.WAITING)
         if not request.pending:

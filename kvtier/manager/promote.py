@@ -78,7 +78,7 @@ class _Hit(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Additional RAM slots of the pin budget that granting the chunks takes."""
+        """Number of RAM slots of the pin budget that are taken if the chunks are granted."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> _Hit:

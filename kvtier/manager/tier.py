@@ -83,7 +83,7 @@ class TierState:
         return self.slots.free + self.idle
 
     def request_slots(self, slots: int) -> None:
-        """Record that ``slots`` slots were requested in vain, so that victims are demoted."""
+        """Record that ``slots`` free slots were lacking; the next demotion frees them."""
         self.requested_slots = max(self.requested_slots, min(slots, self.slots.capacity))
 
     def list_of(self, copies: Sequence[ChunkCopy]) -> CopyList:
@@ -533,7 +533,7 @@ class _ChildCounts:
         self._count(copy.parent, -1)
 
     def orphan(self, copy: ChunkCopy) -> None:
-        """Remember the child count of ``copy``, which became a miss."""
+        """Keep the child count under the key of ``copy``, which left the tier."""
         if copy.child_count:
             self._count_of_absent(copy.key, copy.child_count)
             copy.child_count = 0

@@ -188,7 +188,7 @@ class TieredOffloadingManager:
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Make stored chunks hits if every worker recorded that their bytes are whole.
+        """Let lookups find stored chunks if every worker recorded that their bytes are whole.
 
         Keys that are not being stored are ignored.
         """
@@ -346,7 +346,7 @@ class TieredOffloadingManager:
         return bool(self._stack.events)
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        """Return, per tier, the seconds from evictions to the next lookup of the chunk.
+        """Return, for each tier, the seconds between a chunk's eviction and its next lookup.
 
         Only gaps since the last call are returned. A large tier is sampled.
         """

@@ -151,12 +151,14 @@ class IoPool:
         KvtierError: ``prepare`` raised in its thread; that error is the cause.
 
     Attributes:
+        name: Prefix of the threads' names.
         threads: Number of threads.
     """
 
     def __init__(
         self, threads: int, *, name: str, prepare: Callable[[], None] | None = None
     ) -> None:
+        self.name = name
         self._prepare = prepare
         self._prepare_error: BaseException | None = None
         self._heap: list[_Call] = []

@@ -246,7 +246,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A tier may drop such a chunk, because the weights may have changed by then."""
+        """A restart may drop a chunk that was stored after a reset: the weights may differ."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()

@@ -103,7 +103,7 @@ def kv_content(
 
     A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
     and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
-    may order the same bytes differently. So every layer is listed with what fixes its bytes.
+    may order the same bytes differently. So each layer is listed with its settings.
     All ranks get the same result; it depends on the number of ranks only if a layer has states.
 
     Args:
@@ -230,7 +230,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the expert kernels if these kernels round the weights differently."""
+    """Return the name of the expert kernels if they round the weights when vLLM loads them."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 

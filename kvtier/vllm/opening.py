@@ -97,7 +97,7 @@ def open_device(
     *,
     content: str,
 ) -> DeviceEngine:
-    """Open what copies between this rank's KV memory and the RAM tier, in a worker.
+    """Open the copy engine between this rank's KV memory and the RAM tier, in a worker.
 
     Args:
         engine: The engine.

@@ -384,7 +384,7 @@ class BytesWorld:
             closers=[disk.aclose for disk in disks],
         )
         pool = SteppedPool(self.stage, 1, name="kvtier-unused")
-        return Storage(self._manager, engine, disks, pool, region, None, None)
+        return Storage(self._manager, engine, disks, [pool], region, None, None)
 
     def _make_worker(self, rank: int) -> ConnectorWorker:
         device = DeviceEngine(

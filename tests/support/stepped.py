@@ -158,6 +158,7 @@ class SteppedCache:
         slot_status: What the workers say: to be stamped and acknowledged by the test.
         engine: The storage jobs.
         tiers: The slower tiers, which hold no bytes.
+        storage: All of these, as the cache has them.
     """
 
     def __init__(
@@ -186,17 +187,17 @@ class SteppedCache:
         nothing = SimpleNamespace(
             close=lambda **_: None, geometry=SimpleNamespace(slot_nbytes=4096)
         )
-        storage = Storage(
+        self.storage = Storage(
             manager=self.bench.manager,
             engine=cast("Any", self.engine),
             tiers=cast("Any", self.tiers),
-            pool=cast("Any", nothing),
+            pools=(),
             region=cast("Any", nothing),
             recorder=None,
             observer=None,
         )
         self.service = CacheService(
-            storage, tokens_per_chunk=tokens_per_chunk, close_timeout_s=1.0
+            self.storage, tokens_per_chunk=tokens_per_chunk, close_timeout_s=1.0
         )
 
     def tick(self) -> None:

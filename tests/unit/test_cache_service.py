@@ -203,7 +203,7 @@ def test_a_reset_that_a_tier_has_not_finished_is_not_called_durable(
     cache = make_cache()
     monkeypatch.setattr(cache.engine, "exclusively_each", lambda *_, **__: is_over)
     assert cache.service.reset_cache() is is_over
-    assert ("reset it again" in caplog.text) is not is_over
+    assert ("reset again" in caplog.text) is not is_over
 
 
 @pytest.mark.parametrize("broken", ["poll", "take_corrupt"])
@@ -260,6 +260,29 @@ def test_events_that_cannot_be_taken_neither_end_the_engine_nor_keep_it_stepping
     assert cache.service.statistics().internal_errors == 16
     assert cache.bench.manager.has_events
     assert not cache.service.has_pending_work()
+
+
+def test_the_first_error_of_each_type_in_each_call_is_logged_and_all_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache()
+    service = cache.service
+    errors = iter([ValueError("first"), ValueError("again"), KeyError("other")])
+
+    def fail(*_: object) -> None:
+        raise next(errors)
+
+    def fail_in_step(**_: object) -> None:
+        raise ValueError("elsewhere")
+
+    monkeypatch.setattr(cache.bench.manager, "lookup", fail)
+    monkeypatch.setattr(cache.bench.manager, "end_step", fail_in_step)
+    for _ in range(3):
+        assert look(cache, 2, "a") == 0
+    service.end_step(started=(), preempted=())
+    logged = [line for line in caplog.text.splitlines() if line.startswith(("Val", "Key"))]
+    assert logged == ["ValueError: first", "KeyError: 'other'", "ValueError: elsewhere"]
+    assert service.statistics().internal_errors == 4
 
 
 def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
@@ -322,6 +345,30 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     results.append(TransferResult(jobs[0].job_id, [Outcome.CORRUPT]))
     step(cache)
     assert done[1:] == [("forget", [0]), ("DEMOTE", [0])]
+
+
+def test_a_tier_that_cannot_forget_a_corrupt_chunk_delays_no_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache(direct_loads=True)
+    service = cache.service
+    hold_in_nvme(cache, 2)
+    submitted: list[Job] = []
+    tried: list[int] = []
+
+    def forget(slots: Sequence[int]) -> None:
+        tried.extend(slots)
+        raise ZeroDivisionError("a bug of a tier")
+
+    monkeypatch.setattr(cache.engine, "submit", lambda *jobs: submitted.extend(jobs))
+    monkeypatch.setattr(cache.bench.manager, "take_corrupt", lambda: [(1, 5), (1, 6)])
+    monkeypatch.setattr(cache.tiers[0], "forget", forget)
+    service.begin_request(Context("a"))
+    assert look(cache, 2, "a") == 2
+    service.prepare_load(prefix(2), "a")
+    assert [job.keys for job in submitted] == [prefix(2)]
+    assert tried == [5, 6]
+    assert service.statistics().internal_errors == 2
 
 
 @pytest.mark.usefixtures("clock")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvtier.connector import deadline
 from kvtier.connector import device as device_module
 from kvtier.connector.device import DeviceEngine
 from kvtier.memory import HostRegion, RegionGeometry
@@ -166,6 +168,25 @@ def test_closing_leaves_the_memory_to_a_copy_that_does_not_end(
     gate.set()
     device.close()
     assert freed.is_set()
+
+
+def test_closing_ends_in_time_although_every_part_hangs(
+    device: DeviceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float] = []
+
+    def hang(*, timeout_s: float) -> bool:
+        waits_s.append(timeout_s)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: sum(waits_s)))
+        patch.setattr(device._engine, "close", hang)
+        patch.setattr(device._pool, "close", hang)
+        device.close()
+    assert len(waits_s) == 2
+    assert min(waits_s) > 0
+    assert sum(waits_s) == pytest.approx(SOON_S)
 
 
 def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(

@@ -17,15 +17,15 @@ from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.tier_harness import make_keys
 from kvtier.tiers.base import TierContext
-from kvtier.types import LayoutFingerprint
+from kvtier.types import Job, LayoutFingerprint, Outcome, Purpose
 from tests.support.memory_tier import MemoryTier
 from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096
 
 
-def open_storage(config: KvtierConfig, region: HostRegion) -> None:
-    storage.open_storage(
+def open_storage(config: KvtierConfig, region: HostRegion) -> storage.Storage:
+    return storage.open_storage(
         config,
         region,
         LayoutFingerprint({}),
@@ -110,32 +110,31 @@ def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
 
 
 def test_an_io_call_that_does_not_end_is_logged_when_the_storage_closes(
-    region: HostRegion, caplog: pytest.LogCaptureFixture
+    region: HostRegion,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n", source="test")
-    opened = storage.open_storage(
-        config,
-        region,
-        LayoutFingerprint({}),
-        tokens_per_chunk=16,
-        groups=[GroupReach(16)],
-        record_events=False,
-    )
+    monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
+    tier = f"- {{kind: nvme, path: {tmp_path / 'nvme'}, capacity: 1MiB}}\n"
+    config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
+    opened = open_storage(config, region)
+    (pool,) = opened.pools
     began, gate = threading.Event(), threading.Event()
 
     def stick() -> None:
         began.set()
         gate.wait(10)
 
-    sticking = threading.Thread(target=lambda: asyncio.run(opened.pool.run(stick, priority=0)))
+    sticking = threading.Thread(target=lambda: asyncio.run(pool.run(stick, priority=0)))
     sticking.start()
     assert began.wait(10)
     assert opened.engine.close(timeout_s=10)
     opened.close(timeout_s=0.01)
-    assert "I/O calls did not end in" in caplog.text
+    assert "threads kvtier-io-nvme: their I/O calls did not end in time" in caplog.text
     gate.set()
     sticking.join(10)
-    assert opened.pool.close(timeout_s=10)
+    assert pool.close(timeout_s=10)
 
 
 def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
@@ -160,3 +159,36 @@ def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
     with pytest.raises(CapacityError, match=r"kvtier-storage cannot be started.*pids\.max"):
         open_storage(config, region)
     assert closed == ["nvme"]
+
+
+def test_a_tier_that_hangs_takes_no_thread_of_another_tier(
+    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers: dict[str, MemoryTier] = {}
+
+    def open_tier(options: TierConfig, context: TierContext) -> MemoryTier:
+        tiers[options.name] = MemoryTier.open(options, context)
+        return tiers[options.name]
+
+    monkeypatch.setattr(storage, "open_tier", open_tier)
+    names = ("hangs", "healthy")
+    text = "".join(
+        f"- {{kind: nvme, name: {name}, path: {tmp_path / name}, capacity: 1MiB}}\n"
+        for name in names
+    )
+    config = parse_config(
+        f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{text}transfer: {{io_threads: 1}}\n",
+        source="test",
+    )
+    opened = open_storage(config, region)
+    disk_answers = tiers["hangs"].medium.stall([0])
+    keys = make_keys(range(1))
+    for number, name in enumerate(names):
+        job = Job(number, Purpose.DEMOTE, "ram", name, keys, [0], [0], timeout_s=30)
+        opened.engine.submit(job)
+    try:
+        assert opened.engine.wait([1], timeout_s=5)
+        assert [result.outcomes for result in opened.engine.poll()] == [(Outcome.DONE,)]
+    finally:
+        disk_answers.set()
+        opened.close(timeout_s=10)

@@ -137,9 +137,9 @@ class Timeline:
         self._edge = edge
 
     def past_reach(self, cohort: Cohort) -> int:
-        """Return how many of the oldest keys of ``cohort`` LRU would have evicted.
+        """Return how many keys of ``cohort``, its oldest, LRU would have evicted.
 
-        Zero unless LRU's reach is in ``cohort``.
+        The number is zero unless the LRU policy's last key is in ``cohort``.
         """
         if cohort is not self.cohorts[self._edge]:
             return 0

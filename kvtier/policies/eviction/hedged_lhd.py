@@ -215,7 +215,10 @@ class HedgedLhd(Eviction):
         cohort.copies += copies
 
     def _begin_new(self, copy: ChunkCopy) -> None:
-        """Begin a batch with the new ``copy``, or add it to a batch of prompts' last chunks."""
+        """Begin a batch with the new ``copy``.
+
+        A prompt's last chunk joins the batch of last chunks if one is open.
+        """
         moves = self._moves
         kind = moves.classify(copy)
         if kind == TAIL and moves.continues_tails(copy):

@@ -132,7 +132,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Return a word and no codes if all outcomes are DONE; else no word and a code for each."""
+    """Return a word and no codes if all outcomes are DONE, else "" and a code for each."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return _ALL_DONE, b""
     return "", bytes([_CODES[outcome] for outcome in outcomes])

@@ -167,7 +167,7 @@ class LazyRecords:
         self.hits.update(slots)
 
     def drop_uses(self, slots: Iterable[int]) -> None:
-        """Drop the uses of ``slots``, because those were uses of the slots' former chunks."""
+        """Drop the unwritten uses of ``slots``, which count for the slots' former chunks."""
         if self.uses:
             for slot in slots:
                 self.uses.pop(slot, None)

@@ -115,7 +115,7 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
 def room_needed(
     nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int
 ) -> tuple[int, int]:
-    """Return how many more bytes of disk a slot file and its index need, as a pair.
+    """Return how many more bytes of disk the slot file needs, and how many its index needs.
 
     Args:
         nbytes: Planned bytes of the slot file.

@@ -1,0 +1,31 @@
+"""One deadline for all parts of a shutdown."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Deadline"]
+
+
+class Deadline:
+    """The end of an operation whose parts share one timeout.
+
+    Args:
+        timeout_s: Seconds from now.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._at_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Return the seconds that are left, never negative."""
+        return max(self._at_s - time.monotonic(), 0.0)
+
+    def share_s(self, reserve_s: float) -> float:
+        """Return the seconds for the next part, so that later parts keep some.
+
+        Args:
+            reserve_s: Seconds for the later parts. They get at most a quarter of what is left.
+        """
+        left_s = self.left_s()
+        return left_s - min(reserve_s, left_s / 4)
