@@ -90,14 +90,14 @@ class Moving(TieredPlacement):
     """Moves a chunk up in place of copying it."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=False)
+        return Promotion.MOVE
 
 
 class Passing(TieredPlacement):
     """Lets what comes up go again once it is loaded."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=True, stay=False)
+        return Promotion.TRANSIENT
 
 
 @dataclass(frozen=True, slots=True)
