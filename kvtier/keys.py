@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 __all__ = [
     "ADAPTER_NBYTES",
@@ -13,6 +14,8 @@ __all__ = [
     "counting_group",
     "group_filter",
     "group_of",
+    "group_part",
+    "hash_part",
     "is_single_group",
     "make_key",
     "short_key",
@@ -23,6 +26,20 @@ ChunkKey = bytes
 """Identifies a chunk's content: equal keys mean equal bytes."""
 
 GROUP_NBYTES = 4
+
+hash_part: Final[Callable[[ChunkKey], bytes]] = operator.itemgetter(slice(-GROUP_NBYTES))
+"""Returns a key without its group: the hash, which chunks of other groups share.
+
+>>> hash_part(make_key(b"abc", 1))
+b'abc'
+"""
+group_part: Final[Callable[[ChunkKey], bytes]] = operator.itemgetter(slice(-GROUP_NBYTES, None))
+"""Returns the bytes of a key that encode its group, faster than :func:`group_of`.
+
+>>> group_part(make_key(b"abc", 1)).hex()
+'00000001'
+"""
+
 ADAPTER_NBYTES = 15
 """Bytes of the LoRA adapter's digest in a key.
 

@@ -43,7 +43,7 @@ from kvtier.connector.requests import OfferQueue, TrackedRequest
 from kvtier.connector.service import CacheService
 from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.errors import KvtierError, UnsupportedError
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, group_filter
 from kvtier.logs import get_logger
 from kvtier.manager import LoadPlan
 from kvtier.manager.hits import Reach
@@ -330,9 +330,9 @@ class ConnectorScheduler:
         """Return per tier index how many tokens of a load came from the tier."""
         counted = self._options.counting_group
         layout = next(each for each in self._layouts if each.index == counted)
-        suffix = counted.to_bytes(4, "big")
+        is_counted = group_filter(counted)
         origins = [
-            tier for key, tier in zip(keys, plan.origins, strict=True) if key.endswith(suffix)
+            tier for key, tier in zip(keys, plan.origins, strict=True) if is_counted(key)
         ]
         sources: dict[int, int] = {}
         left = external_tokens

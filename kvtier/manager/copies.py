@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.keys import ChunkKey, group_part, is_single_group
 from kvtier.policies import ChunkCopy
 
 __all__ = [
@@ -101,7 +101,7 @@ def by_group(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     parts: list[Sequence[ChunkCopy]] = []
     begin = 0
     while begin < len(copies):
-        group = copies[begin].key[-GROUP_NBYTES:]
+        group = group_part(copies[begin].key)
         end = bisect_right(copies, 0, begin, key=lambda copy: not copy.key.endswith(group))
         parts.append(copies[begin:end])
         begin = end
@@ -114,7 +114,7 @@ def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     Args:
         copies: Group by group, each group root to leaf.
     """
-    if not copies or _is_one_group(copies):
+    if not copies or is_single_group((copies[0].key, copies[-1].key)):
         return copies
     return _merge(by_group(copies))
 
@@ -128,7 +128,7 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
     """
     if is_single_group(keys):
         return range(count)
-    groups = Counter(key[-GROUP_NBYTES:] for key in keys)
+    groups = Counter(map(group_part, keys))
     ends = [at / chunks for chunks in groups.values() for at in range(1, chunks + 1)]
     return sorted(sorted(range(len(keys)), key=ends.__getitem__)[:count])
 
@@ -144,7 +144,7 @@ def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     if not copies:
         return []
     first, last = copies[0], copies[-1]
-    if last.depth - first.depth == len(copies) - 1 and _is_one_group(copies):
+    if last.depth - first.depth == len(copies) - 1 and is_single_group((first.key, last.key)):
         return [copies]
     follows = map(operator.eq, map(_key_of, copies), map(_parent_of, copies[1:]))
     cuts = [at for at, is_next in enumerate(follows, 1) if not is_next]
@@ -152,16 +152,12 @@ def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     parts: list[Sequence[ChunkCopy]] = []
     for begin, end in pairwise([0, *cuts, len(copies)]):
         part = copies[begin:end]
-        if parts and part[0].key[-GROUP_NBYTES:] <= parts[-1][0].key[-GROUP_NBYTES:]:
+        if parts and group_part(part[0].key) <= group_part(parts[-1][0].key):
             prompts.append(_merge(parts))
             parts = []
         parts.append(part)
     prompts.append(_merge(parts))
     return prompts
-
-
-def _is_one_group(copies: Sequence[ChunkCopy]) -> bool:
-    return copies[0].key[-GROUP_NBYTES:] == copies[-1].key[-GROUP_NBYTES:]
 
 
 def _merge(parts: Sequence[Sequence[ChunkCopy]]) -> Sequence[ChunkCopy]:

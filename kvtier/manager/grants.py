@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.keys import ChunkKey, group_part, is_single_group
 from kvtier.manager.copies import by_group
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
@@ -137,7 +137,7 @@ class RequestState:
         once.
         """
         last = copies[-1]
-        group = last.key[-GROUP_NBYTES:]
+        group = group_part(last.key)
         depth, again = -1, 0
         if group in self.tails:
             tail, depth = self.tails[group]

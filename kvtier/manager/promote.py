@@ -30,7 +30,7 @@ from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.keys import ChunkKey, group_part, is_single_group
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
 from kvtier.manager.demote import Demoter
@@ -73,8 +73,8 @@ class _Hit(NamedTuple):
     def _chunks_per_group(self) -> Counter[bytes]:
         copies = self.copies
         if copies and is_single_group((copies[0].key, copies[-1].key)):
-            return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
-        return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
+            return Counter({group_part(copies[0].key): len(copies)})
+        return Counter(group_part(copy.key) for copy in copies)
 
     @property
     def cost(self) -> int:

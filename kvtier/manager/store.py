@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, compress, count
 from typing import Final, NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.keys import ChunkKey, group_part, is_single_group
 from kvtier.manager.copies import CopyList, nearest_to_root
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
@@ -251,7 +251,7 @@ def _places(
         offered: All offered chunks, ``new`` included.
         tails: Last earlier chunk of each group, and its depth; updated.
     """
-    group = offered[0][-GROUP_NBYTES:]
+    group = group_part(offered[0])
     if len(new) == len(offered) and is_single_group(new):
         parent, depth = tails.get(group, _NO_TAIL)
         tails[group] = (new[-1], depth + len(new))
@@ -266,7 +266,7 @@ def _places(
         if parent is None or not key.endswith(group):
             if parent is not None:
                 tails[group] = (parent, depth)
-            group = key[-GROUP_NBYTES:]
+            group = group_part(key)
             parent, depth = tail = tails.get(group, _NO_TAIL)
         depth = tail[1] if key == tail[0] else depth + 1
         if key is expected:

@@ -31,7 +31,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from kvtier.keys import GROUP_NBYTES
+from kvtier.keys import hash_part
 from kvtier.policies.base import (
     ChunkCopy,
     Evictable,
@@ -161,9 +161,9 @@ class Lru(Eviction):
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
         """Append ``copies``, leaf to root, to the prompt that the copies continue."""
         # Chunks of different KV cache groups that end at the same token have the same hash.
-        prompts, last = self._prompts, copies[0].key[:-GROUP_NBYTES]
+        prompts, last = self._prompts, hash_part(copies[0].key)
         before = copies[-1].parent
-        prompt = None if before is None else prompts.pop(before[:-GROUP_NBYTES], None)
+        prompt = None if before is None else prompts.pop(hash_part(before), None)
         if last in prompts:
             prompt = self._join(prompt, last, copies)
         elif len(prompts) >= _PROMPTS:
