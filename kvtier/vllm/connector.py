@@ -35,7 +35,8 @@ from kvtier.connector.metrics import Reporter
 from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker
-from kvtier.keys import group_of, strip_adapter
+from kvtier.errors import UnsupportedError
+from kvtier.keys import group_of, hash_part, strip_adapter
 from kvtier.logs import get_logger
 from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
@@ -92,7 +93,10 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return the results of both ranks."""
-        assert isinstance(other, _WorkerMetadata)
+        if not isinstance(other, _WorkerMetadata):
+            raise UnsupportedError(
+                f"vLLM aggregates worker results of kvtier with a {type(other).__name__}"
+            )
         return _WorkerMetadata(self.output.aggregate(other.output))
 
 
@@ -127,7 +131,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = read_settings(self._engine, VllmEntryPoint.CONNECTOR)
         refuse_layout(self._engine, self._settings)
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
+        assert transfer is not None  # or vLLM would not build a connector
         reaches = [group.reach for group in self._groups]
         is_single_group = len(kv_cache_config.kv_cache_groups) == 1
         self._reports_blocks = is_single_group and reaches == [Reach.PREFIX]
@@ -271,7 +275,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             }
             by_group: dict[int, list[Any]] = {}
             for key in event.keys:
-                block_hash = strip_adapter(key)[:-4]
+                block_hash = hash_part(strip_adapter(key))
                 by_group.setdefault(group_of(key), []).append(
                     maybe_convert_block_hash(block_hash)
                 )
@@ -348,8 +352,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Keep the scheduler side's jobs of this step."""
-        assert isinstance(connector_metadata, _Metadata)
-        self._bound = connector_metadata
+        self._bound = _own_metadata(connector_metadata)
 
     @override
     def clear_connector_metadata(self) -> None:
@@ -364,9 +367,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the stores of the last step, and flush stores with reused blocks."""
-        assert isinstance(kv_connector_metadata, _Metadata)
         if self._worker is not None:
-            self._worker.handle_preemptions(kv_connector_metadata.jobs)
+            self._worker.handle_preemptions(_own_metadata(kv_connector_metadata).jobs)
 
     @override
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -452,6 +454,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics:
         """Declare kvtier's metrics."""
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _own_metadata(metadata: KVConnectorMetadata) -> _Metadata:
+    """Return the metadata of a step, which the scheduler side built.
+
+    Raises:
+        UnsupportedError: Another connector built it.
+    """
+    if not isinstance(metadata, _Metadata):
+        raise UnsupportedError(
+            f"vLLM gives kvtier's worker a {type(metadata).__name__}, which kvtier's scheduler "
+            "side did not build"
+        )
+    return metadata
 
 
 def _scheduler_options(

@@ -417,7 +417,11 @@ class _Worker(OffloadingWorker):
     def _submit(
         self, job_id: int, purpose: Purpose, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> None:
-        assert isinstance(chunks, _SlotLoadStoreSpec)
+        if not isinstance(chunks, _SlotLoadStoreSpec):
+            raise UnsupportedError(
+                f"vLLM gives kvtier's worker a {type(chunks).__name__}, which kvtier's manager "
+                "did not build"
+            )
         try:
             plan: BlockCopyPlan = self._device.plan(
                 blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -196,6 +199,16 @@ def test_jobs_are_acknowledged_even_if_results_are_fetched_twice_in_a_step(
     for request in world.requests.values():
         assert_right(world, request)
     assert world.seen["loads that failed"] > 0
+
+
+def test_metadata_of_another_connector_is_refused(make_world: MakeWorld) -> None:
+    class Foreign(KVConnectorMetadata):
+        pass
+
+    worker = make_world().worker
+    for take in (worker.bind_connector_metadata, worker.handle_preemptions):
+        with pytest.raises(UnsupportedError, match="a Foreign, which kvtier"):
+            take(Foreign())
 
 
 # -- what is stored ----------------------------------------------------------------------------
