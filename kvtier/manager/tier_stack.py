@@ -78,8 +78,9 @@ class ManagerLimits:
 class SlotStatus(Protocol):
     """The workers' reports about RAM slots, read from shared memory.
 
-    vLLM's offloading contract has no way to report a failed job. So the workers acknowledge
-    every job, and write its outcome into memory that they share with the scheduler.
+    An acknowledgement says that a job ended in every rank, not which of its chunks are whole.
+    The workers write that per slot into memory that they share with the scheduler. Both entry
+    points into vLLM use it.
     """
 
     def issue(self, slots: Sequence[int]) -> None:

@@ -1,7 +1,9 @@
 """The control block: the status of each slot, written by workers and read by the scheduler.
 
-vLLM's connector contract does not say which chunks a worker stored or loaded. So a worker
-writes each slot's status here, in memory that both sides map, *before* it acknowledges a job:
+An acknowledgement names a job, and ``WorkerOutput.failed_loads`` names the loads that failed.
+Neither tells which slots are whole in every rank, which slots a worker may still touch after a
+reset, or when a promoted chunk has arrived. So a worker writes each slot's status here, in
+memory that both sides map, *before* it acknowledges a job:
 
 ``generation[rank, slot]``
     Stamp of the write that filled this rank's part of the slot. Every write to a slot has a new
