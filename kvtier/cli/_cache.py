@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
+from kvtier.tiers.slab.explain import explained, missing_store
 from kvtier.tiers.slab.inspect import (
     Entry,
     IndexReader,
@@ -32,12 +32,6 @@ from kvtier.tiers.slab.inspect import (
 )
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.removals import Removal, RemovalReason, find_marks
-from kvtier.tiers.slab.schema import (
-    IndexDamagedError,
-    IndexMissingError,
-    IndexVersionError,
-    is_full,
-)
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import parse_duration
 
@@ -59,10 +53,6 @@ _STOP_FIRST = "stop that engine first"
 _STOP_OR_RESET = (
     f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
     "a server with VLLM_SERVER_DEV_MODE=1 by POST /reset_prefix_cache?reset_external=true"
-)
-_MAKE_ROOM = (
-    "make room on that disk, and where SQLite puts temporary files: the directory that "
-    "SQLITE_TMPDIR or TMPDIR names, or /var/tmp"
 )
 
 
@@ -142,7 +132,7 @@ def ls(
     order = cast("Order", choice("--sort", sort, _ORDERS))
     listings = []
     for space in find_namespaces(directory, namespace):
-        with _explained(space), IndexReader(space) as reader:
+        with explained(space), IndexReader(space) as reader:
             entries = reader.entries(order, min(limit, _MOST_ROWS) or -1)
             chunks, reset_at = reader.totals().chunks, reader.reset_at()
             listings.append(render.Listing(space, entries, chunks, reset_at))
@@ -173,7 +163,7 @@ def verify(
         for space in spaces:
             task = progress.add_task(space.name, total=_slots(space))
             advance = functools.partial(progress.advance, task)
-            with _explained(space), IndexReader(space) as reader:
+            with explained(space), IndexReader(space) as reader:
                 found = verify_namespace(space, reader, on_progress=advance)
                 checks.append(render.Check(space, found, reader.reset_at()))
     if as_json:
@@ -261,7 +251,7 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
     done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
     with _held(spaces, _STOP_FIRST), show_bars() as progress:
         for space in spaces:
-            with _explained(space), pulse(progress, f"compacting {space.name}") as sign:
+            with explained(space), pulse(progress, f"compacting {space.name}") as sign:
                 with IndexReader(space) as reader:
                     reader.totals()  # fails if the index is missing or damaged
                 done.append((space, maintain.compact_index(space, sign)))
@@ -274,7 +264,7 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
 def _report(space: StoredNamespace) -> render.Report:
     report = render.Report(space, slots=_slots(space))
     try:
-        with _explained(space):
+        with explained(space):
             report.holder = holder_of(space.directory)
             report.disk_nbytes = _disk_nbytes(space.directory)
             report.index_nbytes = index_nbytes(space)
@@ -294,19 +284,15 @@ def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
     if not lost:
         return ""
     if not path.exists():
-        return _missing(path)
+        return missing_store(path)
     return (
         f"{path} ends before {lost:,} of the chunks; an engine would start without them; "
         "if this is a copy, make it again"
     )
 
 
-def _missing(path: object) -> str:
-    return f"{path} is missing; an engine would start with an empty cache"
-
-
 def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanation:
-    with _explained(space), IndexReader(space) as reader:
+    with explained(space), IndexReader(space) as reader:
         entry = _one_entry(pattern, reader)
         answer = render.Explanation(space, entry)
         if entry is not None:
@@ -377,7 +363,7 @@ def _choose(
                 missing.pop(text, None)
 
         for space in spaces:
-            with _explained(space), IndexReader(space) as reader:
+            with explained(space), IndexReader(space) as reader:
                 chosen.append((space, selection.find(reader, note)))
     for text in missing:
         raise ConfigError(f"{text} is not there; nothing was removed")
@@ -388,7 +374,7 @@ def _remove(chosen: Sequence[tuple[StoredNamespace, Sequence[Entry]]]) -> None:
     with show_bars() as progress:
         for space, entries in chosen:
             if entries:
-                with _explained(space), pulse(progress, f"removing {space.name}") as sign:
+                with explained(space), pulse(progress, f"removing {space.name}") as sign:
                     maintain.drop_chunks(space, entries, sign)
 
 
@@ -396,38 +382,9 @@ def _remove(chosen: Sequence[tuple[StoredNamespace, Sequence[Entry]]]) -> None:
 def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for space in spaces:
-            with _explained(space):
+            with explained(space):
                 stack.enter_context(maintain.hold(space, remedy))
         yield
-
-
-@contextlib.contextmanager
-def _explained(space: StoredNamespace) -> Iterator[None]:
-    """Convert errors of a store into a ConfigError that names the place and a remedy."""
-    try:
-        yield
-    except IndexMissingError as error:
-        raise ConfigError(_missing(space.index_path)) from error
-    except IndexVersionError as error:
-        raise ConfigError(
-            f"{space.index_path}: {error}; use the kvtier that wrote it, or start an engine "
-            "with on_mismatch: remove, which starts with an empty cache"
-        ) from error
-    except IndexDamagedError as error:
-        raise ConfigError(
-            f"{space.index_path} cannot be used: {error}; an engine would set it aside and "
-            "start with an empty cache"
-        ) from error
-    except sqlite3.Error as error:
-        remedy = _MAKE_ROOM if is_full(error) else "check the disk, and try again"
-        raise ConfigError(f"{space.index_path}: {error}; {remedy}") from error
-    except FileNotFoundError as error:
-        raise ConfigError(_missing(error.filename or space.directory)) from error
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or space.directory}: {error.strerror}; run this as the user that "
-            "runs the engine, and check the disk"
-        ) from error
 
 
 def _slots(space: StoredNamespace) -> int:

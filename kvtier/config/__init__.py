@@ -12,7 +12,7 @@ from kvtier.config._engine import (
     resolve_rank_paths,
     vllm_transfer_config,
 )
-from kvtier.config._environment import Environment, child_environment, environment
+from kvtier.config._environment import child_environment, variable, variables
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
 from kvtier.config._kinds import (
     is_built_in,
@@ -42,7 +42,6 @@ __all__ = [
     "RANK_PLACEHOLDER",
     "Duration",
     "EngineConfig",
-    "Environment",
     "FilePath",
     "Fraction",
     "IdentityConfig",
@@ -60,7 +59,6 @@ __all__ = [
     "VllmEntryPoint",
     "check_chunk_fits",
     "child_environment",
-    "environment",
     "has_rank_paths",
     "is_built_in",
     "load_config",
@@ -72,5 +70,7 @@ __all__ = [
     "resolve_rank_paths",
     "schema",
     "slot_nbytes",
+    "variable",
+    "variables",
     "vllm_transfer_config",
 ]

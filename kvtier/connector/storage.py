@@ -177,7 +177,8 @@ def _open_tiers(
 
 def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
     for pool in pools:
-        pool.close(timeout_s=deadline.left_s())
+        if not pool.close(timeout_s=deadline.left_s()):
+            logger.error("threads %s: their I/O calls did not end in time", pool.name)
 
 
 def _start_engine(

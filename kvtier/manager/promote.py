@@ -37,7 +37,7 @@ from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import JobRecord, TierStack, first_resident
-from kvtier.policies import ChunkCopy, CopyState
+from kvtier.policies import ChunkCopy, CopyState, Promotion
 from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Promoter"]
@@ -376,12 +376,12 @@ class Promoter:
         moved: set[ChunkCopy] = set()
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
         first = ways[0]
-        if first.keep_source and first.stay and ways.count(first) == len(ways):
+        if first is Promotion.COPY and ways.count(first) == len(ways):
             return moved
         for source, copy, way in zip(sources, copies, ways, strict=True):
-            if not way.keep_source:
+            if way is Promotion.MOVE:
                 moved.add(source)
-            elif not way.stay:
+            elif way is Promotion.TRANSIENT:
                 self._ram.make_transient(copy)
         return moved
 

@@ -12,6 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar, Final, Literal
 
 from kvtier.errors import KvtierError
@@ -340,18 +341,15 @@ class Eviction(ABC):
             self.on_hit(copy, ctx)
 
 
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """How a chunk in a slower tier is promoted.
+class Promotion(Enum):
+    """How a chunk in a slower tier is promoted to RAM."""
 
-    Attributes:
-        keep_source: Whether the slower tier keeps its copy. If false, ``stay`` has no effect:
-            the copy in RAM stays.
-        stay: Whether the copy in RAM stays after the waiting request has loaded it.
-    """
-
-    keep_source: bool = True
-    stay: bool = True
+    COPY = "copy"
+    """Both tiers keep the chunk."""
+    MOVE = "move"
+    """The slower tier drops its copy once the chunk is in RAM."""
+    TRANSIENT = "transient"
+    """RAM drops its copy once the waiting request has loaded it."""
 
 
 class Placement(ABC):

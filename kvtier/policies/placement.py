@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Literal
 
 from typing_extensions import override
 
@@ -11,9 +11,6 @@ from kvtier.policies.admission import Admission
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 
 __all__ = ["ConditionalPlacement", "TieredPlacement"]
-
-_COPY: Final = Promotion()
-_MOVE: Final = Promotion(keep_source=False)
 
 
 class TieredPlacement(Placement):
@@ -47,7 +44,7 @@ class TieredPlacement(Placement):
         self._slower = tuple(range(1, tiers)) if through else ()
         self._last = 0 if through else tiers - 1
         self._write_after = write_after
-        self._moves = promote == "move"
+        self._promotion = Promotion(promote)
         # A derived class may decide any of these chunk by chunk.
         self._places_alike = write_after == 1 and self._has_own("place")
         self._promotes_alike = self._has_own("promote")
@@ -72,7 +69,7 @@ class TieredPlacement(Placement):
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return _MOVE if self._moves else _COPY
+        return self._promotion
 
     @override
     def promote_many(
@@ -80,7 +77,7 @@ class TieredPlacement(Placement):
     ) -> Sequence[Promotion]:
         if not self._promotes_alike:
             return super().promote_many(copies, source, ctx)
-        return [_MOVE if self._moves else _COPY] * len(copies)
+        return [self._promotion] * len(copies)
 
     @override
     def demotion_targets(self, source: int) -> Sequence[int]:

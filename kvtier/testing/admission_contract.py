@@ -1,4 +1,4 @@
-"""The contract of admission policies, as a suite to inherit.
+"""The contracts of admission policies, as suites to inherit.
 
 ::
 
@@ -10,7 +10,9 @@
 # ruff: noqa: D102 - the name of a test says what it shows
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
+from bisect import bisect_left
 from typing import ClassVar, Final
 
 from typing_extensions import override
@@ -21,13 +23,15 @@ from kvtier.testing.decision_contract import (
     TIERS,
     DecisionContract,
     Query,
+    make_copies,
     make_queries,
     sample_queries,
 )
 
-__all__ = ["AdmissionContract"]
+__all__ = ["AdmissionContract", "BudgetContract"]
 
 _CAPACITY: Final = 48
+_DAY_S: Final = 86_400.0
 _SMALL, _LARGE = 40, 640
 """Capacities of the two caches to compare, in chunks."""
 
@@ -98,3 +102,42 @@ class AdmissionContract(DecisionContract[Admission, bool]):
             self.answers(admission, query, ctx)
         asked = make_queries(300, tiers=TIERS, chunks=chunks, seed=5)
         return self.steps_per_chunk(admission, ctx, asked)
+
+
+class BudgetContract(AdmissionContract):
+    """Tests that every policy with a daily bound on writes must pass.
+
+    Inherit as ``TestX``, implement :meth:`make_admission` and set ``chunks_per_day``.
+
+    Attributes:
+        chunks_per_day: Most chunks that the policy admits to one tier within 24 hours.
+    """
+
+    chunks_per_day: ClassVar[int]
+
+    def test_no_day_exceeds_the_budget_whenever_it_begins(self) -> None:
+        for quiet_s in (0.0, 0.8 * _DAY_S, 10 * _DAY_S):
+            for tier, admitted in self._admitted(quiet_s).items():
+                days = [
+                    bisect_left(admitted, begin + _DAY_S) - at
+                    for at, begin in enumerate(admitted)
+                ]
+                assert admitted, f"tier {tier}, {quiet_s=}: nothing is ever admitted"
+                assert max(days) <= self.chunks_per_day, f"tier {tier}, {quiet_s=}"
+
+    def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
+        """Return when each tier admitted chunks, under more requests than the budget allows.
+
+        Args:
+            quiet_s: Length of a pause after half of the requests.
+        """
+        admission, ctx = self.make_admission(capacity=64), PolicyContext()
+        admitted: dict[int, list[float]] = {1: [], 2: []}
+        copies = make_copies(range(40), random.Random(9), generation=1)
+        rounds = round(3 * _DAY_S / 1000)
+        for number in range(rounds):
+            ctx.now = number * 1000 + (quiet_s if number > rounds // 2 else 0.0)
+            for tier, times in admitted.items():
+                answers = admission.admits_many(copies, tier, ctx)
+                times.extend(ctx.now for answer in answers if answer)
+        return admitted

@@ -101,7 +101,6 @@ class PlacementContract(DecisionContract[Placement, object]):
             copies, tier = query.copies, query.tier
             ways = placement.promote_many(copies, tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
-            assert all(type(way.stay) is type(way.keep_source) is bool for way in ways)
             answers = placement.admit_many(copies, tier, ctx)
             assert all(isinstance(answer, bool) for answer in answers)
 

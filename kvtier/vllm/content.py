@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
 
-from kvtier.config import environment
+from kvtier.config import variables
 from kvtier.errors import UnsupportedError
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.refusals import refuse_worker
@@ -84,6 +84,18 @@ _FITS_MEDIA: Final = frozenset(
 
 _ROUNDS_AGAIN: Final = frozenset({"flashinfer_moe_ep_cutedsl"})
 """Expert kernels that round the weights differently when vLLM loads the weights."""
+
+_VARIABLES: Final = re.compile(
+    r"VLLM_(\w+_QUANT_CONFIG|MARLIN_INPUT_DTYPE|CPU_INT4_W4A8|B12X_MOE_FP4_FORCE_A16"
+    r"|ROCM_USE_AITER_MOE_(SITUV2|A4W4_DSV4)|ROCM_QUICK_REDUCE_QUANTIZATION"
+    r"|ROCM_USE_AITER_FP[48]BMM|FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"
+    r"|ROCM_SHUFFLE_KV_CACHE_LAYOUT|MOE_ROUTING_SIMULATION_STRATEGY"
+    r"|VIDEO_LOADER_BACKEND|MEDIA_CONNECTOR)"
+)
+"""Variables that change quantization, the byte order of a block, or the frames of a video.
+
+They change neither the model's configuration nor vLLM's hashes of tokens and media.
+"""
 
 _SOURCES: Final = ("_dir", "_path", "_uri")
 """Endings of loader options that say where weights are; the others only change speed."""
@@ -218,7 +230,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
         "quantization": [
             model.quantization,
             model.quantization_config,
-            *environment().kv,
+            *variables(_VARIABLES),
             *_rounding(config),
         ],
         "weights": _weights(model, config.load_config),

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.config import KvtierConfig, environment
+from kvtier.config import KvtierConfig, variable
 from kvtier.types import LayoutFingerprint
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
         "model_revision": identity.model_revision or "",
         "weights_epoch": identity.weights_epoch,
         "blocks_per_chunk": config.engine.blocks_per_chunk,
-        "hash_seed": environment().python_hash_seed or "",
+        "hash_seed": variable("PYTHONHASHSEED") or "",
     }
     if model is not None:
         files = model_files(Path(model))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.config import KvtierConfig, check_chunk_fits, environment
+from kvtier.config import KvtierConfig, check_chunk_fits, variable
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.vllm.engine import EngineFacts
@@ -84,7 +84,7 @@ def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa
         "the KV of another prompt, also after a restart; use sha256 or sha256_cbor",
         algorithm,
     )
-    if environment().python_hash_seed is None:
+    if variable("PYTHONHASHSEED") is None:
         logger.warning(
             "vLLM seeds %s block hashes at random, so nothing stored is found after a "
             "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
@@ -136,7 +136,8 @@ def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vL
     its caller's process does not wait, and its scheduler cannot wait for workers in other
     processes.
     """
-    if model.enable_sleep_mode and engine.world_size > 1 and environment().vllm_in_process:
+    in_process = variable("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    if model.enable_sleep_mode and engine.world_size > 1 and in_process:
         raise UnsupportedError(
             "with --enable-sleep-mode, several workers and VLLM_ENABLE_V1_MULTIPROCESSING=0 "
             "vLLM frees the KV cache while kvtier may still copy chunks from it, which ends "

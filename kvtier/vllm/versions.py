@@ -24,7 +24,7 @@ connector statistics        ``metrics.py``
 kinds of KV cache           ``kinds.py``
 layout of the KV memory     ``pages.py``
 ``VllmConfig``: sizes       ``engine.py``
-settings that change KV     ``content.py``
+settings, variables for KV  ``content.py``
 features to refuse          ``refusals.py``
 ``LoRARequest``             ``adapters.py``
 ``OffloadingSpec``          ``spec.py``

@@ -14,14 +14,13 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import Admission, ChunkCopy, PolicyContext
-from kvtier.testing.admission_contract import AdmissionContract
+from kvtier.testing.admission_contract import AdmissionContract, BudgetContract
 from tests.contract.contract_tests import (
     LIKE_SINGLE_CALLS,
     PURE,
     READS_ONLY,
     SAME_ANSWERS,
 )
-from tests.contract.test_placements import BudgetContract
 
 DAY_S = 86_400.0
 

@@ -31,7 +31,7 @@ class Plain(Placement):
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(stay=copy.hits > 0)
+        return Promotion.COPY if copy.hits > 0 else Promotion.TRANSIENT
 
     @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
@@ -169,13 +169,13 @@ class DrawsNumbers(Plain):
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(stay=self._rng.randrange(2) == 0)
+        return self._rng.choice([Promotion.COPY, Promotion.TRANSIENT])
 
 
 class ReadsTheClock(Plain):
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(stay=time.monotonic() > 0)
+        return Promotion.COPY if time.monotonic() > 0 else Promotion.TRANSIENT
 
 
 class LooksAtTheDisk(Plain):

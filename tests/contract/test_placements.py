@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import pytest
 
@@ -14,18 +12,15 @@ from kvtier.policies import (
     Admission,
     ConditionalPlacement,
     Placement,
-    PolicyContext,
     TieredPlacement,
     build_admission,
 )
 from kvtier.policies.admission import SecondTouch, WriteBudget
 from kvtier.policies.registry import ADMISSIONS
-from kvtier.testing.admission_contract import AdmissionContract
-from kvtier.testing.decision_contract import make_copies
+from kvtier.testing.admission_contract import AdmissionContract, BudgetContract
 from kvtier.testing.placement_contract import PlacementContract
 from tests.support.workbench import RarelyPromoting, Workbench, prefix
 
-DAY_S = 86_400.0
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "through": TieredPlacement,
     "at the second use": lambda tiers: TieredPlacement(tiers, write_after=2),
@@ -61,43 +56,6 @@ class TestBuiltIn(AdmissionContract):
 
     def make_admission(self, *, capacity: int) -> Admission:
         return build_admission(self._name, capacity=capacity)
-
-
-class BudgetContract(AdmissionContract):
-    """The contract of a policy that bounds what is written in a day.
-
-    Attributes:
-        chunks_per_day: Most chunks that the policy admits to one tier within 24 hours.
-    """
-
-    chunks_per_day: ClassVar[int]
-
-    def test_no_day_exceeds_the_budget_whenever_it_begins(self) -> None:
-        for quiet_s in (0.0, 0.8 * DAY_S, 10 * DAY_S):
-            for tier, admitted in self._admitted(quiet_s).items():
-                days = [
-                    bisect_left(admitted, begin + DAY_S) - at
-                    for at, begin in enumerate(admitted)
-                ]
-                assert admitted, f"tier {tier}, {quiet_s=}: nothing is ever admitted"
-                assert max(days) <= self.chunks_per_day, f"tier {tier}, {quiet_s=}"
-
-    def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
-        """Return when each tier admitted chunks, under more requests than the budget allows.
-
-        Args:
-            quiet_s: Length of a pause after half of the requests.
-        """
-        admission, ctx = self.make_admission(capacity=64), PolicyContext()
-        admitted: dict[int, list[float]] = {1: [], 2: []}
-        copies = make_copies(range(40), random.Random(9), generation=1)
-        rounds = round(3 * DAY_S / 1000)
-        for number in range(rounds):
-            ctx.now = number * 1000 + (quiet_s if number > rounds // 2 else 0.0)
-            for tier, times in admitted.items():
-                answers = admission.admits_many(copies, tier, ctx)
-                times.extend(ctx.now for answer in answers if answer)
-        return admitted
 
 
 class TestWriteBudget(BudgetContract):

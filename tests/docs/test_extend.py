@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import parse_config
-from kvtier.policies import ChunkCopy, CopyState, PolicyContext
+from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.traces import generate
 from kvtier.testing.admission_contract import AdmissionContract
@@ -52,10 +52,10 @@ def test_the_placement_on_the_page_writes_heads_first_and_the_rest_if_it_was_use
     assert [*placement.place(head, ctx)] == [1, 2]
     assert [*placement.place(tail, ctx)] == []
     assert placement.demote(tail, 0, ctx) is None
-    assert not placement.promote(tail, 1, ctx).stay
+    assert placement.promote(tail, 1, ctx) is Promotion.TRANSIENT
     tail.hits = 1
     assert [placement.demote(tail, source, ctx) for source in range(3)] == [1, 2, None]
-    assert placement.promote(tail, 1, ctx).stay
+    assert placement.promote(tail, 1, ctx) is Promotion.COPY
 
 
 def test_the_admission_on_the_page_lets_a_chunk_in_the_third_time() -> None:

@@ -90,14 +90,14 @@ class Moving(TieredPlacement):
     """Moves a chunk up in place of copying it."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=False)
+        return Promotion.MOVE
 
 
 class Passing(TieredPlacement):
     """Lets what comes up go again once it is loaded."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=True, stay=False)
+        return Promotion.TRANSIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +395,7 @@ class BytesWorld:
             blocks_per_chunk=self._options.blocks_per_chunk,
             close_timeout_s=PATIENCE_S,
         )
-        return ConnectorWorker(device)
+        return ConnectorWorker(device, ram_name="ram")
 
     # -- steps of the engine; others get on where these yield ----------------------------------
 

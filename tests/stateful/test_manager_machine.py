@@ -48,7 +48,7 @@ class MovingLadder(RarelyPromoting):
     """Moves a chunk up instead of copying it."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=False)
+        return Promotion.MOVE
 
 
 @dataclass(eq=False)

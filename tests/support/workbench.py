@@ -60,8 +60,8 @@ class RarelyPromoting(TieredPlacement):
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         way = super().promote(copy, source, ctx)
-        stays = not way.keep_source or not (copy.hits + 1) % self._promote_after
-        return way if stays else Promotion(stay=False)
+        stays = way is Promotion.MOVE or not (copy.hits + 1) % self._promote_after
+        return way if stays else Promotion.TRANSIENT
 
 
 class Workbench:

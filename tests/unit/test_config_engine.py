@@ -13,11 +13,12 @@ from kvtier.config import (
     RamTierConfig,
     VllmEntryPoint,
     check_chunk_fits,
-    environment,
     has_rank_paths,
     parse_config,
     resolve_load_path,
     resolve_rank_paths,
+    variable,
+    variables,
     vllm_transfer_config,
 )
 from kvtier.errors import ConfigError
@@ -132,9 +133,18 @@ def _hashes_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert environment().python_hash_seed == "0"
+    assert variable("PYTHONHASHSEED") == "0"
     monkeypatch.delenv("PYTHONHASHSEED")
-    assert environment().python_hash_seed is None
+    assert variable("PYTHONHASHSEED") is None
+
+
+def test_variables_are_found_by_their_whole_names_and_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("KVTIER_TEST_B", "KVTIER_TEST_A", "KVTIER_TEST_AND_MORE", "A_KVTIER_TEST_A"):
+        monkeypatch.setenv(name, "1")
+    found = variables(re.compile("KVTIER_TEST_[AB]"))
+    assert found == [("KVTIER_TEST_A", "1"), ("KVTIER_TEST_B", "1")]
 
 
 def test_a_tier_needs_room_for_one_whole_slot(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class Exclusive(TieredPlacement):
     """A chunk is in one tier at a time."""
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=False)
+        return Promotion.MOVE
 
 
 @given(

@@ -143,7 +143,7 @@ class Everywhere(Placement):
         return range(1, self.tiers)
 
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion()
+        return Promotion.COPY
 
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         return source + 1 if source + 1 < self.tiers else None

@@ -7,6 +7,8 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Final
 
+from kvtier.errors import KvtierError
+
 __all__ = [
     "RESET_METADATA",
     "IndexDamagedError",
@@ -75,7 +77,7 @@ _MACHINE_ERRORS: Final = frozenset(
 """Errors of the machine, which say nothing about the file."""
 
 
-class IndexDamagedError(Exception):
+class IndexDamagedError(KvtierError):
     """The file is not a usable index."""
 
 
