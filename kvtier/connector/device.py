@@ -7,6 +7,7 @@ jobs arrive and in how failures are reported.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -82,6 +83,7 @@ class DeviceEngine:
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
+        KvtierError: A thread does not start. After any error the region is still open.
     """
 
     def __init__(
@@ -99,14 +101,32 @@ class DeviceEngine:
             region.map_pages()
         self._blocks_per_chunk = blocks_per_chunk
         self._close_timeout_s = close_timeout_s
-        self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
-        # One thread: copies share a link, and a block stored and loaded again keeps its order.
-        self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=use_one_torch_thread)
-        control = region.control
+        self._chunk_nbytes = region.geometry.stripe_nbytes * len(share.stripes)
+        self._rank = rank
+        self._control = region.control
+        with ExitStack() as opened:
+            self._copier = BlockCopier(
+                kv, region, share=share, blocks_per_chunk=blocks_per_chunk
+            )
+            opened.callback(self._copier.close)
+            # One thread: copies share a link, and a block stored and loaded again keeps its
+            # order.
+            self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=use_one_torch_thread)
+            opened.callback(self._pool.close, timeout_s=close_timeout_s)
+            self._engine = self._open_engine()
+            opened.pop_all()
+        self._held: list[StoreRequest] = []
+        self._stores: dict[JobId, list[StoreRequest]] = {}
+        self._carriers: dict[JobId, JobId] = {}
+        self._retracted: set[JobId] = set()
+        self._ended: list[DeviceResult] = []
+
+    def _open_engine(self) -> TransferEngine:
+        """Return the engine that runs the copies."""
+        rank, control = self._rank, self._control
         self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
         self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pool)
-        self._chunk_nbytes = region.geometry.stripe_nbytes * len(share.stripes)
-        self._engine = TransferEngine(
+        return TransferEngine(
             f"device-{rank}",
             {
                 ("gpu", "ram"): self._store,
@@ -119,13 +139,6 @@ class DeviceEngine:
                 breaker_failures=_UNBOUNDED,
             ),
         )
-        self._rank = rank
-        self._control = control
-        self._held: list[StoreRequest] = []
-        self._stores: dict[JobId, list[StoreRequest]] = {}
-        self._carriers: dict[JobId, JobId] = {}
-        self._retracted: set[JobId] = set()
-        self._ended: list[DeviceResult] = []
 
     def plan(
         self,
@@ -231,23 +244,31 @@ class DeviceEngine:
         self._retracted |= found
         return found
 
-    def wait(self, job_ids: Collection[JobId]) -> None:
+    def wait(self, job_ids: Collection[JobId]) -> bool:
         """Block until ``job_ids`` end, because their blocks are about to be overwritten.
 
         Unknown ids are ignored. A store that does not end in time is revoked: it is
         acknowledged later and never counts as whole.
+
+        Returns:
+            Whether every job ended. If not, a copy may still read the blocks.
         """
         self._begin(frozenset(job_ids))
         carriers = {self._carriers.get(job_id, job_id) for job_id in job_ids}
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
-            return
+            return True
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
         for job_id in self._carriers.keys() & job_ids:
             self._store.revoke(job_id)
+        return False
 
-    def wait_for_stores(self) -> None:
-        """Block until no store reads blocks, so that the blocks may be freed."""
-        self.wait({*self._carriers, *(store.job_id for store in self._held)})
+    def wait_for_stores(self) -> bool:
+        """Block until no store reads blocks, or a time limit passes.
+
+        Returns:
+            Whether the blocks may be freed. If not, a store may still read them.
+        """
+        return self.wait({*self._carriers, *(store.job_id for store in self._held)})
 
     def wait_any(self, *, timeout_s: float) -> bool:
         """Block until :meth:`poll` has a result, or no job is left.

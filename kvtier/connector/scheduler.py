@@ -90,6 +90,7 @@ class ConnectorScheduler:
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._store_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
+        self._is_unannounced_logged = False
 
     # -- requests that wait --------------------------------------------------------------------
 
@@ -110,8 +111,7 @@ class ConnectorScheduler:
         """
         former = self._requests.get(request.request_id)
         if former is not None:
-            self._cache.end_request(former)
-            self._offers.remove(former)
+            self._forget(former)
         tracked = TrackedRequest(
             request, self._layouts, name_chunk=name_chunk, may_store=may_store
         )
@@ -124,14 +124,17 @@ class ConnectorScheduler:
         """Return how many tokens can be loaded beyond the engine's cached tokens.
 
         Args:
-            request: A request that waits, for the first time or again.
+            request: A request that waits, for the first time or again. If
+                :meth:`on_new_request` has not announced it, this is a miss.
             num_computed_tokens: Its tokens in the engine's own cache.
 
         Returns:
             ``(tokens, is_async)``. ``tokens`` is None if the engine should ask again in the
             next step. ``is_async`` is true if ``tokens > 0``.
         """
-        tracked = self._track(request)
+        tracked = self._tracked(request)
+        if tracked is None:
+            return 0, False
         if tracked.jobs:
             return None, False  # its stores read blocks that it lost
         tracked.extend_keys()
@@ -156,11 +159,17 @@ class ConnectorScheduler:
             num_external_tokens: Tokens to load; with 0 nothing is done.
 
         Raises:
-            UnsupportedError: The blocks do not fit the matched tokens.
+            UnsupportedError: The blocks do not fit the matched tokens, or the request was not
+                announced.
         """
         if num_external_tokens == 0:
             return
-        tracked = self._track(request)
+        tracked = self._tracked(request)
+        if tracked is None:
+            raise UnsupportedError(
+                f"request {request.request_id}: the engine asks for {num_external_tokens} "
+                "tokens and has not announced the request with on_new_request"
+            )
         keys, targets = _plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(keys, tracked.req_id)
         tracked.load_sources = self._sources(keys, plan, num_external_tokens)
@@ -233,9 +242,7 @@ class ConnectorScheduler:
         if tracked is None or tracked.request is not request:
             return
         self._store(tracked, 0)
-        del self._requests[tracked.req_id]
-        self._offers.remove(tracked)
-        self._cache.end_request(tracked)
+        self._forget(tracked)
 
     # -- reset ---------------------------------------------------------------------------------
 
@@ -280,12 +287,29 @@ class ConnectorScheduler:
             if tracked.has_blocks and tracked.next_offer_tokens < inf:
                 self._offers.add(tracked, max(tracked.next_offer_tokens - tokens, 1))
 
-    def _track(self, request: EngineRequest) -> TrackedRequest:
-        """Return the state of a request; start following an unknown request."""
+    def _tracked(self, request: EngineRequest) -> TrackedRequest | None:
+        """Return the state of a request; None if the engine has not announced it.
+
+        The keys of such a request could lack its adapter, so it loads and stores nothing.
+        """
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.request is not request:
-            self.on_new_request(request)
-        return self._requests[request.request_id]
+        if tracked is not None and tracked.request is request:
+            return tracked
+        if tracked is not None:  # or the step would store its keys from the other's blocks
+            self._forget(tracked)
+        if not self._is_unannounced_logged:
+            self._is_unannounced_logged = True
+            logger.warning(
+                "the engine has not announced request %s, which loads and stores nothing; "
+                "later ones are not logged",
+                request.request_id,
+            )
+        return None
+
+    def _forget(self, tracked: TrackedRequest) -> None:
+        del self._requests[tracked.req_id]
+        self._offers.remove(tracked)
+        self._cache.end_request(tracked)
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Return whether a load in flight already brings one of the next chunks."""

@@ -32,7 +32,7 @@ from kvtier.connector.metadata import (
     WorkerOutput,
 )
 from kvtier.connector.transfers import Transfers
-from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.errors import KvtierError
 from kvtier.logs import get_logger
 from kvtier.types import JobId, Purpose
 
@@ -52,10 +52,12 @@ class ConnectorWorker:
 
     Args:
         device: Copies of the rank; closed with the worker.
+        ram_name: Name of the RAM tier, for the records of transfers.
     """
 
-    def __init__(self, device: DeviceEngine) -> None:
+    def __init__(self, device: DeviceEngine, *, ram_name: str) -> None:
         self._device = device
+        self._ram_name = ram_name
         self._deferred: dict[JobId, TransferJob] = {}
         self._loads: dict[JobId, tuple[TransferJob, BlockCopyPlan | None]] = {}
         self._submitted = 0
@@ -119,10 +121,14 @@ class ConnectorWorker:
         self._failed = {}
         return output
 
-    def wait_for_stores(self) -> None:
-        """Block until no store reads blocks, so that the blocks may be freed."""
+    def wait_for_stores(self) -> bool:
+        """Block until no store reads blocks, or a time limit passes.
+
+        Returns:
+            Whether the blocks may be freed. If not, a store may still read them.
+        """
         self._submit_deferred()
-        self._device.wait_for_stores()
+        return self._device.wait_for_stores()
 
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
@@ -136,8 +142,10 @@ class ConnectorWorker:
             return
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
-            start = self._start_lost if job_id in lost else self._start_store
-            self._submit(job_id, job, Purpose.STORE, start)
+            if job_id in lost:
+                self._fail_lost(job_id, job)
+            else:
+                self._submit(job_id, job, Purpose.STORE, self._start_store)
 
     def _submit(
         self,
@@ -160,11 +168,15 @@ class ConnectorWorker:
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
-    def _start_lost(self, _job_id: JobId, job: TransferJob) -> None:
-        raise UnsupportedError(
-            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store "
-            "began"
+    def _fail_lost(self, job_id: JobId, job: TransferJob) -> None:
+        """Report a store as failed: its blocks were overwritten before it began."""
+        slots = job.slots
+        error = KvtierError(
+            f"the blocks of {len(slots.slots)} chunks were overwritten before the store began"
         )
+        logger.warning("store %d was not started: %s", job_id, error)
+        self._submitted += 1
+        self._device.fail(job_id, Purpose.STORE, slots.slots, slots.generations, error)
 
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:
         plan = self._plan(job)
@@ -182,7 +194,7 @@ class ConnectorWorker:
         self._submitted -= 1
         self._completed.add(result.job_id)
         is_store = result.purpose is Purpose.STORE
-        ends = ("gpu", "ram") if is_store else ("ram", "gpu")
+        ends = ("gpu", self._ram_name) if is_store else (self._ram_name, "gpu")
         self._transfers.record(*ends, nbytes=result.nbytes, seconds=result.seconds)
         if is_store:
             return ()

@@ -26,13 +26,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory.slot_layout import RegionGeometry
 from kvtier.os.iopool import start_thread
 from kvtier.os.ownership import find_foreign_owner
 
-__all__ = ["Listener", "RegionServer", "receive_region"]
+__all__ = ["NOT_SERVED", "Listener", "RegionServer", "receive_region"]
+
+NOT_SERVED: Final = (
+    FileNotFoundError,
+    ConnectionError,
+    BlockingIOError,
+    TimeoutError,
+    EOFError,
+)
+"""Errors of :func:`receive_region` that a later attempt may not have."""
 
 _HELLO_NBYTES = 4096
 _THANKS = b"+"
@@ -146,7 +156,7 @@ class RegionServer:
         try:
             socket.send_fds(peer, [self._hello], [self._descriptor])
             peer.settimeout(_THANKS_TIMEOUT_S)
-            # A process that died before it mapped the region does not count.
+            # A process that died before it had the descriptor does not count.
             return peer.recv(1) == _THANKS
         except OSError:
             return False
@@ -165,6 +175,8 @@ def receive_region(
     Raises:
         FileNotFoundError: No process serves the region yet.
         ConnectionError: The server ended.
+        BlockingIOError: Too many processes are attaching at once.
+        TimeoutError: The server did not answer before the deadline.
         EOFError: The server ended before it sent the descriptor.
         UnsupportedError: Another user serves the region, its shape differs, or there is no
             directory that only this user may enter.
@@ -175,10 +187,7 @@ def receive_region(
         peer.connect(str(path))
         if _uid_of(peer) != os.geteuid():
             raise UnsupportedError(f"host region {name!r} at {path} is served by another user")
-        try:
-            hello, descriptors, _, _ = socket.recv_fds(peer, _HELLO_NBYTES, 1)
-        except TimeoutError as error:
-            raise EOFError from error
+        hello, descriptors, _, _ = socket.recv_fds(peer, _HELLO_NBYTES, 1)
         if not descriptors:
             raise EOFError
         try:

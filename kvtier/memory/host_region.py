@@ -27,7 +27,7 @@ from typing import Self
 from kvtier.errors import CapacityError
 from kvtier.memory.backing import HugePages, create_memory
 from kvtier.memory.control import ControlBlock
-from kvtier.memory.hand_over import Listener, RegionServer, receive_region
+from kvtier.memory.hand_over import NOT_SERVED, Listener, RegionServer, receive_region
 from kvtier.memory.slot_layout import RegionGeometry
 from kvtier.os.memory import PageMapper, map_shared
 from kvtier.types import SharedMemory
@@ -113,7 +113,7 @@ class HostRegion:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(ConnectionError, EOFError, FileNotFoundError):
+            with contextlib.suppress(*NOT_SERVED):
                 descriptor, served = receive_region(name, geometry, deadline)
                 try:
                     return cls(served, descriptor)

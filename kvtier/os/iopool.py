@@ -16,12 +16,13 @@ import asyncio
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from kvtier.errors import CapacityError, ClosedError
+from kvtier.errors import CapacityError, ClosedError, KvtierError
 from kvtier.logs import get_logger
 
 __all__ = ["IoPool", "UncancellableFuture", "start_thread", "wait_uncancelled"]
@@ -147,16 +148,19 @@ class IoPool:
 
     Raises:
         CapacityError: Not even one thread could be started.
-        BrokenBarrierError: ``prepare`` raised in its thread.
+        KvtierError: ``prepare`` raised in its thread; that error is the cause.
 
     Attributes:
+        name: Prefix of the threads' names.
         threads: Number of threads.
     """
 
     def __init__(
         self, threads: int, *, name: str, prepare: Callable[[], None] | None = None
     ) -> None:
+        self.name = name
         self._prepare = prepare
+        self._prepare_error: BaseException | None = None
         self._heap: list[_Call] = []
         self._sequence = itertools.count()
         self._wakeup = threading.Condition()
@@ -166,8 +170,9 @@ class IoPool:
             self._start(threads, name)
             self.threads = len(self._threads)
             self._prepared = threading.Barrier(self.threads + 1)
-        if prepare is not None:
-            self._prepared.wait()
+        if prepare is not None and not self._wait_prepared():
+            error = self._prepare_error
+            raise KvtierError(f"a thread of pool {name} cannot be prepared: {error}") from error
 
     async def run(self, call: Callable[[], T], *, priority: int) -> T:
         """Run ``call`` on a thread of the pool; a smaller ``priority`` goes first.
@@ -221,8 +226,9 @@ class IoPool:
         with self._wakeup:
             self._closed = True
             self._wakeup.notify_all()
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s / len(self._threads))
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, threads: int, name: str) -> None:
@@ -238,8 +244,8 @@ class IoPool:
             self._threads.append(thread)
 
     def _work(self) -> None:
-        if self._prepare is not None:
-            self._get_ready(self._prepare)
+        if self._prepare is not None and not self._get_ready(self._prepare):
+            return
         while True:
             with self._wakeup:
                 while not self._heap and not self._closed:
@@ -251,12 +257,22 @@ class IoPool:
             # Otherwise the thread keeps the last call and its buffers alive.
             del job
 
-    def _get_ready(self, prepare: Callable[[], None]) -> None:
+    def _get_ready(self, prepare: Callable[[], None]) -> bool:
+        """Prepare this thread; return whether all threads are prepared."""
         with self._wakeup:
             prepared = self._prepared
         try:
             prepare()
-        except BaseException:
-            prepared.abort()  # so that the constructor raises
-            raise
-        prepared.wait()
+        except BaseException as error:  # noqa: BLE001 - raised again by the constructor
+            self._prepare_error = error
+            prepared.abort()
+            return False
+        return self._wait_prepared()
+
+    def _wait_prepared(self) -> bool:
+        """Wait until every thread is prepared; return False if one failed."""
+        try:
+            self._prepared.wait()
+        except threading.BrokenBarrierError:
+            return False
+        return True

@@ -302,7 +302,8 @@ def _open_engine(
         )
         stack.callback(region.close)
         attached = HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
-        worker = ConnectorWorker(_open_device(memory, attached, per_chunk, timeout_s))
+        device = _open_device(memory, attached, per_chunk, timeout_s)
+        worker = ConnectorWorker(device, ram_name=config.ram.name)
         stack.callback(worker.shutdown)
         storage = open_storage(
             config,

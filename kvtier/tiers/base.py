@@ -132,15 +132,22 @@ def check_batch(
             )
 
 
-def check_outcomes(moved: SlotOutcomes, chunks: int) -> SlotOutcomes:
+def check_outcomes(moved: SlotOutcomes, chunks: int, *, mover: str) -> SlotOutcomes:
     """Return ``moved`` after checking that it has one outcome per chunk.
+
+    Args:
+        moved: The outcomes.
+        chunks: Number of chunks.
+        mover: What moved the chunks, such as ``tier nvme``; the error names it.
 
     Raises:
         TypeError: ``moved`` has a different number of outcomes, or values of another type.
     """
     outcomes = moved.outcomes
-    if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
-        raise TypeError(f"not one outcome per chunk, but {outcomes!r:.80}")
+    if len(outcomes) != chunks:
+        raise TypeError(f"{mover} returned {len(outcomes)} outcomes for {chunks} chunks")
+    if not {*map(type, outcomes)} <= {Outcome}:
+        raise TypeError(f"{mover} returned values that are no outcomes: {outcomes!r:.80}")
     return moved
 
 
@@ -230,6 +237,9 @@ class StorageTier(ABC):
 
         Raises:
             TierUnavailableError: The tier cannot be used now; a later call tries again.
+
+        Cancellation:
+            The tier may or may not be prepared; a later call prepares it.
         """
 
     @abstractmethod
@@ -338,5 +348,8 @@ class StorageTier(ABC):
         """Finish index work and release files and locks. Idempotent.
 
         No ``read`` or ``write`` may be running. Afterwards every coroutine raises
-        :class:`kvtier.errors.ClosedError`.
+        :class:`kvtier.errors.ClosedError`, and ``forget`` and ``touch`` never raise.
+
+        Cancellation:
+            The tier may still have files and locks open; another call finishes closing it.
         """

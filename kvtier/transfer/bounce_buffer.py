@@ -118,7 +118,7 @@ class BetweenTiers(Route):
         if part.job_id not in self._running:
             return _cancelled(part)
         reading = self._source.read(part.keys, part.source_slots, views, purpose=part.purpose)
-        read = check_outcomes(await reading, len(part.keys))
+        read = check_outcomes(await reading, len(part.keys), mover=f"tier {part.source}")
         if part.job_id not in self._running:
             return _cancelled(part)
         whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]
@@ -130,7 +130,8 @@ class BetweenTiers(Route):
             [views[at] for at in whole],
             purpose=part.purpose,
         )
-        written = check_outcomes(await writing, len(whole))
+        mover = f"tier {part.destination}"
+        written = check_outcomes(await writing, len(whole), mover=mover)
         outcomes = list(read.outcomes)
         for at, what in zip(whole, written.outcomes, strict=True):
             outcomes[at] = what

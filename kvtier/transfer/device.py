@@ -62,6 +62,10 @@ class _DeviceRoute(Route):
         self._rank = rank
         self._pool = pool
 
+    @override
+    def abandon(self, job: Job) -> None:
+        """Do nothing: no other worker waits for this rank's copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:

@@ -136,7 +136,7 @@ class TransferEngine:
                 raise ClosedError(f"transfer engine {self._name} is closed")
             given = [self._enqueue(job, now) for job in jobs]
         if any(given):
-            self._runner.poke()
+            self._runner.wake()
 
     def abandon(self, *jobs: Job) -> None:
         """Release workers that wait for chunks of ``jobs``, which could not be submitted."""
@@ -159,7 +159,7 @@ class TransferEngine:
         alone = not channel.queued_bytes
         channel.queued_bytes += nbytes
         if fits or alone:
-            self._runner.give(pending)
+            self._runner.enqueue(pending)
             return True
         channel.refused += 1
         self._results.drop(pending, Outcome.REFUSED, error="the queue is full")
@@ -170,13 +170,13 @@ class TransferEngine:
         error = f"no route leads from {job.source} to {job.destination}"
         if pair not in self._unrouted:
             self._unrouted.add(pair)
-            logger.error("transfer engine %s: %s (said once)", self._name, error)
+            logger.error("transfer engine %s: %s (logged once)", self._name, error)
         self._results.fail_unrouted(job, error=error)
 
     def cancel(self, job_id: JobId) -> None:
         """Drop a job that has not started; a running job continues."""
         self._runner.cancel(job_id)
-        self._runner.poke()
+        self._runner.wake()
 
     @property
     def idle(self) -> bool:
@@ -225,7 +225,8 @@ class TransferEngine:
             timeout_s: Longest time this blocks.
 
         Returns:
-            Whether all actions ended; False if ``timeout_s`` passed first.
+            Whether all actions ended; False if ``timeout_s`` passed first. An action that
+            has not ended then goes on, and new jobs of its tier wait until it ends.
 
         Raises:
             ClosedError: The engine was closed, or its thread died.
@@ -260,7 +261,7 @@ class TransferEngine:
         drained = self._results.wait_all(timeout_s=_DRAINING_SHARE * timeout_s)
         self._closing = True
         self._runner.close()
-        self._runner.poke()
+        self._runner.wake()
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             stuck = self._runner.running

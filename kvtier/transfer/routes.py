@@ -53,7 +53,8 @@ class Route(ABC):
             Deferred until no thread touches the job's slots.
         """
 
-    def abandon(self, job: Job) -> None:  # noqa: B027 - most routes have no waiting workers
+    @abstractmethod
+    def abandon(self, job: Job) -> None:
         """Release workers that wait for chunks of ``job``; must not block.
 
         Called from any thread when a job ends without having run, when its deadline passes, and
@@ -86,6 +87,10 @@ class ToTier(Route):
             [self._memory.slot(number) for number in job.source_slots],
             purpose=job.purpose,
         )
+
+    @override
+    def abandon(self, job: Job) -> None:
+        """Do nothing: no worker waits for chunks on their way to a storage tier."""
 
 
 @dataclass(slots=True)
@@ -157,7 +162,8 @@ class FromTier(Route):
         self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
     ) -> SlotOutcomes:
         try:
-            moved = check_outcomes(await reading, len(job.source_slots))
+            chunks = len(job.source_slots)
+            moved = check_outcomes(await reading, chunks, mover=f"tier {job.source}")
         except BaseException:
             self._poison(job)
             raise

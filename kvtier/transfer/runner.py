@@ -28,8 +28,8 @@ Action = Callable[[], Awaitable[None]]
 class Runner:
     """Starts jobs, most urgent first, and posts each one's settled result.
 
-    Only the engine's thread uses it, except for :meth:`give`, :meth:`cancel`, :meth:`close` and
-    :meth:`poke`, and for :meth:`answer_all` after that thread has died.
+    Only the engine's thread uses it, except for :meth:`enqueue`, :meth:`cancel`, :meth:`close`
+    and :meth:`wake`, and for :meth:`answer_all` after that thread has died.
 
     Args:
         results: Where results are posted.
@@ -54,7 +54,7 @@ class Runner:
         self._cancels: deque[JobId] = deque()
         self._queue = JobQueue()
         self._running: dict[JobId, Pending] = {}
-        self._poked = False
+        self._wake_pending = False
         self._closing = False
         self._loop: asyncio.AbstractEventLoop
         self._changed: asyncio.Event
@@ -67,24 +67,24 @@ class Runner:
         """Ids of the running jobs."""
         return sorted(self._running)
 
-    def give(self, pending: Pending) -> None:
-        """Hand over a job; call :meth:`poke` afterwards."""
+    def enqueue(self, pending: Pending) -> None:
+        """Hand over a job; call :meth:`wake` afterwards."""
         self._inbox.append(pending)
 
     def cancel(self, job_id: JobId) -> None:
-        """Drop a job that has not started; call :meth:`poke` afterwards."""
+        """Drop a job that has not started; call :meth:`wake` afterwards."""
         self._cancels.append(job_id)
 
     def close(self) -> None:
-        """Start no further job; call :meth:`poke` afterwards."""
+        """Start no further job; call :meth:`wake` afterwards."""
         self._closing = True
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Wake the loop's thread, unless a wake-up is pending already."""
-        if not self._poked:
-            self._poked = True
+        if not self._wake_pending:
+            self._wake_pending = True
             with contextlib.suppress(RuntimeError):  # the thread died and answered all jobs
-                self._loop.call_soon_threadsafe(self._turn)
+                self._loop.call_soon_threadsafe(self._schedule)
 
     def answer_all(self, error: str) -> None:
         """Answer every job after the engine's thread died.
@@ -158,15 +158,15 @@ class Runner:
         finally:
             for pair in pairs:
                 self._channels[pair].pauses -= 1
-            self._turn()
+            self._schedule()
 
-    def _turn(self) -> None:
+    def _schedule(self) -> None:
         """Queue submitted jobs and start those that may start.
 
         This is a callback and not a task, because each switch between tasks is a turn of the
         loop. Beside a thread that runs Python code, a turn waits 5 ms for the interpreter lock.
         """
-        self._poked = False  # first, so that later submissions wake this thread again
+        self._wake_pending = False  # first, so that later submissions wake this thread again
         self._admit()
         if self._closing:
             self._cancel_queued("the engine is closing", self._channels)
@@ -256,7 +256,7 @@ class Runner:
                 error=error,
             ),
         )
-        self._turn()
+        self._schedule()
 
     def _expire(self, pending: Pending) -> None:
         """Answer a job whose deadline passed."""
@@ -270,7 +270,7 @@ class Runner:
                 # It waited behind a hanging call or an exclusive action: the medium is stuck.
                 self._record(pending, failed=True, now=now)
             self._drop(pending, Outcome.EXPIRED, "the deadline passed in the queue")
-            self._turn()  # queued jobs may be refused now
+            self._schedule()  # queued jobs may be refused now
             return
         pending.late = True
         channel.late += 1
@@ -325,7 +325,8 @@ async def _outcomes_of(
     """Return each chunk's outcome and an error; if ``moving`` raises, all chunks fail."""
     chunks = len(job.source_slots)
     try:
-        moved = check_outcomes(await moving, chunks)
+        mover = f"route {job.source} -> {job.destination}"
+        moved = check_outcomes(await moving, chunks, mover=mover)
     # Nothing cancels a job's task: a cancellation comes from something the tier awaited.
     except (Exception, asyncio.CancelledError, SystemExit) as raised:
         logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)

@@ -303,10 +303,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make every stored chunk a miss; return whether the reset survives a restart."""
-        for worker in list(_workers):
-            worker.wait_for_stores()
-        return self._scheduler.reset_cache()
+        """Make every stored chunk a miss.
+
+        Returns:
+            Whether the reset survives a restart and no store of this process reads blocks.
+            After False vLLM neither sleeps nor frees the blocks.
+        """
+        stores_ended = [worker.wait_for_stores() for worker in list(_workers)]
+        return self._scheduler.reset_cache() and all(stores_ended)
 
     @override
     def shutdown(self) -> None:
@@ -338,7 +342,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         content = kv_content(self._vllm, engine)
         device = open_device(engine, settings, kv, shape, content=content)
-        self._worker = ConnectorWorker(device)
+        self._worker = ConnectorWorker(device, ram_name=settings.ram.name)
         _workers.add(self._worker)
 
     @override
@@ -402,9 +406,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
-        self._output = output = self._worker.take_output()
+        output = self._worker.take_output()
         if output is None:
             return KVConnectorTransferResults()
+        # vLLM may ask again before it takes the output: each job is acknowledged only once.
+        self._output = output if self._output is None else self._output.aggregate(output)
         failed = set() if self._reports_blocks else set(output.failed_requests)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 

@@ -93,14 +93,15 @@ class NotesDevice:
             self._copies[job_id].is_retracted = True
         return found
 
-    def wait(self, job_ids: Collection[int]) -> None:
+    def wait(self, job_ids: Collection[int]) -> bool:
         for job_id in sorted(self._copies.keys() & set(job_ids)):
             self._world.seen["flushes"] += 1
             self._copies[job_id].steps = 0
             self._end(self._copies[job_id])
+        return True
 
-    def wait_for_stores(self) -> None:
-        self.wait(
+    def wait_for_stores(self) -> bool:
+        return self.wait(
             [copy.job_id for copy in self._copies.values() if copy.purpose is Purpose.STORE]
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -175,6 +176,26 @@ def test_requests_with_adapters_load_and_store_as_others_do(
         assert_right(world, request)
     assert len({len(key) for key in world.loaded}) == 2, "with a digest, and without"
     world.close()
+
+
+def test_jobs_are_acknowledged_even_if_results_are_fetched_twice_in_a_step(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(SETUPS["copies fail"])
+    fetch = world.worker.get_transfer_results
+
+    def fetch_twice(finished: set[str]) -> KVConnectorTransferResults:
+        one, other = fetch(finished), fetch(finished)
+        return KVConnectorTransferResults(
+            finished_recving=one.finished_recving | other.finished_recving,
+            failed_recving=one.failed_recving | other.failed_recving,
+        )
+
+    monkeypatch.setattr(world.worker, "get_transfer_results", fetch_twice)
+    traffic(world, steps=200)
+    for request in world.requests.values():
+        assert_right(world, request)
+    assert world.seen["loads that failed"] > 0
 
 
 # -- what is stored ----------------------------------------------------------------------------
@@ -393,6 +414,16 @@ def test_vllm_calls_a_reset_a_success_only_when_a_restart_brings_nothing_back(
         patch.setattr(world.cache.engine, "exclusively_each", lambda *_, **__: is_over)
         assert world.scheduler.reset_prefix_cache(reset_connector=True) is is_over
     assert world.scheduler.reset_prefix_cache(reset_connector=True), "it may be tried again"
+
+
+def test_vllm_frees_no_blocks_that_a_store_still_reads(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.device, "wait_for_stores", lambda: False)
+        assert not world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
 
 
 class Router:

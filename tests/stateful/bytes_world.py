@@ -395,7 +395,7 @@ class BytesWorld:
             blocks_per_chunk=self._options.blocks_per_chunk,
             close_timeout_s=PATIENCE_S,
         )
-        return ConnectorWorker(device)
+        return ConnectorWorker(device, ram_name="ram")
 
     # -- steps of the engine; others get on where these yield ----------------------------------
 

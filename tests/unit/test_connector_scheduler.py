@@ -16,7 +16,15 @@ from kvtier.keys import make_key
 from kvtier.manager.hits import Reach
 from kvtier.transfer import TransferEngine
 from tests.support.stepped import SteppedEngine
-from tests.unit.toy_engine import FULL, TOKENS, ToyBlock, ToyBlocks, ToyEngine, window
+from tests.unit.toy_engine import (
+    FULL,
+    TOKENS,
+    ToyBlock,
+    ToyBlocks,
+    ToyEngine,
+    ToyRequest,
+    window,
+)
 
 ENGINES = (TransferEngine, SteppedEngine)
 
@@ -30,6 +38,25 @@ def test_the_longest_stored_prefix_is_matched() -> None:
     assert engine.match(engine.arrive("b", 4 * TOKENS)) == 3 * TOKENS
     assert engine.match(engine.arrive("c", 2 * TOKENS)) == 2 * TOKENS
     assert engine.match(engine.arrive("d", [8] * 64)) == 0
+
+
+def test_a_request_that_was_not_announced_loads_and_stores_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ToyEngine()
+    engine.fill("a", 3 * TOKENS)
+    engine.arrive("b", [8] * (2 * TOKENS))
+    for name in ("b", "c"):  # one is announced as another request, one not at all
+        stranger = ToyRequest(name, [7] * (4 * TOKENS), 4 * TOKENS)
+        engine.add_unannounced(stranger)
+        assert engine.match(stranger) == 0
+        with pytest.raises(UnsupportedError, match="not announced"):
+            engine.connector.update_state_after_alloc(stranger, ToyBlocks([[]]), TOKENS)
+        engine.schedule(stranger)
+        assert not engine.step().store_jobs
+        engine.connector.request_finished(stranger)
+        assert not engine.step().store_jobs
+    assert caplog.text.count("not announced") == 1
 
 
 def test_tokens_that_the_engine_has_are_not_matched_again() -> None:
@@ -332,16 +359,14 @@ def test_a_reset_between_allocation_and_step_is_an_error() -> None:
         engine.connector.reset_cache()
 
 
-def test_a_request_nobody_announced_is_followed_from_then_on() -> None:
+def test_a_request_may_be_finished_twice() -> None:
     engine = ToyEngine()
-    announced = engine.arrive("a", 20)
-    other = ToyEngine()
-    assert other.match(announced) == 0
-    assert other.cache.service.is_active
-    announced.over = True
-    other.connector.request_finished(announced)
-    other.connector.request_finished(announced)
-    assert not other.cache.service.is_active
+    request = engine.arrive("a", 20)
+    assert engine.cache.service.is_active
+    request.over = True
+    engine.connector.request_finished(request)
+    engine.connector.request_finished(request)
+    assert not engine.cache.service.is_active
 
 
 def test_copies_are_reported_once() -> None:

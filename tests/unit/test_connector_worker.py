@@ -56,7 +56,7 @@ def kv_blocks(caches: Sequence[torch.Tensor]) -> KVBlocks:
 
 
 def make_worker(
-    kv: KVBlocks, region: HostRegion, share: RankShare | None = None
+    kv: KVBlocks, region: HostRegion, share: RankShare | None = None, *, ram_name: str = "ram"
 ) -> ConnectorWorker:
     device = DeviceEngine(
         kv,
@@ -66,16 +66,16 @@ def make_worker(
         blocks_per_chunk=1,
         close_timeout_s=30.0,
     )
-    return ConnectorWorker(device)
+    return ConnectorWorker(device, ram_name=ram_name)
 
 
 class Bench:
     """A worker, its KV memory and the RAM slots it copies to."""
 
-    def __init__(self, region: HostRegion) -> None:
+    def __init__(self, region: HostRegion, ram_name: str = "ram") -> None:
         self.region = region
         self.caches = make_caches()
-        self.worker = make_worker(kv_blocks(self.caches), region)
+        self.worker = make_worker(kv_blocks(self.caches), region, ram_name=ram_name)
 
     def job(self, request: str, blocks: list[int], slots: list[int], stamp: int) -> TransferJob:
         return TransferJob(
@@ -152,6 +152,18 @@ def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
     assert bench.holds(8, 4, original)
     assert stored.transfers.totals()["gpu_to_ram"][0] == 2 * LAYERS * PAGE_NBYTES
     assert loaded.transfers.totals()["ram_to_gpu"][0] == 2 * LAYERS * PAGE_NBYTES
+
+
+def test_transfers_are_recorded_under_the_name_of_the_ram_tier(
+    open_region: OpenRegion,
+) -> None:
+    bench = Bench(open_region(), ram_name="host")
+    bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
+    transfers = bench.until(1).transfers
+    bench.step(ConnectorMetadata(load_jobs={2: bench.job("b", [9], [5], 7)}))
+    transfers.add(bench.until(2).transfers)
+    bench.worker.shutdown()
+    assert transfers.totals().keys() == {"gpu_to_host", "host_to_gpu"}
 
 
 def test_a_store_waits_for_the_next_step(bench: Bench) -> None:
@@ -278,7 +290,7 @@ def test_a_lost_store_never_counts_whether_it_began_or_not(bench: Bench) -> None
 
 def test_an_engine_that_takes_memory_away_waits_for_all_stores(bench: Bench) -> None:
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
-    bench.worker.wait_for_stores()
+    assert bench.worker.wait_for_stores()
     assert bench.stamped(5, 7)
 
 

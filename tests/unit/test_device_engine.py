@@ -13,6 +13,7 @@ import torch
 from kvtier.connector import deadline
 from kvtier.connector import device as device_module
 from kvtier.connector.device import DeviceEngine
+from kvtier.errors import ClosedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
 from kvtier.memory.slot_layout import shard_of
@@ -30,13 +31,17 @@ def region() -> Iterator[HostRegion]:
         yield open_region(RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1, 1))
 
 
-@pytest.fixture
-def device(region: HostRegion) -> Iterator[DeviceEngine]:
+def open_device(region: HostRegion) -> DeviceEngine:
     pages = torch.arange(BLOCKS, dtype=torch.int8)[:, None].repeat(1, PAGE_NBYTES)
     kv = KVBlocks([pages], [[(0, PAGE_NBYTES)]])
-    engine = DeviceEngine(
+    return DeviceEngine(
         kv, region, rank=0, share=shard_of(0), blocks_per_chunk=1, close_timeout_s=SOON_S
     )
+
+
+@pytest.fixture
+def device(region: HostRegion) -> Iterator[DeviceEngine]:
+    engine = open_device(region)
     yield engine
     engine.close()
 
@@ -78,6 +83,33 @@ def test_stores_wait_for_the_end_of_the_step_and_begin_together(
     assert {each.nbytes for each in results} == {PAGE_NBYTES}
     assert [bytes(region.slot(number))[:1] for number in range(3)] == [b"\1", b"\2", b"\3"]
     assert device.idle
+
+
+def test_a_device_that_does_not_start_leaves_no_thread_and_no_pinned_memory(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    close = BlockCopier.close
+
+    def close_and_note(copier: BlockCopier) -> None:
+        close(copier)
+        freed.append(1)
+
+    monkeypatch.setattr(BlockCopier, "close", close_and_note)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ClosedError("it does not start")
+
+    monkeypatch.setattr(device_module, "TransferEngine", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(ClosedError, match="does not start"):
+        open_device(region)
+    assert len(freed) == 1
+    assert set(threading.enumerate()) <= before
+    monkeypatch.setattr(device_module, "IoPool", refuse)
+    with pytest.raises(ClosedError, match="does not start"):
+        open_device(region)
+    assert len(freed) == 2
 
 
 def test_who_waits_for_a_store_does_not_wait_in_vain(
@@ -206,8 +238,9 @@ def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(
     assert began.wait(SOON_S)
     with monkeypatch.context() as patch:
         patch.setattr(device_module, "_COPY_TIMEOUT_S", 0.01)
-        device.wait({0})
+        assert not device.wait_for_stores(), "the copy still reads them"
     gate.set()  # the copy ends after the engine may have overwritten its blocks
+    assert device.wait_for_stores()
     assert device.wait_any(timeout_s=SOON_S)
     (result,) = device.poll()
     assert list(result.outcomes) == [Outcome.EXPIRED]

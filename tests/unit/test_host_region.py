@@ -142,6 +142,19 @@ def test_a_process_that_dies_while_attaching_leaves_its_place_to_another(
     HostRegion.attach(name, SMALL, timeout_s=10).close()
 
 
+def test_a_server_that_is_too_busy_to_accept_is_waited_for(name: str) -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(Listener(name)))
+        listener.socket.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stack.enter_context(waiting).setblocking(False)
+                waiting.connect(str(listener.path))
+        with pytest.raises(CapacityError, match="no host region"):
+            HostRegion.attach(name, SMALL, timeout_s=0.01)
+
+
 def test_what_a_server_that_listens_no_more_handed_over_is_given_back(
     name: str, sockets: Path
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtier.errors import CapacityError, ClosedError
+from kvtier.errors import CapacityError, ClosedError, KvtierError
 from kvtier.os.iopool import IoPool
 from kvtier.os.memory import PageMapper
 
@@ -131,6 +131,38 @@ async def test_closing_a_pool_with_a_stuck_call_gives_up_and_says_so() -> None:
     assert not await close(pool, timeout_s=0.01)
     gate.set()
     await task
+
+
+def test_every_thread_of_a_pool_may_use_all_of_the_time_to_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timeouts_s: list[float | None] = []
+    join = threading.Thread.join
+
+    def record_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        timeouts_s.append(timeout)
+        join(thread, timeout)
+
+    pool = IoPool(4, name="kvtier-test")
+    monkeypatch.setattr(threading.Thread, "join", record_and_join)
+    assert pool.close(timeout_s=1000)
+    assert timeouts_s == [pytest.approx(1000, abs=100)] * 4
+
+
+def test_a_pool_whose_thread_cannot_be_prepared_raises_with_the_cause() -> None:
+    def fail() -> None:
+        raise OSError(5, "no")
+
+    before = threading.active_count()
+    with pytest.raises(
+        KvtierError, match=r"pool kvtier-test cannot be prepared: .* no"
+    ) as raised:
+        IoPool(3, name="kvtier-test", prepare=fail)
+    assert isinstance(raised.value.__cause__, OSError)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier-test"):
+            thread.join(10)
+    assert threading.active_count() == before
 
 
 def test_every_thread_is_prepared_before_the_pool_is_there() -> None:

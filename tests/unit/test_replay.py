@@ -263,6 +263,16 @@ class TestReplay:
         assert result.ttft_s["p50"] <= result.ttft_s["p99"]
         assert not list(tmp_path.iterdir()), "the stores are gone"
 
+    def test_a_renamed_ram_tier_reports_its_transfers(self, tmp_path: Path) -> None:
+        tiers = (
+            f"tiers:\n- kind: ram\n  name: host\n  capacity: {8 * CHUNK_NBYTES}B\n"
+            "  huge_pages: 'off'\nplacement:\n  load_if: always\n"
+        )
+        result = run(make_trace([[0, 1], [0, 1]]), parse_config(tiers, source="test"))
+        (host,) = result.tiers
+        assert host.name == "host"
+        assert host.written_bytes == 2 * CHUNK_NBYTES
+
     @pytest.mark.parametrize("load_path", ["staged", "direct"])
     def test_chunks_of_several_blocks_and_a_small_memory(
         self, tmp_path: Path, load_path: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,34 @@ def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
         ("ram", fingerprint.namespace(), ""),
         ("nvme", fingerprint.namespace(), f"{tmp_path}/nvme"),
     ]
+
+
+def test_an_io_call_that_does_not_end_is_logged_when_the_storage_closes(
+    region: HostRegion,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
+    tier = f"- {{kind: nvme, path: {tmp_path / 'nvme'}, capacity: 1MiB}}\n"
+    config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
+    opened = open_storage(config, region)
+    (pool,) = opened.pools
+    began, gate = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        began.set()
+        gate.wait(10)
+
+    sticking = threading.Thread(target=lambda: asyncio.run(pool.run(stick, priority=0)))
+    sticking.start()
+    assert began.wait(10)
+    assert opened.engine.close(timeout_s=10)
+    opened.close(timeout_s=0.01)
+    assert "threads kvtier-io-nvme: their I/O calls did not end in time" in caplog.text
+    gate.set()
+    sticking.join(10)
+    assert pool.close(timeout_s=10)
 
 
 def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(

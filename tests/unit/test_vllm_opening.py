@@ -63,7 +63,7 @@ def test_a_worker_copies_between_its_blocks_and_the_tier(tmp_path: Path) -> None
     block_nbytes = SHAPE.stripe_nbytes // engine.blocks_per_chunk
     kv = kv_of(block_nbytes)
     device = open_device(engine, config(tmp_path), kv, SHAPE, content="layers")
-    worker = ConnectorWorker(device)
+    worker = ConnectorWorker(device, ram_name="ram")
     try:
         kv.tensors[0][0:4] = 7
         for purpose, blocks in (("store", range(4)), ("load", range(4, 8))):

@@ -158,8 +158,12 @@ class ToyEngine:
 
     def adopt(self, request: ToyRequest, **terms: Any) -> None:
         """Add a request on these terms."""
-        self._requests[request.request_id] = request
+        self.add_unannounced(request)
         self.connector.on_new_request(request, **terms)
+
+    def add_unannounced(self, request: ToyRequest) -> None:
+        """Add a request without a call of ``on_new_request``."""
+        self._requests[request.request_id] = request
 
     def forget(self, request: ToyRequest) -> None:
         """Schedule the request as a new one next time, as when its prompt is continued."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -75,6 +76,8 @@ class HostedTier(StorageTier):
         self._connecting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._close_ended = False
+        self._closing = asyncio.Lock()
         self._reset_due = False
         self._was_reset = False
         self._start_failed = False
@@ -160,8 +163,7 @@ class HostedTier(StorageTier):
     @override
     def forget(self, slots: Sequence[int]) -> None:
         self._queue("forget", slots)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._send_queued)
+        self._call_soon(self._send_queued)
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
@@ -197,9 +199,14 @@ class HostedTier(StorageTier):
 
     @override
     async def aclose(self) -> None:
-        if self._closed:
-            return
         self._closed = True
+        async with self._closing:
+            if not self._close_ended:
+                await self._end_host()
+                self._close_ended = True
+
+    async def _end_host(self) -> None:
+        """Do a reset that is due, and close the host; log what fails."""
         try:
             connection = await self._connect_to_close()
             if connection is not None:
@@ -234,7 +241,9 @@ class HostedTier(StorageTier):
         self, connection: Connection, op: str, batch: Batch, purpose: Purpose
     ) -> Coroutine[Any, Any, Frame]:
         self._send_queued()
-        return connection.call(op, lambda header: batch.frame({**header, "why": int(purpose)}))
+        return connection.call(
+            op, lambda header: batch.frame({**header, "purpose": int(purpose)})
+        )
 
     async def _outcomes(
         self, answering: Coroutine[Any, Any, Frame], batch: Batch
@@ -244,7 +253,7 @@ class HostedTier(StorageTier):
         except TierUnavailableError as error:
             return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
         outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, len(batch.keys))
-        return SlotOutcomes(outcomes, answer.header["words"])
+        return SlotOutcomes(outcomes, answer.header["failure"])
 
     async def _connect(self) -> Connection:
         """Do a reset that is due, then return a usable connection.
@@ -380,9 +389,13 @@ class HostedTier(StorageTier):
     def _send_queued_soon(self) -> None:
         if self._loop is not None and not self._queue_timer_set:
             self._queue_timer_set = True
-            self._loop.call_soon_threadsafe(
-                self._loop.call_later, _QUEUE_DELAY_S, self._send_queued_now
-            )
+            self._call_soon(self._loop.call_later, _QUEUE_DELAY_S, self._send_queued_now)
+
+    def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """Call ``callback`` on the loop, if the tier has one that is not closed yet."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def _send_queued_now(self) -> None:
         self._queue_timer_set = False

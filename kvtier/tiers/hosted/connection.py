@@ -60,10 +60,15 @@ class Connection(asyncio.Protocol):
         opening = loop.create_task(
             loop.create_unix_connection(lambda: self, sock=self._host.connection)
         )
-        try:
-            await asyncio.shield(opening)
-        finally:
-            self._transport, _ = await opening
+        cancelled: asyncio.CancelledError | None = None
+        while not opening.done():
+            try:
+                await asyncio.wait([opening])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._transport, _ = opening.result()
+        if cancelled is not None:
+            raise cancelled
 
     def send(self, frame: Frame) -> None:
         """Send a frame that gets no answer."""
@@ -169,7 +174,8 @@ class Connection(asyncio.Protocol):
         try:
             if not await aend(process):
                 logger.error(
-                    "tier %s: its I/O process %d is stuck in the operating system (said once)",
+                    "tier %s: its I/O process %d is stuck in the operating system "
+                    "(logged once)",
                     self._tier,
                     process.pid,
                 )

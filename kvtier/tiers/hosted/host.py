@@ -27,7 +27,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvtier.config import options_of
-from kvtier.logs import ENGINE
+from kvtier.logs import ENGINE, get_logger
 from kvtier.os.iopool import IoPool
 from kvtier.os.memory import (
     PageMapper,
@@ -49,6 +49,8 @@ from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint, Purpose
 
 __all__ = ["main"]
+
+logger = get_logger("kvtier.tiers.hosted.host")  # __name__ is __main__ here
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
@@ -132,7 +134,8 @@ class _Server:
     async def _answer(self, frame: Frame, call: Callable[[], Awaitable[Frame]]) -> None:
         try:
             answer = await call()
-        except Exception as error:  # noqa: BLE001 - raised again in the engine's process
+        # Nothing cancels this task: a cancellation comes from something the tier awaited.
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - raised in the engine
             answer = Frame({"error": encode_error(error)})
         self._send(_answer_to(frame, answer))
 
@@ -140,11 +143,12 @@ class _Server:
         batch = Batch.of(frame)
         nbytes = self._tier.slot_nbytes
         views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
-        purpose = Purpose(frame.header["why"])
+        purpose = Purpose(frame.header["purpose"])
         moving = move(batch.keys, batch.slots.tolist(), views, purpose=purpose)
-        moved = check_outcomes(await moving, len(batch.keys))
+        mover = f"tier {self._tier.name}"
+        moved = check_outcomes(await moving, len(batch.keys), mover=mover)
         word, codes = encode_outcomes(moved.outcomes)
-        return Frame({"outcomes": word, "words": moved.error}, codes)
+        return Frame({"outcomes": word, "failure": moved.error}, codes)
 
     async def _reset(self) -> Frame:
         await self._tier.reset()
@@ -176,7 +180,9 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     send(Frame({"op": "opened", "capacity_slots": tier.capacity_slots}))
     closing = await _until_closed(frames, _Server(tier, memory, send))
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
-    pool.close(timeout_s=_CLOSE_TIMEOUT_S)
+    if not pool.close(timeout_s=_CLOSE_TIMEOUT_S):
+        logger.warning("tier %s: I/O calls did not end in %.0f s", tier.name, _CLOSE_TIMEOUT_S)
+        await asyncio.sleep(0)  # so that the warning is sent before the answer
     if closing is not None:
         send(_answer_to(closing, Frame(outcome)))
         with contextlib.suppress(OSError):
@@ -195,7 +201,7 @@ async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
     if reset:
         try:
             await tier.reset()
-        except Exception as error:  # noqa: BLE001 - raised again in the engine's process
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - raised in the engine
             outcome["error"] = encode_error(error)
     await tier.aclose()
     return outcome

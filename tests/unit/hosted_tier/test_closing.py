@@ -79,6 +79,34 @@ async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
+async def test_a_close_that_is_cancelled_is_finished_by_the_next(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    tier = await opened(options, context)
+    closing = asyncio.ensure_future(tier.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await tier.aclose()
+    assert tier._host is not None
+    assert tier._host.process.returncode == 0
+
+
+def test_slots_can_be_forgotten_and_used_after_the_loop_was_closed(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    tier = HostedTier.open(options, context)
+
+    async def use() -> None:
+        await tier.aopen()
+        await tier.aclose()
+
+    asyncio.run(use())
+    tier.forget([0])
+    tier.touch([0])
+
+
 async def test_a_host_that_starts_again_too_late_is_ended(
     harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
 class Brief:
     """A tier of a plugin's that does not say of each chunk what became of it."""
 
+    name = "nvme"
     slot_nbytes = SLOT
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
@@ -267,10 +268,36 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
     tier = cast("StorageTier", Brief(outcomes))
     server = host._Server(tier, memoryview(bytearray(2 * SLOT)), sent.append)
     batch = Batch(make_keys([1, 2]), np.array([0, 1]), np.array([0, SLOT]))
-    server.take(batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)}))
+    server.take(batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)}))
     await server.drain()
     (answer,) = sent
-    assert "not one outcome per chunk" in answer.header["error"]["text"]
+    assert (
+        f"tier nvme returned {len(outcomes)} outcomes for 2 chunks"
+        in answer.header["error"]["text"]
+    )
+
+
+class Cancelled(Brief):
+    """A tier that awaits something that is cancelled."""
+
+    @override
+    async def read(self, *_: object, purpose: Purpose) -> SlotOutcomes:
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+        return await super().read(purpose=purpose)
+
+
+async def test_a_read_that_is_cancelled_inside_the_tier_is_answered_with_an_error() -> None:
+    sent: list[Frame] = []
+    tier = cast("StorageTier", Cancelled([DONE]))
+    server = host._Server(tier, memoryview(bytearray(SLOT)), sent.append)
+    batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
+    server.take(batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)}))
+    await server.drain()
+    (answer,) = sent
+    assert answer.header["call"] == 7
+    assert "CancelledError" in answer.header["error"]["text"]
 
 
 class Held(Brief):
@@ -294,7 +321,7 @@ async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_clos
 
     async def frames() -> AsyncIterator[Frame]:
         batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
-        yield batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)})
+        yield batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)})
 
     ending = asyncio.create_task(host._until_closed(frames(), server))
     for _ in range(4):

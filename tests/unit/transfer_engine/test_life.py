@@ -131,6 +131,9 @@ class Odd(Route):
         found: SlotOutcomes = await self._way()
         return found
 
+    def abandon(self, job: Job) -> None:
+        pass
+
 
 async def nothing() -> object:
     return None
