@@ -54,7 +54,11 @@ def _or_else(
 ) -> Callable[
     [Callable[Concatenate[CacheService, P], T]], Callable[Concatenate[CacheService, P], T]
 ]:
-    """Return a decorator that makes a method return ``fallback`` after an unexpected error."""
+    """Return a decorator that makes a method return ``fallback`` after an unexpected error.
+
+    Only :meth:`CacheService.end_step` has a try block instead. It runs in every step, with cold
+    caches after a forward pass, and so saves the frame of the decorator.
+    """
 
     def decorate(
         method: Callable[Concatenate[CacheService, P], T],
@@ -74,6 +78,8 @@ def _or_else(
 
 _NO_HIT: Final[int | None] = 0
 _NO_TIER: Final[int | None] = None
+_NO_PLAN: Final[LoadPlan | None] = None
+_NO_EVENTS: Final[Sequence[ResidencyEvent]] = ()
 _NO_STORE: Final[StorePlan | None] = NOTHING_TO_STORE
 
 
@@ -90,9 +96,6 @@ class CacheService:
         close_timeout_s: Longest that :meth:`shutdown` may take.
 
     Attributes:
-        step_scheduled: Records that a step was scheduled; takes its number of prompt tokens.
-            The cost model can compare loading with computing only if the engine calls this for
-            each step, and :meth:`step_ended` when the output of the step arrives.
         is_idle: Whether :meth:`end_step` would find nothing to do.
     """
 
@@ -123,7 +126,6 @@ class CacheService:
         self._notices = Notices(names, storage.region.geometry.slot_nbytes)
         self._notices_due_s = float("-inf")
         self._clock = StepClock()
-        self.step_scheduled = self._clock.scheduled
         self.is_idle = False
         self._worker_jobs = 0
         """Loads and stores whose end the workers have not reported."""
@@ -191,10 +193,8 @@ class CacheService:
         """
         self.is_idle = False
         self._worker_jobs += 1
-        try:
-            plan = self._manager.prepare_load(keys, req_id)
-        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
-            self.report_error("prepare_load", error)
+        plan = self._plan_load(keys, req_id)
+        if plan is None:
             self._fail_request(req_id)
             chunks = len(keys)
             return LoadPlan([NO_SLOT] * chunks, [NO_GENERATION] * chunks, [0] * chunks)
@@ -254,8 +254,7 @@ class CacheService:
             started: Requests that were scheduled for the first time in this step.
             preempted: Requests that lost their blocks and will be looked up again.
         """
-        # Runs with cold caches after a forward pass, and most steps have little to do. So
-        # without the decorator, and each call below is made only if it has something to do.
+        # Most steps have little to do: each call below is made only if it has something to do.
         try:
             self._step_begins = True
             self._steps_with_events += 1
@@ -278,6 +277,14 @@ class CacheService:
             self.is_idle = False
             self.report_error("end_step", error)
 
+    def step_scheduled(self, tokens: int) -> None:
+        """Record that a step with ``tokens`` prompt tokens was scheduled.
+
+        The cost model can compare loading with computing only if the engine calls this for each
+        step, and :meth:`step_ended` when the output of the step arrives.
+        """
+        self._clock.scheduled(tokens)
+
     def step_ended(self) -> None:
         """Record that the oldest scheduled step ended."""
         step = self._clock.ended()
@@ -293,16 +300,13 @@ class CacheService:
         has_listener = self._steps_with_events < _MAX_STEPS_WITH_EVENTS
         return self._manager.has_work() or (has_listener and self._manager.has_events)
 
-    def take_events(self) -> list[ResidencyEvent]:
+    @_or_else(_NO_EVENTS)
+    def take_events(self) -> Sequence[ResidencyEvent]:
         """Return residency changes; a removal precedes the arrival that takes the freed slot.
 
         The engine calls it after each step.
         """
-        try:
-            events = self._manager.take_events()
-        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
-            self.report_error("take_events", error)
-            return []
+        events = self._manager.take_events()
         self._steps_with_events = 0  # after that: an error at each step must not keep it busy
         return events
 
@@ -431,6 +435,10 @@ class CacheService:
     def _learn(self, tokens: int, seconds: float) -> None:
         """Report the duration of a step with ``tokens`` prompt tokens to the cost model."""
         self._manager.record_prefill(tokens, seconds)
+
+    @_or_else(_NO_PLAN)
+    def _plan_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan | None:
+        return self._manager.prepare_load(keys, req_id)
 
     @_or_else(None)
     def _submit_now(self) -> None:
