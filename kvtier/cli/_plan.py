@@ -174,9 +174,7 @@ def _notes(config: KvtierConfig, model: ModelGeometry, tp: int, dtype: KvDtype) 
         )
     if model.attention is Attention.MLA and dtype is KvDtype.FP8:
         notes.append("Some engines keep scales beside an fp8 latent; they are not counted.")
-    placement = config.placement
-    writes_through = placement.policy == "tiered" and placement.write == "through"
-    if len(config.tiers) > 1 and writes_through:
+    if len(config.tiers) > 1 and config.placement.writes_through:
         notes.append(
             "With write: through, slower tiers hold copies of the faster ones: the slowest "
             "tier alone limits how many different tokens are kept."

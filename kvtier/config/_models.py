@@ -220,9 +220,24 @@ class PlacementConfig(_Section):
     )
     """Time to compute a prompt token, for `load_if: worthwhile`; measured if not given."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the policy's constructor besides the number of tiers."""
+        names = _TIERED_KEYS if self._is_tiered else ()
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether chunks are copied to all slower tiers before they are evicted."""
+        return self._is_tiered and self.write == "through"
+
+    @property
+    def _is_tiered(self) -> bool:
+        return self.policy == "tiered"
+
     @model_validator(mode="after")
     def _keys_belong_to_the_policy(self) -> Self:
-        if self.policy != "tiered":
+        if not self._is_tiered:
             for name in _TIERED_KEYS:
                 if name in self.model_fields_set:
                     _refuse(name, "a key of policy: tiered only", "leave it out")

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvtier.connector.protocols import RequestContext
 from kvtier.logs import get_logger
-from kvtier.manager import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms
 
 __all__ = [
     "HINTS_KEY",

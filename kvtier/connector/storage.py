@@ -43,6 +43,8 @@ logger = get_logger(__name__)
 
 _RECORDER_S: Final = 1.0
 """Seconds of closing that are for the recorder and the threads, if the engine hangs."""
+_POOLS_S: Final = 0.25
+"""Seconds of these that are for the threads, if the recorder hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Storage:
             stack.callback(self.region.close)
             stack.callback(_close_pools, self.pools, deadline)
             if (recorder := self.recorder) is not None:
-                stack.callback(lambda: recorder.close(timeout_s=deadline.left_s()))
+                stack.callback(lambda: recorder.close(timeout_s=deadline.share_s(_POOLS_S)))
             stack.callback(lambda: self.engine.close(timeout_s=deadline.share_s(_RECORDER_S)))
 
 
@@ -176,6 +178,8 @@ def _open_tiers(
 
 
 def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
+    for pool in pools:  # all at once: a pool that hangs leaves the others no time
+        pool.close(timeout_s=0.0)
     for pool in pools:
         if not pool.close(timeout_s=deadline.left_s()):
             logger.error("threads %s: their I/O calls did not end in time", pool.name)

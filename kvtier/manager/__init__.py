@@ -27,13 +27,11 @@ from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import NO_GENERATION, ManagerLimits, SlotStatus
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.policies.base import NO_TERMS, RequestTerms
 
 __all__ = [
     "NOTHING_TO_STORE",
     "NO_GENERATION",
     "NO_SLOT",
-    "NO_TERMS",
     "CostFigures",
     "CostModel",
     "LoadChoice",
@@ -41,7 +39,6 @@ __all__ = [
     "LoadPlan",
     "ManagerLimits",
     "ManagerSnapshot",
-    "RequestTerms",
     "ResidencyEvent",
     "SkipCause",
     "SlotStatus",

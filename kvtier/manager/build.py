@@ -17,7 +17,6 @@ from kvtier.policies import (
     ConditionalPlacement,
     Eviction,
     Placement,
-    TieredPlacement,
     build_admission,
     build_eviction,
     build_placement,
@@ -137,17 +136,8 @@ def _build_placement(
     config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> Placement:
     rules = config.placement
-    placement: Placement
-    if rules.policy == "tiered":
-        placement = TieredPlacement(
-            len(tiers),
-            write=rules.write,
-            write_after=rules.write_after,
-            promote=rules.promote,
-        )
-    else:
-        with config.origin.at("placement.policy"):
-            placement = build_placement(rules.policy, tiers=len(tiers))
+    with config.origin.at("placement.policy"):
+        placement = build_placement(rules.policy, tiers=len(tiers), **rules.settings)
     conditions = _build_conditions(config, tiers, slot_nbytes)
     return ConditionalPlacement(placement, conditions) if conditions else placement
 

@@ -11,6 +11,7 @@ from kvtier.policies.base import (
     Placement,
     PolicyContext,
     Promotion,
+    RequestTerms,
 )
 from kvtier.policies.placement import ConditionalPlacement, TieredPlacement
 from kvtier.policies.registry import build_admission, build_eviction, build_placement
@@ -25,6 +26,7 @@ __all__ = [
     "Placement",
     "PolicyContext",
     "Promotion",
+    "RequestTerms",
     "TieredPlacement",
     "build_admission",
     "build_eviction",

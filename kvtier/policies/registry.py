@@ -5,7 +5,7 @@ A new eviction policy of kvtier's own is a module in ``kvtier/policies/eviction`
 reading a configuration does not import policies.
 
 The constructor of every policy takes one number: the size of the tier or cache. There are no
-options: a variant is a class of its own.
+options: a variant is a class of its own. Only ``tiered`` also takes settings.
 """
 
 from __future__ import annotations
@@ -118,15 +118,20 @@ class PolicyRole(Generic[PolicyT]):
         self._check_class(f"{self.what} {name!r}", point.value, loaded)
         return cast("type[PolicyT]", loaded)
 
-    def make(self, name: str, size: int) -> PolicyT:
+    def make(self, name: str, size: int, **settings: object) -> PolicyT:
         """Return a new policy called ``name`` for a tier or cache of ``size``.
+
+        Args:
+            name: As for :meth:`load`.
+            size: The size.
+            **settings: Further arguments of the policy's constructor.
 
         Raises:
             ConfigError: There is no such policy, or it cannot be made.
         """
-        factory = cast("Callable[[int], PolicyT]", self.load(name))
+        factory = cast("Callable[..., PolicyT]", self.load(name))
         with self.making(name):
-            policy = factory(size)
+            policy = factory(size, **settings)
         unset = ", ".join(each for each in self.state if not hasattr(policy, each))
         if unset:
             problem = f"{self.what} {name!r} has no {unset}"
@@ -225,17 +230,18 @@ def build_eviction(name: str, *, capacity: int) -> Eviction:
     return EVICTIONS.make(name, capacity)
 
 
-def build_placement(name: str, *, tiers: int) -> Placement:
+def build_placement(name: str, *, tiers: int, **settings: object) -> Placement:
     """Build the placement policy called ``name`` for a cache of ``tiers`` tiers.
 
     Args:
-        name: As for :func:`build_eviction`; ``tiered`` gets its default settings.
+        name: As for :func:`build_eviction`.
         tiers: Number of tiers, RAM included.
+        **settings: Settings of ``tiered``; the default is used for those not given.
 
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    return PLACEMENTS.make(name, tiers)
+    return PLACEMENTS.make(name, tiers, **settings)
 
 
 def build_admission(name: str, *, capacity: int) -> Admission:

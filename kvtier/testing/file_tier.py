@@ -21,7 +21,7 @@ import xxhash
 from kvtier.config import FilePath, TierConfig
 from kvtier.errors import CapacityError, ClosedError, ConfigError, StoreLockedError
 from kvtier.keys import ChunkKey
-from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext, check_batch
+from kvtier.tiers import SlotOutcomes, StorageTier, TierContext, check_batch
 from kvtier.types import Outcome, Purpose
 
 __all__ = ["FileTier", "FileTierConfig"]

@@ -7,6 +7,7 @@ from kvtier.tiers.base import (
     StorageTier,
     StoreExamination,
     TierContext,
+    check_batch,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "StorageTier",
     "StoreExamination",
     "TierContext",
+    "check_batch",
 ]

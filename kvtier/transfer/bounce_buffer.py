@@ -36,9 +36,7 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
         0 if no chunk moves between storage tiers, because there is at most one, or because
         RAM writes through to all of them.
     """
-    placement = config.placement
-    through = placement.policy == "tiered" and placement.write == "through"
-    if through or len(config.tiers) <= 2:
+    if config.placement.writes_through or len(config.tiers) <= 2:
         return 0
     return _LANES * max(1, config.transfer.piece_bytes // slot_nbytes)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import importlib
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvtier.testing.file_tier
 from kvtier.config import parse_config
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion
 from kvtier.sim.cache import simulate_cache
@@ -31,7 +35,37 @@ POLICY_TESTS = [
     for name in dir(contract)
     if name.startswith("test_")
 ]
+MODULES: dict[str, set[str]] = {
+    row[1]: set(re.findall(r"`(\w+)`", row[2]))
+    for row in re.finditer(
+        r"^\| `(kvtier[\w.]*)` \| (`.*`) \|$", PAGE.read_text(), re.MULTILINE
+    )
+}
 TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]
+
+
+def imports_of(code: str) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each import from kvtier in ``code``."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvtier"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_name_in_the_table_can_be_imported(module: str) -> None:
+    assert sorted(MODULES[module] - set(importlib.import_module(module).__all__)) == []
+
+
+def test_the_table_has_what_the_page_and_the_example_tier_import() -> None:
+    codes = [
+        block.text
+        for block in blocks_of(PAGE)
+        if block.language == "python" and not block.remark
+    ]
+    codes.append(Path(kvtier.testing.file_tier.__file__).read_text())
+    used = {pair for code in codes for pair in imports_of(code)}
+    assert ("kvtier.tiers", "check_batch") in used
+    assert sorted(pair for pair in used if pair[1] not in MODULES.get(pair[0], ())) == []
 
 
 @pytest.mark.parametrize(("policy", "name"), POLICY_TESTS)

@@ -105,7 +105,7 @@ def test_a_device_that_does_not_start_leaves_no_thread_and_no_pinned_memory(
     with pytest.raises(ClosedError, match="does not start"):
         open_device(region)
     assert len(freed) == 1
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     monkeypatch.setattr(device_module, "IoPool", refuse)
     with pytest.raises(ClosedError, match="does not start"):
         open_device(region)

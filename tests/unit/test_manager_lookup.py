@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.manager import ManagerLimits, RequestTerms
+from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach, Prompt, Reach
+from kvtier.policies import RequestTerms
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
 from tests.unit.cost_models import CHUNK_S, cost_model, measure

@@ -359,6 +359,8 @@ def test_a_shadow_that_picks_no_victim_is_named() -> None:
 @pytest.mark.usefixtures("mine")
 def test_policies_are_built_by_name_without_a_file_too() -> None:
     assert build_placement("tiered", tiers=3).tiers == 3
+    evicting = build_placement("tiered", tiers=3, write="evict")
+    assert evicting.demotion_targets(0) == (1,)
     assert build_admission("tinylfu", capacity=8).capacity == 8
     with pytest.raises(
         ConfigError, match=r"unknown placement policy 'up'; installed: .*tiered"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNature
-from kvtier.manager import RequestTerms
+from kvtier.policies import RequestTerms
 
 NATURES = [
     TierNature("ram", "CPU", "LOCAL"),

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.manager import NO_TERMS, RequestTerms
 from kvtier.policies import PolicyContext, TieredPlacement
-from kvtier.policies.base import ChunkCopy
+from kvtier.policies.base import NO_TERMS, ChunkCopy, RequestTerms
 from kvtier.policies.eviction import Lru
 from tests.support.workbench import TIER_NAMES, Workbench, prefix
 

@@ -19,11 +19,11 @@ class Part:
     """A part whose close takes all the time it gets, or raises."""
 
     def __init__(self, name: str, world: World) -> None:
-        self._name = name
+        self.name = name
         self._world = world
 
     def close(self, *, timeout_s: float = 0.0) -> bool:
-        return self._world.close(self._name, timeout_s)
+        return self._world.close(self.name, timeout_s)
 
 
 class World:
@@ -75,6 +75,7 @@ def test_a_shutdown_in_which_every_part_hangs_ends_in_time(
     assert sum(world.waits_s.values()) == pytest.approx(CLOSE_TIMEOUT_S)
     assert world.waits_s["engine"] > 3, "for jobs and tiers to end"
     assert world.waits_s["recorder"] > 0.5
+    assert world.waits_s["pool"] > 0.1
 
 
 @pytest.mark.parametrize("raising", PARTS[1:])
