@@ -3,9 +3,9 @@
 Manager, service, scheduler side, worker sides, transfer engines, routes and control block are
 those of production. The engine (:mod:`tests.stateful.paged_engine`) reuses blocks as vLLM's
 does. Threads, clocks and disks are simulated (:mod:`tests.stateful.stepping`,
-:mod:`tests.stateful.moody_tier`): chance decides who gets on, between any two of their turns
-and in the middle of copies. So deadlines pass, processes die, requests end and caches are reset
-whatever else is going on.
+:mod:`tests.stateful.random_fault_tier`): chance decides who gets on, between any two of their
+turns and in the middle of copies. So deadlines pass, processes die, requests end and caches are
+reset whatever else is going on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from kvtier.policies import (
 )
 from kvtier.transfer import BetweenTiers, BounceBuffer, EngineLimits, FromTier, ToTier, routes
 from tests.stateful.contents import BLOCK_NBYTES, Contents, block_name
-from tests.stateful.moody_tier import MoodyTier, digest
 from tests.stateful.paged_engine import (
     EngineLimits as BatchLimits,
 )
@@ -54,6 +53,7 @@ from tests.stateful.paged_engine import (
     Phase,
     Work,
 )
+from tests.stateful.random_fault_tier import RandomFaultTier, digest
 from tests.stateful.stepping import (
     SlowCopier,
     SlowTruth,
@@ -184,7 +184,7 @@ class BytesWorld:
         self._region = self._map_region()
         self._region.control = SlowTruth.beside(self._region, stage)
         self._disks = [
-            MoodyTier(stage, f"disk{at}", slots, self._geometry.slot_nbytes)
+            RandomFaultTier(stage, f"disk{at}", slots, self._geometry.slot_nbytes)
             for at, slots in enumerate(capacities[1:])
         ]
         self._manager = self._make_manager(capacities)

@@ -27,7 +27,7 @@ from kvtier.errors import CapacityError, UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry, backing, hand_over
 from kvtier.memory.hand_over import Listener
 from tests.unit.mappings import flags_of_mappings
-from tests.unit.strangers import STRANGER, give_away
+from tests.unit.other_user import OTHER_UID, give_away
 
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
@@ -183,7 +183,7 @@ def test_what_a_server_that_listens_no_more_handed_over_is_given_back(
     # That no descriptor of it is left is checked after every test.
 
 
-STRANGER_CONNECTS = """
+OTHER_USER_CONNECTS = """
 import os, socket, sys
 os.setegid(int(sys.argv[2]))
 os.seteuid(int(sys.argv[2]))
@@ -191,7 +191,7 @@ peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 peer.connect(sys.argv[1])
 sys.stdout.write(str(socket.recv_fds(peer, 4096, 1)[:2]))
 """
-STRANGER_SERVES = """
+OTHER_USER_SERVES = """
 import os, socket, sys
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 listener.bind(sys.argv[1])
@@ -203,10 +203,10 @@ sys.stdin.read()
 """
 
 
-def as_stranger(script: str, path: Path) -> list[str]:
+def as_other_user(script: str, path: Path) -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root can run as another user")
-    return [sys.executable, "-c", script, str(path), str(STRANGER)]
+    return [sys.executable, "-c", script, str(path), str(OTHER_UID)]
 
 
 def test_nobody_else_may_enter_the_directory_of_the_sockets(name: str, sockets: Path) -> None:
@@ -228,7 +228,7 @@ def test_another_user_is_given_nothing_and_keeps_nobody_else_from_it(
     name: str, region: HostRegion, sockets: Path
 ) -> None:
     (path,) = sockets.iterdir()
-    command = as_stranger(STRANGER_CONNECTS, path)
+    command = as_other_user(OTHER_USER_CONNECTS, path)
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "PermissionError" in ran.stderr
     for place in (path, sockets, sockets.parent):
@@ -241,7 +241,7 @@ def test_another_user_is_given_nothing_and_keeps_nobody_else_from_it(
 def test_a_region_that_another_user_serves_is_not_taken(name: str, sockets: Path) -> None:
     listener = Listener(name)
     listener.close()
-    command = as_stranger(STRANGER_SERVES, listener.path)
+    command = as_other_user(OTHER_USER_SERVES, listener.path)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
@@ -259,7 +259,7 @@ def test_a_name_that_another_user_took_is_not_called_another_engine(
     give_away(sockets)
     for meet in (create_small, attach_small):
         with pytest.raises(
-            UnsupportedError, match=f"{sockets} belongs to user {STRANGER}"
+            UnsupportedError, match=f"{sockets} belongs to user {OTHER_UID}"
         ) as no:
             meet(name)
         assert "another engine" not in str(no.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.os.ownership import find_exposure, find_foreign_owner, is_ambiguous
-from tests.unit.strangers import STRANGER, give_away
+from tests.unit.other_user import OTHER_UID, give_away
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_another_users_directory_is_named_also_to_root(nested: Path, above: int)
     give_away(place)
     exposure = find_exposure(nested)
     assert exposure is not None
-    assert exposure.problem.startswith(f"{place} belongs to user {STRANGER}")
+    assert exposure.problem.startswith(f"{place} belongs to user {OTHER_UID}")
 
 
 def test_the_first_file_of_another_user_is_named(nested: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_first_file_of_another_user_is_named(nested: Path) -> None:
     assert find_foreign_owner(paths) == ""
     give_away(paths[1])
     assert find_foreign_owner(paths) == (
-        f"{paths[1]} belongs to user {STRANGER}, and this process runs as user {os.geteuid()}"
+        f"{paths[1]} belongs to user {OTHER_UID}, and this process runs as user {os.geteuid()}"
     )
 
 

@@ -32,7 +32,7 @@ from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.process import HostProcess
-from tests.unit.listening import PlainEar, Told
+from tests.unit.recording_policies import PolicyCall, RecordingLru
 
 CHUNK_NBYTES = 64 << 10
 CHUNK_TOKENS = 128
@@ -292,29 +292,29 @@ class TestReplay:
     def test_policies_see_sessions_in_replay_and_simulation(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        live: list[Told] = []
+        live: list[PolicyCall] = []
 
         def simulate(*args: Any, **options: Any) -> CacheResult:
-            live.extend(PlainEar.heard)
-            PlainEar.heard.clear()
+            live.extend(RecordingLru.calls)
+            RecordingLru.calls.clear()
             return simulate_cache(*args, **options)
 
         monkeypatch.setattr(replay_module, "simulate_cache", simulate)
-        PlainEar.heard.clear()
+        RecordingLru.calls.clear()
         long = "x" * 1000
         sessions = ["a", "b", "", long + "1", long + "2", "a"]
         # Each has a chunk of its own, so that the policy hears of it however late a store is.
         trace = make_trace([[0, number] for number in range(1, 7)], sessions=sessions)
-        ear = f"{PlainEar.__module__}:{PlainEar.__name__}"
+        policy = f"{RecordingLru.__module__}:{RecordingLru.__name__}"
         config = tiers_config(tmp_path, ram=16, nvme=16)
-        ram = config.ram.model_copy(update={"eviction": ear})
+        ram = config.ram.model_copy(update={"eviction": policy})
         run(trace, config.model_copy(update={"tiers": (ram,)}))
-        heard = [
-            {told.request: told.session for told in half} for half in (live, PlainEar.heard)
+        named = [
+            {call.request: call.session for call in half} for half in (live, RecordingLru.calls)
         ]
-        assert heard[0] == heard[1]
-        assert [heard[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
-        assert len({heard[0]["3"], heard[0]["4"], ""}) == 3
+        assert named[0] == named[1]
+        assert [named[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
+        assert len({named[0]["3"], named[0]["4"], ""}) == 3
 
     def test_loads_that_were_not_worth_it_are_told_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

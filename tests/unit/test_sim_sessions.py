@@ -12,70 +12,74 @@ from kvtier.replay._requests import pick_requests
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys, simulate_single
 from kvtier.sim.traces import generate, read_trace, write_trace
-from tests.unit.listening import EARS, Ear, Told
+from tests.unit.recording_policies import RECORDING_POLICIES, PolicyCall, RecordingPolicy
 from tests.unit.sim_traces import trace_of
 
 # The second request finds what the first one stored; the third says nothing of itself.
 TRACE = trace_of([[0, 1], [0, 1, 2], [3], [0]], every_s=100.0, sessions=["a", "b", "", "a"])
 EXPECTED = {
-    Told("insert", "0", "a", "a"),
-    Told("hit", "1", "b", "a"),
-    Told("insert", "1", "b", "b"),
-    Told("insert", "2", "", ""),
-    Told("hit", "3", "a", "a"),
+    PolicyCall("insert", "0", "a", "a"),
+    PolicyCall("hit", "1", "b", "a"),
+    PolicyCall("insert", "1", "b", "b"),
+    PolicyCall("insert", "2", "", ""),
+    PolicyCall("hit", "3", "a", "a"),
 }
 
 
-@pytest.fixture(params=EARS, ids=lambda ear: ear.__name__)
-def ear(request: pytest.FixtureRequest) -> type[Ear]:
-    kind: type[Ear] = request.param
-    kind.heard.clear()
+@pytest.fixture(params=RECORDING_POLICIES, ids=lambda policy: policy.__name__)
+def policy(request: pytest.FixtureRequest) -> type[RecordingPolicy]:
+    kind: type[RecordingPolicy] = request.param
+    kind.calls.clear()
     return kind
 
 
-def name_of(ear: type[Ear]) -> str:
-    return f"{ear.__module__}:{ear.__name__}"
+def name_of(policy: type[RecordingPolicy]) -> str:
+    return f"{policy.__module__}:{policy.__name__}"
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_a_simulated_tier_tells_its_policy_of_requests_and_sessions(
-    ear: type[Ear], order: str
+    policy: type[RecordingPolicy], order: str
 ) -> None:
     simulate_single(
         TRACE,
-        policy=name_of(ear),
+        policy=name_of(policy),
         capacity=8,
         touch_order="forward" if order == "forward" else "reverse",
     )
-    assert set(ear.heard) == EXPECTED
+    assert set(policy.calls) == EXPECTED
 
 
-def test_a_simulated_ladder_tells_its_policy_of_requests_and_sessions(ear: type[Ear]) -> None:
+def test_a_simulated_ladder_tells_its_policy_of_requests_and_sessions(
+    policy: type[RecordingPolicy],
+) -> None:
     config = parse_config(
-        f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{name_of(ear)}'}}]", source="test"
+        f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{name_of(policy)}'}}]", source="test"
     )
     simulate_cache(TRACE, config, chunk_bytes=1 << 20)
-    assert set(ear.heard) == EXPECTED
+    assert set(policy.calls) == EXPECTED
 
 
-def test_a_ghost_is_told_of_requests_and_sessions(ear: type[Ear]) -> None:
+def test_a_ghost_is_told_of_requests_and_sessions(policy: type[RecordingPolicy]) -> None:
     keys = chunk_keys(TRACE.distinct)
-    shadow = ShadowTier(8, [name_of(ear)])
+    shadow = ShadowTier(8, [name_of(policy)])
     for number, (chain, session) in enumerate(
         zip(TRACE.chains(), TRACE.session_names(), strict=True)
     ):
         shadow.serve(
             [keys[at] for at in chain], float(number), request=str(number), session=session
         )
-    assert set(ear.heard) == EXPECTED
+    assert set(policy.calls) == EXPECTED
 
 
-def test_a_newcomer_in_the_place_of_a_victim_is_whose_it_is(ear: type[Ear]) -> None:
+def test_a_newcomer_in_the_place_of_a_victim_is_whose_it_is(
+    policy: type[RecordingPolicy],
+) -> None:
     trace = trace_of([[0, 1], [2], [3]], sessions=["a", "b", "c"])
-    simulate_single(trace, policy=name_of(ear), capacity=2)
-    inserted = [told for told in ear.heard if told.what == "insert"]
-    assert all(told.stored_by == told.session for told in inserted)
-    assert {told.session for told in inserted} >= {"a", "c"}
+    simulate_single(trace, policy=name_of(policy), capacity=2)
+    inserted = [call for call in policy.calls if call.what == "insert"]
+    assert all(call.stored_by == call.session for call in inserted)
+    assert {call.session for call in inserted} >= {"a", "c"}
 
 
 def test_sessions_go_with_their_requests() -> None:

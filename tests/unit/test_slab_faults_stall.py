@@ -1,7 +1,7 @@
 """A disk that does not answer: deadlines, the breaker, and what is true when it is back.
 
 Opening a store that hangs is in ``test_slab_faults_stall_open.py``, and what the manager makes
-of it all in ``test_slab_faults_stall_books.py``.
+of it all in ``test_slab_faults_stall_manager.py``.
 """
 
 from __future__ import annotations

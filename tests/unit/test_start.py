@@ -14,9 +14,9 @@ from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold
+from tests.unit.other_user import give_away
 from tests.unit.slab_locks import held
 from tests.unit.stores import FIELDS, SLOT, SLOTS, Store
-from tests.unit.strangers import give_away
 
 PLACEHOLDER = "{data_parallel_rank}"
 OTHER = {**FIELDS, "model": "another"}

@@ -1,4 +1,4 @@
-"""A way between two tiers that is out of service: of which tier that says something."""
+"""A route between two tiers that is out of service: which tier the figures name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.workbench import Workbench
 from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096
-SICK = ChannelStatistics(0, 0, 0.0, 0.0, 0, 0, 0, out_of_service=True)
+OUT_OF_SERVICE = ChannelStatistics(0, 0, 0.0, 0.0, 0, 0, 0, out_of_service=True)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_figures_name_the_tier_that_ram_cannot_reach(
     source, destination = (snapshot.tiers[index].name for index in way)
     figures = collect_statistics(
         snapshot,
-        {(source, destination): SICK},
+        {(source, destination): OUT_OF_SERVICE},
         tokens_per_chunk=16,
         internal_errors=0,
         shadows=(),

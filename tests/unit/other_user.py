@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["STRANGER", "give_away"]
+__all__ = ["OTHER_UID", "give_away"]
 
-STRANGER = 1002
+OTHER_UID = 1002
 
 
 def give_away(*paths: Path) -> None:
@@ -17,4 +17,4 @@ def give_away(*paths: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give files to another user")
     for path in paths:
-        os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+        os.chown(path, OTHER_UID, OTHER_UID, follow_symlinks=False)

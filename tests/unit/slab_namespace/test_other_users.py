@@ -11,8 +11,8 @@ from kvtier.doctor import Finding, Status, examine
 from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold
+from tests.unit.other_user import OTHER_UID, give_away
 from tests.unit.slab_namespace.opening import SLOT, Opener, close, fill, fingerprint
-from tests.unit.strangers import STRANGER, give_away
 
 
 def config_of(path: Path) -> KvtierConfig:
@@ -40,7 +40,7 @@ def test_a_path_that_another_user_can_fill_is_refused_in_one_line(
     place = [root, root.parent][above]
     if foreign:
         give_away(place)
-        words = f"{place} belongs to user {STRANGER}"
+        words = f"{place} belongs to user {OTHER_UID}"
     else:
         place.chmod(0o777)
         words = f"{place} has mode 0777"
@@ -60,7 +60,7 @@ def test_a_namespace_or_a_file_of_another_user_is_not_served(
     fill(tier)
     close(tier)
     give_away(own / name)
-    words = f"{own / name} belongs to user {STRANGER}"
+    words = f"{own / name} belongs to user {OTHER_UID}"
     with pytest.raises(StoreDamagedError, match=f"{words}, and .*; move it away or remove it"):
         open_tier()
     (problem,) = problems_of(root)
@@ -77,10 +77,10 @@ def test_what_a_stranger_left_beside_is_neither_removed_nor_changed(
     give_away(directory / "slots.bin")
     (space,) = find_namespaces(root)
     with (
-        pytest.raises(ConfigError, match=f"slots.bin belongs to user {STRANGER}, .*run this"),
+        pytest.raises(ConfigError, match=f"slots.bin belongs to user {OTHER_UID}, .*run this"),
         hold(space, "stop it"),
     ):
         pytest.fail("it was locked")
     open_tier(model="new")
     assert (directory / "slots.bin").stat().st_size == 8 * SLOT
-    assert f"slots.bin belongs to user {STRANGER}" in caplog.text
+    assert f"slots.bin belongs to user {OTHER_UID}" in caplog.text

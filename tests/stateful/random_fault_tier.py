@@ -67,7 +67,7 @@ class Batch:
     dying: bool = False
 
 
-class MoodyTier(StorageTier):
+class RandomFaultTier(StorageTier):
     """A medium of a few slots.
 
     Args:
@@ -78,7 +78,7 @@ class MoodyTier(StorageTier):
 
     Attributes:
         held: Key, bytes and checksum of what each slot holds.
-        moody: Whether anything fails, hangs or dies.
+        faulty: Whether anything fails, hangs or dies.
     """
 
     Options: ClassVar[type[TierConfig]] = TierConfig
@@ -88,7 +88,7 @@ class MoodyTier(StorageTier):
         self.capacity_slots = slots
         self.slot_nbytes = slot_nbytes
         self.held: dict[int, tuple[ChunkKey, bytes, int]] = {}
-        self.moody = not stage.calm
+        self.faulty = not stage.calm
         self._stage = stage
         self._batches: list[Batch] = []
         self._resets: list[UncancellableFuture[None]] = []
@@ -167,7 +167,7 @@ class MoodyTier(StorageTier):
 
     def calm_down(self) -> None:
         """Let nothing go wrong any more, and nothing hang."""
-        self.moody = False
+        self.faulty = False
         for batch in self._batches:
             for move in batch.moves:
                 move.stuck_until_s = 0.0
@@ -177,7 +177,7 @@ class MoodyTier(StorageTier):
         batch = Batch(moves, writes, UncancellableFuture(loop=asyncio.get_running_loop()))
         self._batches.append(batch)
         for move in moves:
-            if self.moody and self._stage.chance(HANGS):
+            if self.faulty and self._stage.chance(HANGS):
                 hang_s = LONGEST_HANG_S * self._stage.draw.random() ** 3
                 move.stuck_until_s = self._stage.now_s + hang_s
         return await wait_uncancelled(batch.answer)
@@ -199,7 +199,7 @@ class MoodyTier(StorageTier):
             self._resets.pop().set_result(None)
         if not self._batches:
             return
-        if self.moody and self._stage.chance(DIES):
+        if self.faulty and self._stage.chance(DIES):
             for batch in self._batches:
                 batch.dying = True
         dying = [batch for batch in self._batches if batch.dying]
@@ -224,7 +224,7 @@ class MoodyTier(StorageTier):
             for move in batch.moves:
                 if move.outcome is Outcome.DONE:
                     self.held[move.slot] = (move.key, bytes(move.payload), move.digest)
-        self._end(batch, outcomes, "" if set(outcomes) == {Outcome.DONE} else "moody")
+        self._end(batch, outcomes, "" if set(outcomes) == {Outcome.DONE} else "random fault")
 
     def _end(self, batch: Batch, outcomes: Sequence[Outcome], error: str) -> None:
         self._batches.remove(batch)
@@ -236,9 +236,9 @@ class MoodyTier(StorageTier):
         if move.steps < 2:
             target, source = (move.payload, move.view) if writes else (move.view, move.payload)
             target[part] = source[part]
-            if self.moody and self._stage.chance(ROTS / 2):
+            if self.faulty and self._stage.chance(ROTS / 2):
                 target[part.start] ^= 4
-            if self.moody and self._stage.chance(FAILS / 2):
+            if self.faulty and self._stage.chance(FAILS / 2):
                 move.outcome = Outcome.FAILED
         elif writes:
             move.outcome = Outcome.DONE

@@ -1,4 +1,4 @@
-"""Policies that note what they are told of the request that uses or stores a chunk."""
+"""Eviction policies that record the request of every use and insertion."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.eviction.scored import Gdsf
 from kvtier.policies.eviction.slru import Slru4
 
-__all__ = ["EARS", "PlainEar", "Told"]
+__all__ = ["RECORDING_POLICIES", "PolicyCall", "RecordingLru"]
 
 
-class Told(NamedTuple):
+class PolicyCall(NamedTuple):
     """One use or insertion: by whom, and who stored the chunk."""
 
     what: str
@@ -25,19 +25,19 @@ class Told(NamedTuple):
     stored_by: str
 
 
-class Ear(Eviction):
-    """Notes uses and insertions in a list of its class, which outlives the policy."""
+class RecordingPolicy(Eviction):
+    """Records uses and insertions in a list of its class, which outlives the policy."""
 
-    heard: ClassVar[list[Told]] = []
+    calls: ClassVar[list[PolicyCall]] = []
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self.heard.append(Told("insert", ctx.request, ctx.session, copy.session))
+        self.calls.append(PolicyCall("insert", ctx.request, ctx.session, copy.session))
         super().on_insert(copy, ctx)  # type: ignore[safe-super] # a policy comes after it
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self.heard.append(Told("hit", ctx.request, ctx.session, copy.session))
+        self.calls.append(PolicyCall("hit", ctx.request, ctx.session, copy.session))
         super().on_hit(copy, ctx)  # type: ignore[safe-super] # a policy comes after it
 
     @override
@@ -51,28 +51,33 @@ class Ear(Eviction):
             self.on_hit(copy, ctx)
 
 
-class PlainEar(Ear, Lru):
+class RecordingLru(RecordingPolicy, Lru):
     """Driven by the plain calls."""
 
-    heard: ClassVar[list[Told]] = []
+    calls: ClassVar[list[PolicyCall]] = []
 
 
-class LeafEar(Ear, PrefixLru):
+class RecordingPrefixLru(RecordingPolicy, PrefixLru):
     """Evicts leaves only."""
 
-    heard: ClassVar[list[Told]] = []
+    calls: ClassVar[list[PolicyCall]] = []
 
 
-class RivalEar(Ear, Gdsf):
+class RecordingGdsf(RecordingPolicy, Gdsf):
     """Newcomers compete."""
 
-    heard: ClassVar[list[Told]] = []
+    calls: ClassVar[list[PolicyCall]] = []
 
 
-class SheddingEar(Ear, Slru4):
+class RecordingSlru4(RecordingPolicy, Slru4):
     """A hit may evict."""
 
-    heard: ClassVar[list[Told]] = []
+    calls: ClassVar[list[PolicyCall]] = []
 
 
-EARS: tuple[type[Ear], ...] = (PlainEar, LeafEar, RivalEar, SheddingEar)
+RECORDING_POLICIES: tuple[type[RecordingPolicy], ...] = (
+    RecordingLru,
+    RecordingPrefixLru,
+    RecordingGdsf,
+    RecordingSlru4,
+)
