@@ -91,12 +91,10 @@ class _Selection:
             days = functools.partial(parse_duration, likely_unit="d")
             age_s = quantity("--older-than", self.older_than, days)
             return reader.entries_unused_since(_now() - int(age_s))
-        found: dict[Entry, None] = {}
-        for text in self.keys:
-            match = _one_entry(KeyPattern.parse(text), reader)
+        matches = {text: _one_entry(KeyPattern.parse(text), reader) for text in self.keys}
+        for text, match in matches.items():
             note(text, match)
-            found.update({match: None} if match else {})
-        return list(found)
+        return list(dict.fromkeys(filter(None, matches.values())))
 
 
 @cache.command()

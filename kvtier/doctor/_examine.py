@@ -94,9 +94,7 @@ def examine(
     numbers = range(ranks) if ranks > 1 else (None,)
     engines = [resolve_rank_paths(config, rank=number) for number in numbers]
     stores = _stores.StoreExaminer(config, identity or {})
-    examiner = _Examiner(
-        config, engines, stores, measure_s, machine or _machine.Machine(), Examination()
-    )
+    examiner = _Examiner(config, engines, stores, measure_s, machine or _machine.Machine())
     examiner.run()
     return _with_places(config, examiner.examination)
 
@@ -131,7 +129,7 @@ class _Examiner:
     stores: _stores.StoreExaminer
     measure_s: float | None
     machine: _machine.Machine
-    examination: Examination
+    examination: Examination = field(default_factory=Examination)
 
     def run(self) -> None:
         config, first = self.config, self.engines[0]

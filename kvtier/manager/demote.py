@@ -252,10 +252,8 @@ class _Targets:
             else:
                 excluded = set(admitted)
                 others = [copy for copy in others if copy not in excluded]
-            part = (
-                listed if len(admitted) == len(listed.copies) else stack.ram.list_of(admitted)
-            )
-            parts.append((target, part))
+            is_whole = len(admitted) == len(listed.copies)
+            parts.append((target, listed if is_whole else stack.ram.list_of(admitted)))
         return parts, others
 
     def of_victims(

@@ -130,8 +130,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine = read_vllm_config(vllm_config, kv_cache_config, self._groups)
         self._settings = read_settings(self._engine, VllmEntryPoint.CONNECTOR)
         refuse_layout(self._engine, self._settings)
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None  # or vLLM would not build a connector
         reaches = [group.reach for group in self._groups]
         is_single_group = len(kv_cache_config.kv_cache_groups) == 1
         self._reports_blocks = is_single_group and reaches == [Reach.PREFIX]
@@ -139,12 +137,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._bound: _Metadata = _NOTHING
         self._output: WorkerOutput | None = None
         if role is KVConnectorRole.SCHEDULER:
-            if transfer.kv_load_failure_policy == "fail":
-                logger.warning(
-                    "kv_load_failure_policy is fail, vLLM's default: a request whose "
-                    "chunks cannot be loaded ends with an error; with recompute "
-                    "the missing tokens are computed"
-                )
             self._open_scheduler()
 
     @property
@@ -166,6 +158,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = AdapterContents(self._vllm.lora_config)
         self._reporter = Reporter(self._cache)
         warn_of_weak_hashes(self._vllm, settings)
+        transfer = self._vllm.kv_transfer_config
+        if transfer is not None and transfer.kv_load_failure_policy == "fail":
+            logger.warning(
+                "kv_load_failure_policy is fail, vLLM's default: a request whose chunks cannot "
+                "be loaded ends with an error; with recompute the missing tokens are computed"
+            )
 
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -492,8 +492,7 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     kept = by_key[newest]
     kept = kept[np.argsort(last_uses[kept], kind="stable")]
     kept_keys = keys[kept]
-    latest = max(generations.max(initial=0), last_uses.max(initial=0))
-    if latest > _LATEST:
+    if (latest := max(generations.max(initial=0), last_uses.max(initial=0))) > _LATEST:
         raise IndexDamagedError(f"its clock value {latest} is out of range")
     return StoredRows(
         keys=kept_keys,
