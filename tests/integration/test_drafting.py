@@ -120,7 +120,7 @@ def test_whoever_guesses_every_token_is_plain_vllms(
     first, again = feature.tiered(tmp_path, entry_point)
     assert_every_token_equal(feature, expected, first, again)
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
-    assert_loaded(again)
+    assert_loaded(again, entry_point)
     assert_well(first, again)
 
 

@@ -167,5 +167,5 @@ def test_whatever_an_engine_or_a_request_is_every_token_is_plain_vllms(
     if make is adapted:
         assert_adapters_are_felt(expected)
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
-    assert_loaded(again)
+    assert_loaded(again, entry_point)
     assert_well(first, again)

@@ -57,7 +57,7 @@ def test_an_image_is_found_again_and_never_taken_for_another(
     first, again = feature.tiered(tmp_path, entry_point)
     assert_every_token_equal(feature, expected, first, again)
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
-    assert_loaded(again)
+    assert_loaded(again, entry_point)
     assert_well(first, again)
 
 
