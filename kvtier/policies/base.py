@@ -53,7 +53,7 @@ class RequestTerms:
     session: str = ""
 
     def may_store_in(self, tier: int | None) -> bool:
-        """Return whether new chunks may be in ``tier``, or for None in every tier."""
+        """Return whether new chunks may enter ``tier``; None asks about all tiers at once."""
         return self.store_tiers is None or tier in self.store_tiers
 
 
@@ -61,12 +61,12 @@ NO_TERMS: Final = RequestTerms()
 
 
 def session_terms(session: str) -> RequestTerms:
-    """Return the terms of a request without limits; ``session`` may be empty."""
+    """Return terms that name ``session`` and set no limits; ``session`` may be empty."""
     return RequestTerms(session=session) if session else NO_TERMS
 
 
 class CopyState:
-    """The states of a copy, as plain integers because they are compared once per chunk."""
+    """The states of a copy. States are plain integers, which are quick to compare."""
 
     WRITING: ClassVar[int] = 0
     """The bytes are arriving; requests may wait for them."""
@@ -199,7 +199,7 @@ def is_idle(copy: ChunkCopy) -> bool:
 
 
 def is_unpinned(copy: ChunkCopy) -> bool:
-    """Return whether ``copy`` has no pins; a slower tier may still have to receive it."""
+    """Return whether ``copy`` has no pins, even if a slower tier still needs the chunk."""
     return not copy.pins
 
 
@@ -211,7 +211,7 @@ def is_unpinned_leaf(copy: ChunkCopy) -> bool:
 def pick_leaf(
     eviction: Eviction, ctx: PolicyContext, *, spared: ChunkCopy | None
 ) -> ChunkCopy | None:
-    """Return a victim other than the parent of the new chunk.
+    """Return a victim for a new chunk, but never the parent of the new chunk.
 
     Args:
         eviction: A policy that evicts leaves only.
@@ -300,7 +300,10 @@ class Eviction(ABC):
 
     @abstractmethod
     def on_remove(self, copy: ChunkCopy) -> None:
-        """Drop the member ``copy``, which left the tier without a pick; its state is GONE."""
+        """Drop the member ``copy``, which left the tier without being picked.
+
+        The state of ``copy`` is GONE.
+        """
 
     @abstractmethod
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
@@ -336,7 +339,7 @@ class Eviction(ABC):
             self.on_insert(copy, ctx)
 
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
-        """Call :meth:`on_hit` for ``copies``, already in :attr:`touch_order`."""
+        """Call :meth:`on_hit` for ``copies``, which the caller gives in :attr:`touch_order`."""
         for copy in copies:
             self.on_hit(copy, ctx)
 
@@ -403,7 +406,7 @@ class Placement(ABC):
         tier: int,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
-        """Return whether ``copy`` may enter ``tier``; a refusal is counted and final.
+        """Return whether ``copy`` may enter ``tier``; a refused victim is evicted all the same.
 
         Called after :meth:`place` or :meth:`demote` named ``tier``, right before ``copy`` is
         sent. The default admits all.
@@ -413,13 +416,13 @@ class Placement(ABC):
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        """Call :meth:`place` for ``copies``; override this if all have the same answer."""
+        """Call :meth:`place` for ``copies``; override this if all get the same answer."""
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admit` for ``copies``, or admit all if :meth:`admit` is the default."""
+        """Return the answer of :meth:`admit` for each of ``copies``."""
         if type(self).admit is Placement.admit:
             return [True] * len(copies)
         return [self.admit(copy, tier, ctx) for copy in copies]
@@ -450,7 +453,7 @@ class Placement(ABC):
 
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
-        """Return the tier that ``copy`` must reach before ``source`` evicts it, or None.
+        """Return the tier that must have the chunk before ``source`` evicts ``copy``, or None.
 
         Called only for chunks in no slower tier, perhaps several times for one chunk: when the
         chunk is new in ``source``, when it is picked as a victim, and at shutdown.

@@ -95,7 +95,7 @@ class SketchFrequency:
             self._cells = cells.translate(_HALVED)
 
     def of(self, key: ChunkKey) -> int:
-        """Return an estimate of the recent uses of ``key``; below 255 it is never too low."""
+        """Estimate the recent uses of ``key``; an estimate below 255 is never too low."""
         cells = self._cells
         return min([cells[place] for place in self._places(key)])
 

@@ -41,7 +41,7 @@ CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def path_remedy(point: EntryPoint, error: Exception) -> str:
-    """Return a remedy if the module of ``module:Class`` is not found, else empty text."""
+    """Return how to make the module of a ``module:Class`` importable; "" for other errors."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
         return f"put the directory of {point.module} on PYTHONPATH, the engine's too"

@@ -232,7 +232,7 @@ class ModelEngine(Engine[TimeModel]):
         return bool(answered)
 
     def _look(self, request: ModelRequest) -> bool:
-        """Look up ``request`` and load its hits; return False if it must wait."""
+        """Look up ``request`` and load its hits; return False if ``request`` must wait."""
         prompt = Prompt((request.keys,), 0, len(request.keys))
         hits = self._manager.lookup(request.req_id, prompt)
         if hits is None:
@@ -265,7 +265,7 @@ class ModelEngine(Engine[TimeModel]):
         self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
-        """Offer the new chunks of computed requests; retry later if RAM has no free slots."""
+        """Store the new chunks of computed requests; retry later if RAM has no free slots."""
         refused = []
         for request in self._unstored:
             plan = self._manager.prepare_store(request.keys[request.hits :], request.req_id)
@@ -316,13 +316,13 @@ class ModelEngine(Engine[TimeModel]):
 
 
 class ReliableSlotStatus:
-    """Slot status without a worker: only loads of chunks that were not promoted fail."""
+    """Slot status without a worker: a load fails only for chunks whose promotion failed."""
 
     def __init__(self) -> None:
         self._lost: set[tuple[int, int]] = set()
 
     def record(self, job: Job, result: TransferResult) -> None:
-        """Record the slots of ``job``, a promotion, that did not get their chunks."""
+        """Record which destination slots of the promotion ``job`` did not get their chunks."""
         if result.outcomes.count(Outcome.DONE) == len(result.outcomes):
             return
         places = zip(job.destination_slots, job.payload, result.outcomes, strict=True)
@@ -353,7 +353,7 @@ class ReliableSlotStatus:
         return [True] * len(slots)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether its bytes were promoted."""
+        """Return for each slot whether no promotion into the slot failed."""
         if not self._lost:
             return [True] * len(slots)
         return [place not in self._lost for place in zip(slots, generations, strict=True)]

@@ -49,7 +49,7 @@ class StepModel(TimeModel):
     idle_s: float = 0.001
 
     def seconds(self, tokens: int) -> float:
-        """Return the time of a step of ``tokens`` tokens."""
+        """Return the duration of a step that computes ``tokens`` tokens."""
         return max(tokens / self.prefill_tokens_per_s, self.step_s) if tokens else self.idle_s
 
 
@@ -165,7 +165,7 @@ class StepEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Start loaded requests, look up waiting requests; return the ids of all started."""
+        """Start loaded and waiting requests; return the ids of all requests that started."""
         left = self._model.step_tokens - sum(batch.values())
         taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
@@ -204,7 +204,7 @@ class StepEngine(Engine[StepModel]):
         return True
 
     def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Offer the chunks that this step completes; return the accepted chunks."""
+        """Ask the manager to store the chunks that are now complete; return accepted chunks."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens
@@ -214,7 +214,10 @@ class StepEngine(Engine[StepModel]):
         return accepted
 
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
-        """Offer a request's chunks before ``end``; retry later if RAM has no free slots."""
+        """Ask the manager to store the chunks before ``end``; yield the accepted chunks.
+
+        If RAM has no free slots, a later call asks again.
+        """
         keys = served.request.keys[served.next_chunk : end]
         if not keys:
             return

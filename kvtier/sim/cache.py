@@ -45,7 +45,7 @@ _WINDOW = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """The figures of one tier; the fields are a contract.
+    """The figures of one tier. The names of the fields are a stable interface.
 
     Attributes:
         name: The tier's name.
@@ -86,7 +86,7 @@ class TierResult(TierTraffic):
 
 @dataclass(frozen=True, slots=True)
 class CacheResult:
-    """The figures of all tiers on a trace; the fields are a contract.
+    """The figures of all tiers on a trace. The names of the fields are a stable interface.
 
     Attributes:
         trace: The trace's name.

@@ -21,7 +21,7 @@ def chunk_nbytes(trace: Trace) -> int:
 
 
 def parse_chunk_bytes(text: str) -> int:
-    """Return the bytes in ``--chunk-bytes``: a size or a plain number.
+    """Return the number of bytes that ``text`` gives, with or without a unit.
 
     Raises:
         ConfigError: ``text`` is neither, or is 0.

@@ -119,7 +119,7 @@ def _slots(request: RecommendRequest) -> dict[str, int]:
 
 
 def _winner(results: Sequence[SingleResult]) -> str:
-    """Return the policy that hits clearly more than the default, else the default."""
+    """Return the policy with the best hit ratio, or the default if the lead is not clear."""
     default = next(result for result in results if result.policy == _DEFAULT)
     best = max(results, key=lambda result: result.prefix_hit_ratio)
     clearly = best.prefix_hit_ratio > default.prefix_hit_ratio + _CLEARLY

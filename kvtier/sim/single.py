@@ -47,7 +47,7 @@ _REPORTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class SingleResult:
-    """The figures of one policy on one trace at one size; the fields are a contract.
+    """The figures of one policy on one trace at one size. The field names are stable.
 
     Attributes:
         trace: The trace's name.
@@ -109,7 +109,7 @@ class Belady(ScoredEviction):
 
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:
-    """Return a key for every chunk number; each key is one object, which caches its hash."""
+    """Return one key object per chunk number; the object caches the hash of the key."""
     keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
     keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
     chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()

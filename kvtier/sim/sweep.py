@@ -174,7 +174,7 @@ def _run(
 
 @contextmanager
 def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
-    """Yield a function from cells to an iterator of results, in any order."""
+    """Yield a function that runs cells and returns an iterator of results, in any order."""
     run = partial(_run, traces, touch_order)
     if jobs <= 1:
         yield partial(map, run)

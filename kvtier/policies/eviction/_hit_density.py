@@ -1,4 +1,4 @@
-"""Classes of chunks, and the hits that a slot earns with each class at each age.
+"""Groups chunks in classes, and estimates how many hits a slot earns by class and by age.
 
 **Classes.** A chunk that was used twice comes back more often than one used once, the tail of a
 prompt hardly ever, a short prompt more often than a long one. So used chunks are classed by
@@ -72,7 +72,7 @@ _SLACK: Final = 48
 
 
 def _octave_of(age: int) -> int:
-    """Return the octave of ``age``, in uses; it may be beyond the last octave of a table."""
+    """Return the octave of ``age``; the octave may be beyond the last octave of a table."""
     return max(age.bit_length() - _FIRST, 0)
 
 
@@ -157,7 +157,7 @@ class HitDensity:
         self._uses[place] += count
 
     def advance(self, now: int) -> None:
-        """Count the chunks that reached another octave unused since the last call."""
+        """Count the unused chunks whose age reached another octave since the last call."""
         part = now // self._width
         parts = np.arange(part - self._parts + 1, part + 1)
         ages = np.array((self._looked, now))[:, None] - (parts + 1) * self._width
@@ -187,7 +187,10 @@ class HitDensity:
         entered *= self._keep
 
     def _densities(self, uses: FloatArray, spent: FloatArray) -> FloatArray:
-        """Return for each octave the largest mean hazard over two or more octaves from it.
+        """Return the hit density for each class and octave.
+
+        The hit density of an octave is the largest mean hazard over a range of two or more
+        octaves that starts with the octave.
 
         Args:
             uses: By class and octave, shape (classes, octaves).
@@ -203,5 +206,5 @@ class HitDensity:
 
 
 def kind_of_new(length: int) -> int:
-    """Return the class of new chunks in a prompt of ``length`` chunks, except the last."""
+    """Return the class of all new chunks but the last of a prompt with ``length`` chunks."""
     return _NEW + min(length.bit_length() // 2, _LENGTHS - 1)

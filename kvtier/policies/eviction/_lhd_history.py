@@ -78,7 +78,7 @@ class Cohort:
         self.first = 0
 
     def take(self, count: int) -> list[ChunkCopy]:
-        """Remove and return up to ``count`` of the oldest copies, the oldest last.
+        """Remove and return up to ``count`` of the oldest copies; the oldest copy comes last.
 
         The returned copies keep their ``queued`` and still count as live.
         """
@@ -91,7 +91,7 @@ class Cohort:
 
 
 class Timeline:
-    """All cohorts, oldest first, and LRU's reach in them.
+    """All cohorts, oldest first, and the cohort with the oldest key that LRU would hold.
 
     A cohort also counts its remembered evicted keys. LRU would hold the newest keys, as many as
     the tier has slots, so no list of LRU's keys is needed. LRU's *reach* is the cohort with the
@@ -137,7 +137,7 @@ class Timeline:
         self._edge = edge
 
     def past_reach(self, cohort: Cohort) -> int:
-        """Return how many keys of ``cohort``, its oldest, LRU would have evicted.
+        """Return the number of keys of ``cohort`` that LRU would have evicted by now.
 
         The number is zero unless the LRU policy's last key is in ``cohort``.
         """
@@ -159,7 +159,7 @@ class Timeline:
             self.early_evicted -= count
 
     def remove(self, cohort: Cohort) -> None:
-        """Record that a copy of ``cohort`` was removed, so LRU would not hold it either."""
+        """Record that a copy of ``cohort`` was removed, and would also be gone under LRU."""
         if not cohort.beyond:
             self._held -= 1
 
@@ -318,7 +318,7 @@ class History:
         return cohort
 
     def record_uses(self, count: int, depths: int) -> None:
-        """Record ``count`` uses that moved copies to the newest cohort.
+        """Record ``count`` uses; each use moved one copy to the newest cohort.
 
         Args:
             count: Number of uses.
@@ -332,7 +332,7 @@ class History:
         self.regret_budget.depths += depths
 
     def record_hits(self, source: Cohort, count: int) -> None:
-        """Record that the last ``count`` uses moved members of ``source``.
+        """Record that the last ``count`` uses were uses of copies from the cohort ``source``.
 
         For new chunks ``source`` is :attr:`outside`.
         """
@@ -347,7 +347,7 @@ class History:
             self.timeline.enter(count)
 
     def record_returns(self, source: Cohort, count: int) -> None:
-        """Record that the last ``count`` uses were of keys evicted from ``source``."""
+        """Record that the last ``count`` uses brought back keys evicted from ``source``."""
         timeline = self.timeline
         self.density.record_uses(source.kind, source.since, self.clock - source.since, count)
         timeline.enter(0)  # the cohort at LRU's reach may be empty by now
@@ -370,7 +370,7 @@ class History:
             self.timeline.early_evicted += count
 
     def record_stayed(self, copy: ChunkCopy) -> None:
-        """Make ``copy``, whose eviction was recorded, a member again, as if just used."""
+        """Undo the recorded eviction of ``copy``; ``copy`` then counts as just used."""
         cohort: Cohort = copy.policy
         self.members += 1
         if self.pop_ghost(copy.key) is None:
@@ -390,7 +390,7 @@ class History:
         self._leave(copy)
 
     def record_spared(self, copy: ChunkCopy) -> None:
-        """Move ``copy``, which must stay, to the newest cohort, like a used copy."""
+        """Move ``copy``, which must stay in the tier, to the newest cohort as if just used."""
         source: Cohort = copy.policy
         self._leave(copy)
         self.requeue(copy, source)
@@ -421,7 +421,7 @@ class History:
             cohort.clear()
 
     def pop_ghost(self, key: ChunkKey) -> Cohort | None:
-        """Forget the evicted ``key`` and return its cohort, or None if it is not remembered."""
+        """Forget the evicted ``key`` and return the key's cohort; None for an unknown key."""
         cohort = self.ghosts.pop(key, None)
         if cohort is None:
             cohort = self.ghosts_before.pop(key, None)

@@ -81,7 +81,7 @@ class NextVictimEviction(Eviction):
 
 
 class Ghosts:
-    """The keys of the chunks that left last, first in, first out.
+    """Keys of chunks that left the tier; the key that was added first is dropped first.
 
     Args:
         limit: Most keys to hold.

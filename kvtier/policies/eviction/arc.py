@@ -1,4 +1,4 @@
-"""ARC: a recency list and a frequency list whose shares follow the misses.
+"""ARC: keeps a recency list and a frequency list; misses decide the length of each list.
 
 T1 holds chunks used once since they came, T2 chunks used again; both are LRU lists. B1 and B2
 hold the keys of chunks evicted from T1 and T2. A miss on a key in B1 means that T1 was too
@@ -24,7 +24,7 @@ __all__ = ["Arc"]
 
 
 class Arc(NextVictimEviction):
-    """The Adaptive Replacement Cache, with real-valued ``p``.
+    """The Adaptive Replacement Cache; the target length ``p`` of the recency list is a float.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, fig. 4.
     """

@@ -42,7 +42,7 @@ _CLEARLY: Final = 0.7
 
 
 class HedgedLhd(Eviction):
-    """Evicts the chunk with the lowest hit density, or LRU's victim if the budget is spent.
+    """Evicts by lowest hit density; once the regret budget is spent, evicts as LRU would.
 
     ``copy.policy`` is the cohort that holds the copy, ``copy.queued`` its index in that cohort.
     """
@@ -258,7 +258,7 @@ class HedgedLhd(Eviction):
         return bool(victims.selected)
 
     def _search(self, refused: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
-        """Evict and return the oldest evictable copy, because ``refused`` must stay."""
+        """Evict and return the oldest evictable copy, in place of the copy ``refused``."""
         self._victims.selected.append(refused)
         self._stop()
         passed: list[ChunkCopy] = []
@@ -283,7 +283,7 @@ class HedgedLhd(Eviction):
 
 
 def _leaf_to_root(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return ``copies`` of several prompts or KV cache groups, each leaf to root.
+    """Return ``copies`` with every prompt and KV cache group in order from leaf to root.
 
     The prompts are all leaf to root, or all root to leaf. Depth also changes between prompts,
     so the direction of most steps decides.
@@ -340,7 +340,7 @@ class MoveBatch:
         self._length = 0
 
     def stop(self) -> None:
-        """End the batch. The caller has flushed it."""
+        """End the batch; the caller has already flushed the batch."""
         self.source = self.returning = None
         self.is_prompt = False
 
@@ -383,7 +383,7 @@ class MoveBatch:
         self._depth = copy.depth
 
     def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
-        """Insert the ``last`` chunk of a new prompt and begin a batch with ``before``.
+        """Insert ``last``, the last chunk of a prompt; begin a batch with the chunk ``before``.
 
         The caller has flushed the previous batch. The newest cohort holds no last chunks.
         """
@@ -401,7 +401,7 @@ class MoveBatch:
         self.is_prompt = True
 
     def classify(self, copy: ChunkCopy) -> int:
-        """Return the class of the new ``copy`` and record its parent as the next chunk."""
+        """Return the class of the new ``copy``, and expect the parent of ``copy`` next."""
         continues = copy.key == self.expected_key
         self.expected_key = copy.parent
         if continues:
@@ -410,7 +410,7 @@ class MoveBatch:
         return TAIL
 
     def continues_tails(self, copy: ChunkCopy) -> bool:
-        """Count ``copy`` in the batch of last chunks; return False if none has room."""
+        """Return whether ``copy`` fits in the batch of last chunks; if so, count ``copy``."""
         history = self._history
         if (
             history.newest.kind != TAIL
@@ -422,7 +422,7 @@ class MoveBatch:
         return True
 
     def add_tails(self, copies: Sequence[ChunkCopy]) -> None:
-        """Count ``copies``, all last chunks of prompts, in the current batch of last chunks."""
+        """Add ``copies``, all last chunks of prompts, to the counts of the current batch."""
         self._deeper += sum(copy.depth for copy in copies) - len(copies) * self._depth
 
 
@@ -456,7 +456,7 @@ class Victims:
         self._unrecorded = 0
 
     def flush(self) -> None:
-        """Record the selected copies that were picked."""
+        """Record the eviction of the selected copies that were picked since the last call."""
         picked = self._unrecorded - len(self.selected)
         if picked:
             self._unrecorded -= picked
@@ -471,13 +471,13 @@ class Victims:
         return taken
 
     def return_rest(self, taken: list[ChunkCopy], refused: ChunkCopy) -> list[ChunkCopy]:
-        """Select the copies after ``refused`` again; return the copies before ``refused``."""
+        """Return the copies before ``refused``; select the copies after ``refused`` again."""
         place = taken.index(refused)
         self.selected += taken[:place:-1]
         return taken[:place]
 
     def recall(self) -> None:
-        """Return the selected copies to their cohort, and record those that were picked."""
+        """Record the picked copies, and return the other selected copies to their cohort."""
         self.flush()
         selected, cohort = self.selected, self.cohort
         if selected:
@@ -517,7 +517,7 @@ class Victims:
         self._unrecorded = len(self.selected)
 
     def _worst(self, oldest: Cohort) -> Cohort:
-        """Return the cohort with the lowest density; ``oldest`` if none is clearly lower."""
+        """Return the cohort with the lowest density, or ``oldest`` if none is clearly lower."""
         history = self._history
         clock, newest = history.clock, history.newest
         table, lowest = history.density.table, history.density.lowest

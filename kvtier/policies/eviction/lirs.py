@@ -27,7 +27,7 @@ _LOW, _HIGH = True, False
 
 
 class Lirs(NextVictimEviction):
-    """Low Inter-reference Recency Set, with 1 % for HIR copies.
+    """Low Inter-reference Recency Set (LIRS), with 1 % of the slots for HIR copies.
 
     Jiang and Zhang, "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to
     Improve Buffer Cache Performance", SIGMETRICS 2002.
@@ -106,7 +106,7 @@ class Lirs(NextVictimEviction):
         self._stack.move_to_end(copy.key)
 
     def _raise(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` LIR; if there are too many LIR copies, make the bottom one HIR."""
+        """Turn ``copy`` into a LIR copy; above the limit, turn the bottom LIR copy HIR."""
         copy.policy = _LOW
         self._low += 1
         self._use(copy)
@@ -114,7 +114,7 @@ class Lirs(NextVictimEviction):
             self._lower_bottom()
 
     def _lower_bottom(self) -> None:
-        """Make the LIR copy at the bottom HIR and append it to the queue."""
+        """Turn the bottom LIR copy into a HIR copy, and append the copy to the queue."""
         self._prune()
         _, copy = self._stack.popitem(last=False)
         if copy is None:

@@ -177,7 +177,7 @@ class Lru(Eviction):
     def _join(
         self, prompt: list[ChunkCopy] | None, last: bytes, copies: Sequence[ChunkCopy]
     ) -> list[ChunkCopy] | None:
-        """Join ``prompt`` with the waiting prompt that has the same last chunk as ``copies``.
+        """Join ``prompt`` and the waiting prompt that ends with the last chunk of ``copies``.
 
         Another request used the waiting prompt's chunks, so all of them were used again.
         """
@@ -255,7 +255,7 @@ def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
 
 
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
-    """Return for each entry whether it may be stale, or ``evictable`` may reject its copy.
+    """Return for each entry whether the entry may be stale or rejected by ``evictable``.
 
     The manager's own predicates are evaluated inline, without a call per copy.
     """

@@ -23,7 +23,7 @@ _MOST_USES = 3
 
 
 class S3Fifo(NextVictimEviction):
-    """Small queue of 10 %, main queue and ghosts of 90 %.
+    """The small queue holds 10 % of the capacity, the main queue 90 %, the ghosts another 90 %.
 
     Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with two
     details of libCacheSim. Before the first eviction, new chunks enter the main queue if the

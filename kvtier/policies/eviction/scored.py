@@ -1,4 +1,4 @@
-"""Policies that give every copy a score and evict the lowest, oldest use first among equals.
+"""Policies that evict the copy with the lowest score, and among equals the longest unused.
 
 Scores are in a binary heap. If a use can only raise a score, the use does not change the heap:
 the copy's entry is then too low, and is corrected when it reaches the top. If a use can lower a
@@ -144,7 +144,7 @@ class ScoredEviction(Eviction):
 
 
 class Lfu(ScoredEviction):
-    """Evicts the copy with the fewest uses since its insertion; among equals the least recent.
+    """Evicts the copy used least often since its insertion; in a tie, the longest unused copy.
 
     Counts do not age, so chunks that were popular once stay, and on agent traffic the cache
     freezes. Use ``lfu`` for comparison only; ``gdsf`` ages.
@@ -156,7 +156,7 @@ class Lfu(ScoredEviction):
 
 
 class Gdsf(ScoredEviction):
-    """Greedy dual size frequency: evicts the lowest ``L + uses``, among equals the oldest use.
+    """Greedy dual size frequency: evicts the copy with the lowest score ``L + uses``.
 
     ``L`` is the score of the last victim. New chunks start above the score of every earlier
     victim, so they overtake copies that were popular long ago, and no score needs an update.

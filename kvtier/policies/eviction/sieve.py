@@ -21,7 +21,7 @@ __all__ = ["Sieve"]
 
 
 class Sieve(NextVictimEviction):
-    """Evicts the first copy after the hand without a use since the hand last passed.
+    """Moves a hand over the copies; evicts the first copy unused since the hand last passed.
 
     If new chunks are not used before the hand reaches them, the hand follows the head for ever
     and all older chunks stay: on agent traffic the cache freezes.

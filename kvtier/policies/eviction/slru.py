@@ -16,7 +16,7 @@ _SEGMENTS = 4
 
 
 class Slru(NextVictimEviction):
-    """A probationary and a protected LRU list, the latter at most 80 % of the tier.
+    """Keeps a probationary LRU list, and a protected LRU list of at most 80 % of the slots.
 
     A new chunk enters the probationary list, and its next use moves it to the protected list.
     If that list is too long, its least recently used copy returns to the probationary list.

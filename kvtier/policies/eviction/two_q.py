@@ -1,4 +1,4 @@
-"""2Q: keeps a chunk for long only after a second request, once it has left a short queue.
+"""2Q: keeps a chunk for long only if a request comes after the chunk left a short queue.
 
 Uses shortly after the first belong to the same burst. So new chunks enter a FIFO queue, A1in,
 in which uses have no effect. The key of a chunk evicted from A1in enters a second queue, A1out.
@@ -20,7 +20,7 @@ __all__ = ["TwoQ"]
 
 
 class TwoQ(NextVictimEviction):
-    """The full version of 2Q, with A1in a quarter and A1out half of the tier.
+    """The full version of 2Q: A1in has 25 % of the slots, A1out remembers keys for 50 %.
 
     Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement
     Algorithm", VLDB 1994.

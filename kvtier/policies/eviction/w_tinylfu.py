@@ -26,7 +26,9 @@ __all__ = ["WTinyLfu", "WTinyLfuExact"]
 
 
 class WTinyLfu(NextVictimEviction):
-    """Window of 1 %, main part of 99 %, of which 80 % are protected; counts in a sketch.
+    """The window has 1 % of the slots, the main part 99 %; 80 % of the main part are protected.
+
+    A sketch counts the uses of each key.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
     Transactions on Storage 13(4), 2017.
@@ -96,6 +98,6 @@ class WTinyLfu(NextVictimEviction):
 
 
 class WTinyLfuExact(WTinyLfu):
-    """W-TinyLFU with an exact counter for each key, to compare the sketch with."""
+    """W-TinyLFU with one exact counter for each key, for a comparison with the sketch."""
 
     _counters: ClassVar[type[Frequency]] = ExactFrequency

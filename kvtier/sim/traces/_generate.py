@@ -23,7 +23,9 @@ __all__ = ["GENERATORS", "Workload", "generate"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Parameters of sessions: medians of log-normal lengths, means of exponential times.
+    """The parameters of generated sessions.
+
+    Lengths are medians of log-normal distributions; times are means of exponential ones.
 
     Attributes:
         prompts: Number of shared prefixes; the n-th most popular has weight 1/n.
@@ -142,7 +144,7 @@ def _session(
 
 
 def _chain(turn: _Turn, shared: int, chunk_tokens: int) -> list[Hashable]:
-    """Return the ids of a prompt's whole chunks: shared chunks, then the session's own."""
+    """Return the ids of a prompt's full chunks: first shared chunks, then the session's own."""
     whole = turn.input_tokens // chunk_tokens
     own = range(shared, whole)
     return [

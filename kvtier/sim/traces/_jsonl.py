@@ -121,7 +121,7 @@ def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, 
 
 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
-    """Return the first chat of the conversation of a Qwen-Bailian record.
+    """Return the id of the chat that began the conversation of a Qwen-Bailian record.
 
     Args:
         reader: The record.
@@ -264,7 +264,7 @@ def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[
 
 
 def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
-    """Return the most ranges that overlap, and the overlap's first and last number.
+    """Return how many ranges overlap at most, and the first and last number of that overlap.
 
     A range includes both ends; a range with an end below its start is empty.
     """

@@ -149,7 +149,7 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
 
 
 class TraceBuilder:
-    """A trace under construction; about 8 bytes per reference and a dict entry per chunk.
+    """Builds a trace; uses about 8 bytes per reference, and one dict entry per chunk.
 
     Args:
         chunk_tokens: Tokens of one whole chunk.
@@ -174,7 +174,7 @@ class TraceBuilder:
         output_tokens: int = 0,
         session: str = "",
     ) -> None:
-        """Append one request, its ids root to leaf."""
+        """Append one request; ``ids`` run from root to leaf."""
         numbers = self._numbers
         self._ids.extend([numbers.setdefault(key, len(numbers)) for key in ids])
         self._offsets.append(len(self._ids))

@@ -94,7 +94,7 @@ class Trace:
         return self.sessions or ("",) * self.requests
 
     def reading(self) -> dict[str, list[str]]:
-        """Return ``assumed`` and ``warnings`` as plain values, for JSON."""
+        """Return the trace's ``assumed`` and ``warnings`` as plain lists, for JSON."""
         return {"assumed": list(self.assumed), "warnings": list(self.warnings)}
 
     def chains(self) -> list[list[int]]:
@@ -160,7 +160,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return how many prompt tokens are in leading chunks that earlier requests also had."""
+    """Return how many prompt tokens an infinite cache would find in prefixes of the prompts."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):
