@@ -69,7 +69,7 @@ def group_of(key: ChunkKey) -> int:
 
 
 def group_filter(group: int) -> Callable[[ChunkKey], bool]:
-    """Return a predicate for keys of KV cache group ``group``, implemented in C.
+    """Return a C function that tells whether a key belongs to KV cache group ``group``.
 
     >>> list(map(group_filter(1), [make_key(b"a", 1), make_key(b"a", 0)]))
     [True, False]
@@ -78,7 +78,7 @@ def group_filter(group: int) -> Callable[[ChunkKey], bool]:
 
 
 def counting_group(reads_all: Mapping[int, bool]) -> int:
-    """Return the index of the *counting group*, whose chunks count the tokens of a prompt.
+    """Return the index of the *counting group*, the group in which prompt tokens are counted.
 
     Every group has chunks of the same tokens, so only one group is counted. The counting group
     is the first group whose layers read the whole prefix, or the first group if there is none.

@@ -30,7 +30,7 @@ def get_logger(module: str) -> logging.Logger:
 
 
 def _name_kvtier(record: logging.LogRecord) -> bool:
-    """Put the path within kvtier into the line: ``[kvtier/transfer/engine.py:248]``."""
+    """Show the file's path in the log line, such as ``[kvtier/transfer/engine.py:248]``."""
     path = Path(record.pathname)
     below = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
     record.filename = f"kvtier/{below}"

@@ -77,7 +77,7 @@ class ModelGeometry:
     notes: tuple[str, ...] = ()
 
     def token_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return how many bytes one token takes, copies on other ranks not counted."""
+        """Return the size of one token's KV in bytes, counted once for all ranks."""
         return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
 
     def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:
@@ -89,7 +89,7 @@ class ModelGeometry:
         return self.token_nbytes(dtype) * self.copies(tp) // tp
 
     def copies(self, tp: int) -> int:
-        """Return how many of ``tp`` ranks hold each byte.
+        """Return how many of the ``tp`` ranks hold the same byte of KV.
 
         Raises:
             ConfigError: The heads cannot be split over so many ranks.
@@ -140,7 +140,7 @@ class _Fields:
     source: str
 
     def count(self, *names: str) -> int:
-        """Return the value of the first of ``names`` that is set, a positive integer."""
+        """Return the positive integer under the first of ``names`` that is set."""
         value = self.optional(*names)
         if value is None:
             problem = f"{' or '.join(names)} is missing"

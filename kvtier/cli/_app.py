@@ -97,7 +97,7 @@ def _options(
 
 
 def _defer() -> None:
-    """Do nothing: ``_Deferred`` calls the real command instead of this placeholder."""
+    """Do nothing; the class ``_Deferred`` runs the real command in place of this function."""
 
 
 for _name, (_, _summary) in _COMMANDS.items():

@@ -276,7 +276,7 @@ def _report(space: StoredNamespace) -> render.Report:
 
 
 def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
-    """Return a problem if the slot file ends before some chunks of the index, else ""."""
+    """Return the problem if the slot file lacks chunks of the index; empty if it lacks none."""
     path = space.directory / SLOTS
     lost = reader.chunks_from(_slots(space))
     if not lost:

@@ -1,4 +1,4 @@
-"""Keys on the command line: hex digits, a prefix of them, and ``/GROUP`` as in the log."""
+"""Parses chunk keys of the command line: leading hex digits and an optional ``/GROUP``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KeyPattern:
 
     @property
     def common_digits(self) -> str:
-        """Return the prefix of all matching keys, with or without an adapter digest."""
+        """Return the digits that all matching keys share, with or without adapter digests."""
         return self.digits[: 2 * ADAPTER_OFFSET]
 
     def matches(self, key: ChunkKey) -> bool:
@@ -65,7 +65,7 @@ class KeyPattern:
         return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
-        """Return the pattern for the removal log, which stores marks instead of keys.
+        """Return the pattern that matches marks, the short form of keys in the removal log.
 
         A whole key ends with its group number. One in 16 million block hashes without a group
         ends like a group number, and is then read as a whole key.

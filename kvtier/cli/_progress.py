@@ -19,7 +19,7 @@ __all__ = ["pulse", "show_bars", "show_progress"]
 
 
 def show_bars() -> Progress:
-    """Return a context manager that shows a bar for each of its tasks."""
+    """Return a context manager that draws one progress bar per task."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

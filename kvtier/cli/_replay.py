@@ -1,4 +1,4 @@
-"""``kvtier replay``: a trace through real tiers with real bytes."""
+"""The command ``kvtier replay`` runs a trace through real tiers, with real bytes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _check_torch() -> None:
 
 
 def _check_beside(config: KvtierConfig) -> None:
-    """Check that the replay can create stores beside those of ``config``."""
+    """Check that the replay can create stores next to the stores of ``config``."""
     for number, tier in enumerate(config.tiers):
         store = tier.local_store()
         if store is None or os.access(store.path.parent, os.W_OK | os.X_OK):

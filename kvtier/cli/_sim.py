@@ -1,4 +1,4 @@
-"""``kvtier sim``: traces against policies and configurations, without bytes."""
+"""The command ``kvtier sim`` simulates policies and configurations without moving bytes."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def chunk_bytes_of(trace: Trace, text: str | None) -> int:
 def _refuse_others(
     context: typer.Context, used: Collection[str], kind: str, remedy: str
 ) -> None:
-    """Refuse options that this kind of run does not use.
+    """Refuse options that have no effect in this kind of run.
 
     Args:
         context: Parameters of the command line.

@@ -1,4 +1,7 @@
-"""``kvtier trace``: describe, convert and generate traces; files that commands write."""
+"""The command ``kvtier trace`` describes, converts and generates traces.
+
+The module also writes the output files of other commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine's part of a configuration: its paths, its load path, its vLLM arguments.
+"""Derives one engine's settings from a configuration: paths, load path, vLLM arguments.
 
 Data-parallel ranks are independent engines with their own tiers, started with the same file. A
 placeholder in a path gives each rank its own directory.

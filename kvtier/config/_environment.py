@@ -21,6 +21,6 @@ def variables(names: re.Pattern[str]) -> list[tuple[str, str]]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a child process finds the same Python modules."""
+    """Return an environment that lets a child process import this process's Python modules."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path}

@@ -52,7 +52,10 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
-    """Return a validator that parses text with ``parse``; only Python may give a number."""
+    """Return a validator that parses text with ``parse``.
+
+    Python code may give a number instead; a number in a file is parsed like text.
+    """
 
     def read(value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - pydantic's contract
         if isinstance(value, str):

@@ -1,4 +1,6 @@
-"""Tier kinds: the built-in ones, those of installed packages, and any class; their JSON Schema.
+"""Finds tier kinds: built-in kinds, kinds of installed packages, and classes by name.
+
+The module also makes the JSON Schema of configuration files.
 
 Reading a configuration imports no built-in tier, only the model of its options.
 """
@@ -125,7 +127,7 @@ def schema() -> dict[str, Any]:
 
 
 def _schema_of_classes() -> dict[str, Any]:
-    """Return the schema of a tier of kind ``module:Class``, which accepts any keys."""
+    """Return the schema of tiers of kind ``module:Class``; these tiers may have any keys."""
     tier = TierConfig.model_json_schema(mode="serialization")
     tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
     tier["properties"]["eviction"] |= EVICTIONS.schema()

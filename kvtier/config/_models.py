@@ -312,7 +312,7 @@ class TraceConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """Settings that the engine must share."""
+    """Settings for what an engine stores: blocks per chunk, and KV of generated tokens."""
 
     blocks_per_chunk: int = Field(default=1, ge=1, le=65536)
     """Engine blocks per stored chunk; more means fewer, larger I/Os and coarser reuse."""
@@ -321,7 +321,7 @@ class EngineConfig(_Section):
 
 
 class IdentityConfig(_Section):
-    """Values that must be equal, besides model and layout, to reuse stored chunks."""
+    """Values besides model and layout that must be equal for engines to share stored chunks."""
 
     name: str | None = Field(default=None, min_length=1)
     """Name of the model, instead of the engine's `--model`."""

@@ -169,7 +169,7 @@ for _name, _pattern, _first in (
 
 @dataclass(slots=True)
 class _Reader:
-    """Converts nodes to values; fills ``lines`` and ``texts``."""
+    """Converts YAML nodes to plain values, and records the line and the text of each key."""
 
     source: str
     lines: dict[str, int] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class _Reader:
 
 
 def _refuse_tabs(text: str, source: str) -> None:
-    """Refuse tabs in indentation, because PyYAML would fold some lines into the value above."""
+    """Refuse tabs in indentation, because PyYAML may join such lines to the value above."""
     for number, line in enumerate(text.splitlines(), start=1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip() and not line.lstrip().startswith("#"):

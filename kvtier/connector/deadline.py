@@ -22,7 +22,7 @@ class Deadline:
         return max(self._at_s - time.monotonic(), 0.0)
 
     def share_s(self, reserve_s: float) -> float:
-        """Return the seconds for the next part, so that later parts keep some.
+        """Return how many seconds the next part may take if later parts need ``reserve_s``.
 
         Args:
             reserve_s: Seconds for the later parts. They get at most a quarter of what is left.

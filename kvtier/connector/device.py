@@ -1,4 +1,4 @@
-"""Jobs of one rank: copies between its KV blocks and RAM slots.
+"""Runs the jobs of one rank: copies between the rank's KV blocks and RAM slots.
 
 The connector's worker side and the worker of the offloading spec use it. They differ in how
 jobs arrive and in how failures are reported.
@@ -65,7 +65,7 @@ class DeviceResult:
 
 
 class DeviceEngine:
-    """Runs the stores and loads of one rank in the order of the calls.
+    """Runs one rank's copies between KV blocks and RAM slots, in the order of the calls.
 
     Stores are held until the next :meth:`poll`, after the forward pass, and then start together
     as one job. On a CPU the model needs all processors during the pass, and one job disturbs
@@ -147,7 +147,7 @@ class DeviceEngine:
         first_blocks: Sequence[int],
         slots: Sequence[int],
     ) -> BlockCopyPlan:
-        """Return the copies between an engine's blocks and the slots of their chunks.
+        """Return the plan for copies between the blocks ``block_ids`` and ``slots``.
 
         Args:
             block_ids: Block numbers, group after group.
@@ -163,7 +163,7 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Copy blocks to slots, after the work that the engine's stream holds now.
+        """Queue a copy from blocks to slots that waits for the work now in the engine's stream.
 
         The copy starts at the next call of :meth:`load`, :meth:`poll` or a waiting method.
 
@@ -182,7 +182,7 @@ class DeviceEngine:
         *,
         wait_s: float = 0.0,
     ) -> None:
-        """Start copying slots to blocks, after the work that the engine's stream holds now.
+        """Start a copy from slots to blocks that waits for the work now in the engine's stream.
 
         Args:
             job_id: Unique among the jobs of this rank.
@@ -234,7 +234,7 @@ class DeviceEngine:
         return ended
 
     def retract(self, job_ids: Iterable[JobId]) -> set[JobId]:
-        """Make stores fail because their blocks changed before the stores ended.
+        """Make the stores ``job_ids`` fail because blocks changed before the stores ended.
 
         Returns:
             The stores that will fail; :meth:`poll` has already returned the other stores.
@@ -245,7 +245,7 @@ class DeviceEngine:
         return found
 
     def wait(self, job_ids: Collection[JobId]) -> bool:
-        """Block until ``job_ids`` end, because their blocks are about to be overwritten.
+        """Wait for the jobs ``job_ids`` whose blocks the engine is about to overwrite.
 
         Unknown ids are ignored. A store that does not end in time is revoked: it is
         acknowledged later and never counts as whole.
@@ -263,7 +263,7 @@ class DeviceEngine:
         return False
 
     def wait_for_stores(self) -> bool:
-        """Block until no store reads blocks, or a time limit passes.
+        """Wait until no store job reads blocks any more, or until a time limit passes.
 
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
@@ -304,14 +304,14 @@ class DeviceEngine:
         *,
         failed: bool,
     ) -> None:
-        """Record in the control block the slots that a job released, and failed loads."""
+        """Record in the control block that ``slots`` are released and whether a load failed."""
         held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
         if failed and purpose is Purpose.LOAD:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
         self._control.acknowledge(self._rank, held)
 
     def _begin(self, awaited: Collection[JobId] = ()) -> None:
-        """Start the held stores: awaited stores as one job, then the other stores."""
+        """Start all held stores: one job for the ``awaited`` stores, one for the others."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -321,7 +321,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StoreRequest]) -> None:
-        """Start stores as one job, with the id of the first store."""
+        """Submit several stores as one job, which gets the id of the first store."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:
@@ -389,7 +389,7 @@ def _job(
 
 
 def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
-    """Return the blocks of the chunks that did not arrive."""
+    """Return the blocks of those chunks whose copy did not succeed."""
     missing = {
         slot
         for slot, outcome in zip(plan.slots, outcomes, strict=True)

@@ -70,7 +70,7 @@ def _failed(cause: str, source: str = "") -> Figure:
 
 
 class TierFigures(NamedTuple):
-    """One tier: counters since the engine started, gauges as they are now."""
+    """The figures of one tier: counters since the engine's start, and current gauges."""
 
     name: str
     hit_chunks: Annotated[
@@ -239,7 +239,7 @@ class StoreInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShadowPolicyFigures:
-    """One shadow policy in one tier, since the engine started."""
+    """The figures of one shadow policy in one tier since the engine started."""
 
     tier: str
     policy: str
@@ -291,7 +291,7 @@ class EngineStatistics:
 
 
 def figures_of(owner: type[Any]) -> Iterator[tuple[str, Figure]]:
-    """Yield the field and the row of each figure of a class above, in order."""
+    """Yield the field name and the :class:`Figure` of each figure in ``owner``, in order."""
     for field, hint in get_type_hints(owner, include_extras=True).items():
         for figure in getattr(hint, "__metadata__", ()):
             yield field, figure

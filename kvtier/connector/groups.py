@@ -68,7 +68,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """A group in chunks.
+    """How one KV cache group is divided into chunks.
 
     Attributes:
         group: The group.
@@ -96,7 +96,7 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
-    """Return the groups of ``options`` in chunks, in the same order.
+    """Return how each group of ``options`` is divided into chunks, in the order of the groups.
 
     Raises:
         UnsupportedError: There is no group, or hashes, blocks and chunks do not match.

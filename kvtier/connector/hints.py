@@ -74,7 +74,7 @@ class RequestHints:
 
     @property
     def stores_nothing(self) -> bool:
-        """Whether no tier may keep its new chunks."""
+        """Whether the hints forbid every tier to keep the request's new chunks."""
         return self.terms.store_tiers is not None and not self.terms.store_tiers
 
 
@@ -183,7 +183,7 @@ class HintReader:
         return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
-        """Return the indices of the tiers ``names``; None (all tiers) if a name is unknown."""
+        """Return the indices of the tiers ``names``; None (no limit) if a name is unknown."""
         if names is None:
             return None
         numbers = frozenset(self._numbers[name] for name in names if name in self._numbers)
@@ -193,7 +193,7 @@ class HintReader:
         return numbers
 
     def _natured(self, raw: object) -> frozenset[int] | None:
-        """Return the tiers that match one of vLLM's entries; None for all tiers."""
+        """Return the tiers that match an entry of the list ``raw``; None means all tiers."""
         if raw is None:
             return None
         if not isinstance(raw, list) or len(raw) > _MAX_ENTRIES:
@@ -318,7 +318,7 @@ class HintTable:
 
 
 def _common(*limits: frozenset[int] | None) -> frozenset[int] | None:
-    """Return the tiers that all limits allow; None without a limit."""
+    """Return the tiers that every limit allows; None if every limit is None."""
     given = [limit for limit in limits if limit is not None]
     return frozenset.intersection(*given) if given else None
 

@@ -71,7 +71,7 @@ class WorkerJobs:
         return job_id
 
     def flush_readers_of(self, blocks: AbstractSet[int]) -> None:
-        """Mark the stores that read any of ``blocks`` for the next :meth:`take_flush`."""
+        """Make the next :meth:`take_flush` return the stores that read any of ``blocks``."""
         for job_id, job in self._stores.items():
             if not job.source_blocks.isdisjoint(blocks):
                 self._to_flush.add(job_id)

@@ -1,4 +1,4 @@
-"""The messages between the connector's two sides, once per engine step.
+"""The messages that the connector's two sides exchange once per engine step.
 
 The scheduler side sends :class:`ConnectorMetadata`: the jobs to start, and the stores to flush
 before the next forward pass. The worker side sends :class:`WorkerOutput`: the jobs that ended,
@@ -64,7 +64,7 @@ class SlotSpec:
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One request's chunks in one direction.
+    """A job that loads or stores chunks of one request.
 
     Attributes:
         request_id: The request.
@@ -144,7 +144,7 @@ class WorkerOutput:
         return frozenset().union(*(load.block_ids for load in self.failed_loads.values()))
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Return both outputs as one; their order matters only in ``transfers``."""
+        """Return ``self`` and ``other`` merged; the order matters only for ``transfers``."""
         completed = dict(self.completed_jobs)
         for job_id, ranks in other.completed_jobs.items():
             completed[job_id] = completed.get(job_id, 0) + ranks

@@ -44,7 +44,7 @@ _EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number, or one per combination of labels.
+    """One Prometheus metric: a single series, or one series per combination of label values.
 
     Attributes:
         name: Its name; Prometheus adds ``_total`` to the name of a counter.
@@ -62,7 +62,7 @@ class Metric:
 
 
 class MetricChange(NamedTuple):
-    """The change of one series since the last report; a plain value.
+    """The change of one time series since the last report, as plain values.
 
     Attributes:
         name: The metric's name.
@@ -170,16 +170,16 @@ class StatisticsSource(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether another step is certain."""
+        """Whether the engine will certainly run another step."""
 
     def statistics(self) -> EngineStatistics:
         """Return all figures now."""
 
     def take_load_waits(self) -> Sequence[float]:
-        """Return the waits for loads that ended since the last call, in seconds."""
+        """Return the length, in seconds, of each load wait that ended since the last call."""
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
-        """Return, per tier, how many seconds after its eviction a chunk was needed again."""
+        """Return, per tier, the seconds from a chunk's eviction to the chunk's next lookup."""
 
     def take_transfers(self) -> Transfers:
         """Return the transfers that ended since the last call."""
@@ -263,7 +263,7 @@ class Reporter:
 
 
 def _reader(rows: Sequence[_SourcedMetric]) -> Callable[[object], tuple[float, ...]]:
-    """Return a function that reads the fields of ``rows`` at once; there are at least two."""
+    """Return a function that reads the fields of all ``rows``, two or more, at once."""
     read: Callable[[Any], tuple[float, ...]] = operator.attrgetter(*(row.field for row in rows))
     return read
 
@@ -274,7 +274,7 @@ _read_shadow: Final = _reader(_SHADOW)
 
 
 class Publisher:
-    """Prometheus metrics that follow from changes.
+    """Creates kvtier's Prometheus metrics and applies changes to them.
 
     Args:
         make: Builds a metric of each kind; takes the arguments of ``prometheus_client``.

@@ -30,7 +30,7 @@ _CAUSES: Final = {
 
 
 class Notices:
-    """Logs changes at once, then at most once a minute. The caller passes the time.
+    """Logs each kind of message at most once a minute. The caller passes the time.
 
     Args:
         tiers: The tiers' names, RAM first.
@@ -67,7 +67,7 @@ class Notices:
             )
 
     def log_skipped(self, cost_model: CostModel, now: float) -> None:
-        """Explain stored chunks that were computed because loading them was not worth it.
+        """Log how many stored chunks were computed because loading was not worth it, and why.
 
         Args:
             cost_model: The manager's cost model.

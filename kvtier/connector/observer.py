@@ -107,7 +107,7 @@ class Observer:
         ]
 
     def _chunks(self, context: RequestContext) -> list[ChunkKey]:
-        """Return the whole chunks of the counting group, root to leaf."""
+        """Return the complete chunks of a request in the counting group, first chunk first."""
         return [
             key
             for key, end in self._positions(context).items()

@@ -1,4 +1,4 @@
-"""The scheduler side's state of a request: its keys, and how many tokens were offered."""
+"""The state that the scheduler side keeps of each request, such as the keys of its chunks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TrackedRequest:
         return self.request.kv_transfer_params
 
     def extend_keys(self) -> None:
-        """Add the keys of chunks that became whole since the last call."""
+        """Add the keys of chunks whose last tokens became known since the last call."""
         hashes = self.request.block_hashes
         known, count = self._known_hashes, len(hashes)
         if known and (count < known or hashes[known - 1] != self._last_hash):
@@ -114,7 +114,7 @@ class TrackedRequest:
         self.next_offer_tokens = 0
 
     def prompt(self, *, recompute_tokens: int) -> Prompt:
-        """Return the chunks that could be loaded.
+        """Return the request's chunk keys and the range of tokens that may be loaded.
 
         Args:
             recompute_tokens: How many of the last tokens the engine always computes.
@@ -141,7 +141,7 @@ class TrackedRequest:
 
 
 class OfferQueue:
-    """Requests ordered by when they may complete a chunk.
+    """Requests in the order in which they may complete their next chunk.
 
     The clock of the queue counts tokens. A step advances the clock by the largest number of
     tokens that the step computes for one request. So a request that lacks n tokens for its next
@@ -156,7 +156,7 @@ class OfferQueue:
         self._serials = count()
 
     def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
-        """Make a request due once it may have computed ``wait_tokens`` more tokens."""
+        """Queue a request; the request becomes due after ``wait_tokens`` more tokens."""
         due_at, serial = self._now + wait_tokens, next(self._serials)
         self._due[tracked.req_id] = (due_at, serial, tracked)
         heappush(self._heap, (due_at, serial, tracked.req_id))
@@ -166,7 +166,7 @@ class OfferQueue:
         self._due.pop(tracked.req_id, None)
 
     def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
-        """Return and remove the requests that may complete a chunk, in the order of the step.
+        """Remove and return the due requests, in the order of ``scheduled_tokens``.
 
         Args:
             scheduled_tokens: Tokens that the step computes, by request.

@@ -182,7 +182,7 @@ class ConnectorScheduler:
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return per tier index how many tokens of a request's last load came from the tier."""
+        """Return, by tier index, how many tokens a request's last load took from the tier."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 
@@ -233,7 +233,7 @@ class ConnectorScheduler:
     # -- requests that end ---------------------------------------------------------------------
 
     def request_finished(self, request: EngineRequest) -> None:
-        """Offer the last chunks of a request that ended, and forget it.
+        """Offer the last chunks of an ended request to the cache, and forget the request.
 
         The engine is about to free the request's blocks. Stores that read these blocks end
         before the blocks are overwritten.
@@ -312,7 +312,7 @@ class ConnectorScheduler:
         self._cache.end_request(tracked)
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Return whether a load in flight already brings one of the next chunks."""
+        """Return whether a load in flight includes a chunk of the next ``tokens`` tokens."""
         local, end = tracked.local_tokens, tracked.local_tokens + tokens
         return any(
             not self._loading.isdisjoint(
@@ -327,7 +327,7 @@ class ConnectorScheduler:
         plan: LoadPlan,
         external_tokens: int,
     ) -> dict[int, int]:
-        """Return per tier index how many tokens of a load came from the tier."""
+        """Return, by tier index, how many tokens a load took from the tier."""
         counted = self._options.counting_group
         layout = next(each for each in self._layouts if each.index == counted)
         is_counted = group_filter(counted)
@@ -398,7 +398,7 @@ class ConnectorScheduler:
 def _plan_load(
     tracked: TrackedRequest, allocated: AllocatedBlocks, external_tokens: int
 ) -> tuple[list[ChunkKey], BlockSpec]:
-    """Return the chunks and blocks of the ``external_tokens`` tokens after the local tokens.
+    """Return the chunks of the ``external_tokens`` tokens to load, and the chunks' blocks.
 
     In each group the load begins at the first new block. Earlier blocks are in the
     engine's own cache, or outside a sliding window.

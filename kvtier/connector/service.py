@@ -1,4 +1,4 @@
-"""A cache as a scheduler uses it: the pure manager and the storage engine in one object.
+"""The cache object that a scheduler calls; it joins the manager and the storage engine.
 
 It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
 request. So the service only passes values: results of the storage engine to the manager at the
@@ -84,7 +84,7 @@ _NO_STORE: Final[StorePlan | None] = NOTHING_TO_STORE
 
 
 class CacheService:
-    """Answers a scheduler. Not thread-safe; one thread calls it.
+    """The cache that a scheduler calls, always from one thread. Not thread-safe.
 
     Every method returns at once, except :meth:`reset_cache` (10 s at most) and
     :meth:`shutdown`.
@@ -181,12 +181,12 @@ class CacheService:
 
     @_or_else(None)
     def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
-        """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
+        """Make a request wait until all chunks of its hit, the chunks ``keys``, are in RAM."""
         self.is_idle = False
         self._manager.fetch(keys, req_id)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin chunks that were hits in this step and return where they are, or will be.
+        """Pin the chunks ``keys``, which were hits in this step, and return the load plan.
 
         The engine accepts no refusal here, so after an error the returned plan makes the load
         fail.
@@ -238,7 +238,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Let lookups find stored chunks if every worker recorded that they are whole."""
+        """Let lookups find the chunks in ``keys`` that every worker recorded as complete."""
         self.is_idle = False
         self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._manager.complete_store(keys)
@@ -302,7 +302,7 @@ class CacheService:
 
     @_or_else(_NO_EVENTS)
     def take_events(self) -> Sequence[ResidencyEvent]:
-        """Return residency changes; a removal precedes the arrival that takes the freed slot.
+        """Return which chunks entered or left a tier; a slot empties before it is reused.
 
         The engine calls it after each step.
         """
@@ -325,19 +325,19 @@ class CacheService:
         return not self._is_closed and manager.has_work()
 
     def record_copies(self, copies: Transfers) -> None:
-        """Add the finished copies of workers to the transfers between tiers."""
+        """Record the workers' finished copies, so that :meth:`take_transfers` returns them."""
         self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:
-        """Return the waits for loads that ended since the last call, in seconds."""
+        """Return the length, in seconds, of each load wait that ended since the last call."""
         return self._waits.take()
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        """Return, per tier, how many seconds after its eviction a chunk was needed again."""
+        """Return, per tier, the seconds from a chunk's eviction to the chunk's next lookup."""
         return self._manager.take_reuse_gaps()
 
     def take_transfers(self) -> Transfers:
-        """Return the recorded copies, and the transfers between tiers, since the last call."""
+        """Return the workers' copies and the transfers between tiers since the last call."""
         return self._jobs.transfers.take()
 
     def statistics(self) -> EngineStatistics:
@@ -355,7 +355,7 @@ class CacheService:
         )
 
     def report_error(self, where: str, error: Exception) -> None:
-        """Count an unexpected error; log the first of its type in ``where``."""
+        """Count an unexpected error of the call ``where``; log the first error of each type."""
         self._internal_errors += 1
         kind = where, type(error)
         if kind not in self._logged_errors:
@@ -381,7 +381,7 @@ class CacheService:
 
     @_or_else(None)
     def _reset_manager(self) -> None:
-        """Make every chunk a miss in the manager. The tiers are reset even if this fails."""
+        """Make every chunk a miss in the manager; if the manager raises, disable the cache."""
         self.is_idle = False
         self._worker_jobs = 0
         self._loads.clear()

@@ -56,7 +56,7 @@ class Offer:
         self.places.append((group, first_block))
 
     def source_of(self, accepted: Iterable[ChunkKey]) -> BlockSpec:
-        """Return the blocks of ``accepted``, a subsequence of the keys."""
+        """Return the blocks of those offered chunks whose keys are in ``accepted``."""
         wanted = set(accepted)
         block_ids: list[int] = []
         sizes = [0] * self.groups
@@ -93,7 +93,7 @@ class StoreRules:
         table: AllocatedBlocks,
         states: Iterable[BoundaryState] = (),
     ) -> Offer:
-        """Return the chunks of the first ``tokens`` tokens that were not offered before.
+        """Return those chunks of the first ``tokens`` tokens that have not been offered yet.
 
         Args:
             tracked: The request.
@@ -119,7 +119,7 @@ class StoreRules:
         return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
 
     def next_offer_tokens(self, tracked: TrackedRequest) -> float:
-        """Return how many computed tokens complete the next chunk; infinite for never."""
+        """Return at how many computed tokens the next chunk is complete; infinity if never."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
         tokens = math.inf
@@ -175,7 +175,7 @@ class StoreRules:
                 offer.add(tracked.keys[number][chunk], (state.block_id,), number, chunk)
 
     def _next_end(self, request: EngineRequest, layout: GroupLayout, offered: int) -> float:
-        """Return the end of the next chunk that a later hit can use; infinite for none."""
+        """Return the end of the next chunk that later hits can use; infinity if none exists."""
         size = layout.tokens_per_chunk
         chunk = offered // size
         if layout.group.reach is Reach.PREFIX:
@@ -187,7 +187,7 @@ class StoreRules:
         return min((chunk + 1) * size, boundary)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
-        """Return the indices of a group's new chunks before ``end`` that later hits can use."""
+        """Return the indices of the new chunks before ``end`` that later hits can use."""
         layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         start, stop = offered // size, end // size
@@ -204,7 +204,7 @@ class StoreRules:
         return chunks
 
     def _boundaries(self, request: EngineRequest, start: int) -> Iterator[int]:
-        """Yield token counts after ``start`` where hits can end, ascending, maybe for ever."""
+        """Yield token counts after ``start`` where hits can end, ascending; may never stop."""
         step, retention = self._alignment_tokens, self._retention_tokens
         if retention is None:
             yield from count(start - start % step + step, step)

@@ -19,7 +19,7 @@ _RESET_TIMEOUT_S: Final = 10.0
 
 
 class TierJobs:
-    """Moves values between the manager and the storage engine; only :meth:`drain` waits.
+    """Passes jobs from the manager to the storage engine. Only :meth:`drain` waits.
 
     Args:
         storage: The engine's tiers.
@@ -84,7 +84,7 @@ class TierJobs:
             self._manager.set_out_of_service(suspended)
 
     def reset_tiers(self) -> bool:
-        """Empty the slower tiers durably; return whether all of them succeeded."""
+        """Empty the slower tiers durably; return whether every tier was emptied."""
         try:
             resets = {tier.name: tier.reset for tier in self._tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
@@ -123,7 +123,7 @@ class TierJobs:
             self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
 
     def _fail(self, jobs: Sequence[Job]) -> None:
-        """Report unsubmitted jobs as failed, to the manager and to the workers that wait."""
+        """Tell the manager and the waiting workers that the unsubmitted ``jobs`` failed."""
         for job in jobs:
             try:
                 # First, as for any other job: afterwards the manager reuses the slots.

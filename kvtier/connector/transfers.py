@@ -1,4 +1,4 @@
-"""Records of transfers, kept until they are taken.
+"""Records of finished transfers, kept until a caller takes the records.
 
 A worker records each copy that it finishes. The records of all workers are added up, travel to
 the scheduler side, and end as metrics. If nobody takes them, later transfers are added to the
@@ -56,7 +56,7 @@ class Transfers:
         self._extend(transfer_type_of(source, destination), [(nbytes, seconds)])
 
     def add(self, other: Transfers) -> None:
-        """Add the transfers of ``other``, which keeps them."""
+        """Add all transfers of ``other`` to these transfers; ``other`` stays unchanged."""
         for transfer_type, records in other.by_type.items():
             self._extend(transfer_type, records)
 

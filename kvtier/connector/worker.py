@@ -108,7 +108,7 @@ class ConnectorWorker:
         }
 
     def take_output(self) -> WorkerOutput | None:
-        """Return the jobs that ended since the last call; None for none."""
+        """Return the jobs that ended since the last call, or None if no job ended."""
         if not self._completed:
             return None
         output = WorkerOutput(
@@ -122,7 +122,7 @@ class ConnectorWorker:
         return output
 
     def wait_for_stores(self) -> bool:
-        """Block until no store reads blocks, or a time limit passes.
+        """Wait until no store job reads blocks any more, or until a time limit passes.
 
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
@@ -169,7 +169,7 @@ class ConnectorWorker:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
     def _fail_lost(self, job_id: JobId, job: TransferJob) -> None:
-        """Report a store as failed: its blocks were overwritten before it began."""
+        """Report as failed a store whose blocks were overwritten before the store began."""
         slots = job.slots
         error = KvtierError(
             f"the blocks of {len(slots.slots)} chunks were overwritten before the store began"

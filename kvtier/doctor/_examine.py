@@ -288,7 +288,7 @@ def _has_custom_policies(config: KvtierConfig) -> bool:
 
 
 def _check_remarks(number: int, tier: TierConfig) -> Iterator[Finding]:
-    """Yield the warnings that a tier's options report about themselves."""
+    """Yield the warnings that a tier's ``remarks`` method returns."""
     check, key = f"{tier.name}: options", f"tiers[{number}]"
     try:
         for name, problem, remedy in tier.remarks():

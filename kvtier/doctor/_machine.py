@@ -237,7 +237,7 @@ def find_mount(machine: Machine, place: Path) -> Mount:
 
 
 def is_exempt_from_cow(place: Path) -> bool:
-    """Return whether new files in ``place`` are overwritten in place (``chattr +C``)."""
+    """Return whether ``chattr +C`` turns off copy-on-write for new files in ``place``."""
     flags = array.array("l", [0])
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -83,7 +83,7 @@ def _check_mode(check: str, key: str, path: Path) -> Finding:
 
 @dataclass(slots=True)
 class _Disk:
-    """Space that the tiers examined so far need on one disk.
+    """Sums up the space that the tiers examined so far need on one disk.
 
     Attributes:
         nbytes: Bytes that the tiers must still reserve.
@@ -96,7 +96,7 @@ class _Disk:
 
 @dataclass(slots=True)
 class StoreExaminer:
-    """Examines stores, tier by tier; tiers on one disk share its free space.
+    """Examines the stores of all tiers, and whether the stores on each disk fit its space.
 
     Attributes:
         config: The configuration as read from its file.

@@ -97,7 +97,10 @@ def _scratch_spec(
 
 
 def _open_scratch(spec: SlotFileSpec, io: BlockIo) -> SlotFile:
-    """Create the file and reserve its room; for errors see :meth:`SlotFile.reserve`."""
+    """Create the file of ``spec`` and reserve its disk space.
+
+    For errors see :meth:`SlotFile.reserve`.
+    """
     file = SlotFile.open(spec, io)
     try:
         file.reserve(spec)
@@ -152,7 +155,7 @@ def check_direct_io(tier: str, place: Path, mode: DirectIo, key: str) -> Finding
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """Rates of a directory for random pieces.
+    """Measured rates of reading and writing random pieces of a file in a directory.
 
     Attributes:
         path: The directory.
@@ -344,7 +347,7 @@ def _random_buffers(count: int, nbytes: int) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Times of the calls of one direction.
+    """The times of calls that move data in one direction: all reads or all writes.
 
     Attributes:
         latencies_s: Time of each call, in no order.
@@ -373,7 +376,7 @@ def time_pieces(
     *,
     stalled_s: float = _STALLED_S,
 ) -> Timed:
-    """Move the pieces of ``order`` repeatedly on one thread per buffer; time each call.
+    """Move the pieces of ``order`` repeatedly, with one thread per buffer; time each call.
 
     Every thread moves at least one piece, unless another thread failed. All threads together
     go through ``order`` from its start.

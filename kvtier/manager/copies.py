@@ -54,7 +54,7 @@ class CopyList(NamedTuple):
     drops: int
 
     def part(self, copies: Sequence[ChunkCopy]) -> CopyList:
-        """Return the list of ``copies``, a subset of this list in its order."""
+        """Return a list of only ``copies``, which this list contains in the same order."""
         if copies == self.copies:
             return self
         keys = [copy.key for copy in copies]
@@ -70,7 +70,7 @@ class CopyList(NamedTuple):
         return self.between(0, chunks), self.between(chunks)
 
     def head(self, chunks: int) -> CopyList:
-        """Return the ``chunks`` copies nearest to the root; the list holds one prompt."""
+        """Return the ``chunks`` copies nearest to the root; the list must hold one prompt."""
         return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
 
     @staticmethod
@@ -109,7 +109,7 @@ def by_group(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
 
 
 def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return the copies of one prompt root to leaf across its KV cache groups.
+    """Return the copies of one prompt from root to leaf, with all KV cache groups merged.
 
     Args:
         copies: Group by group, each group root to leaf.
@@ -120,7 +120,7 @@ def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
 
 
 def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
-    """Return the ascending positions of the ``count`` keys nearest to their prompt's root.
+    """Return the sorted positions of the ``count`` keys that are closest to the prompt's root.
 
     Args:
         keys: Keys of one prompt, group by group, each group root to leaf.

@@ -45,7 +45,7 @@ estimate is a mean, and even a slightly late job moves its bytes in vain."""
 
 
 class SkipCause(enum.Enum):
-    """Reasons to compute stored chunks."""
+    """Reasons why an engine computes chunks although a tier could provide the chunks."""
 
     SLOWER = enum.auto()
     """Computing was expected to be faster."""
@@ -238,7 +238,7 @@ class CostModel:
         return candidate.choice(kept, tokens_per_chunk, cause)
 
     def record_skip(self, choice: LoadChoice | None) -> None:
-        """Count the chunks that a final ``choice`` skips; None skips no chunk."""
+        """Count the chunks that ``choice`` skips; if ``choice`` is None, count nothing."""
         if choice is None:
             return
         self.last = choice
@@ -262,7 +262,7 @@ class CostModel:
         )
 
     def _proven_head(self, candidate: _Candidate, best: int) -> int:
-        """Return how many of the ``best`` leading chunks to load.
+        """Return how many of the first ``best`` chunks to load.
 
         If the cost of a tier is only a lower bound, at most a sample is loaded from the tier.
         """
@@ -279,7 +279,7 @@ class CostModel:
         return best
 
     def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
-        """Return how many chunks to load: ``kept``, or more if a new sample is due."""
+        """Return how many chunks to load: ``kept``, or more to measure a tier again."""
         costs = {
             tier: cost
             for tier in candidate.costs
@@ -323,7 +323,7 @@ class _Candidate:
     def best_head(
         self, costs: Mapping[int, LoadCost], *, max_load_s: float | None = None
     ) -> int:
-        """Return how many chunks the head has that saves most time within the deadline."""
+        """Return the length of the head that saves the most time and meets the deadline."""
         if max_load_s is None:
             max_load_s = self.max_load_s
         saved_s = self.margin * self.recompute_s

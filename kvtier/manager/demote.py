@@ -52,7 +52,7 @@ class Demoter:
         return self._reclaimer.is_needed
 
     def publish(self, listed: CopyList) -> None:
-        """Make stored chunks hits in RAM; queue them for the tiers that must receive them."""
+        """Make ``listed`` resident in RAM, and queue copies that slower tiers must receive."""
         copies = listed.copies
         self._stack.publish(self._ram, copies)
         if len(self._stack.tiers) == 1 or not copies:
@@ -130,7 +130,7 @@ class Demoter:
         self._jobs.clear()
 
     def _place(self, copies: Iterable[ChunkCopy]) -> None:
-        """Apply :meth:`_place_listed` to the clean ``copies``."""
+        """Apply :meth:`_place_listed` to those ``copies`` that are clean."""
         clean = [copy for copy in copies if not copy.dirty]
         if clean:
             self._place_listed(self._ram.list_of(clean))
@@ -146,7 +146,7 @@ class Demoter:
         self.add_sole_copies(self._ram, others)
 
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
-        """Return the head of ``listed`` that fits the backlog of tier ``target``, if any."""
+        """Return the head of ``listed`` for which the backlog of tier ``target`` has space."""
         stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
         fits = max(stack.limits.backlog - backlog, 0)
@@ -178,7 +178,7 @@ class Demoter:
                 break
 
     def _can_free_at_once(self, index: int) -> bool:
-        """Return whether slots for the whole queue of tier ``index`` may be freed at once.
+        """Return whether one call may free slots for the whole queue of tier ``index``.
 
         Otherwise slots are freed for one job at a time, so that a lack of slots loses only the
         chunks of that job. A policy that tracks misses or evicts leaves only depends on the
@@ -259,10 +259,10 @@ class _Targets:
     def of_victims(
         self, copies: Sequence[ChunkCopy], source: int
     ) -> dict[int | None, Sequence[ChunkCopy]]:
-        """Group ``copies``, absent from slower tiers, by the tier that must receive them.
+        """Group ``copies`` by the slower tier that must receive each copy.
 
         Args:
-            copies: Copies in one tier.
+            copies: Copies, in one tier, of chunks that no slower tier has.
             source: Index of that tier.
 
         Returns:
@@ -312,7 +312,7 @@ class _DemotionJobs:
     def plan(
         self, source: TierState, listed: CopyList, index: int, *, is_eviction: bool = False
     ) -> int:
-        """Plan jobs that copy ``listed``; chunks without a slot are counted as lost.
+        """Plan jobs that copy ``listed`` to tier ``index``, as far as slots are available.
 
         Args:
             source: Tier of the copies.
@@ -385,7 +385,7 @@ class _DemotionJobs:
             self._evict_leaving(tier, tier.list_of(copies))
 
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
-        """Yield the copies of ``tier`` that demotion jobs in flight read."""
+        """Yield the copies of ``tier`` that unfinished demotion jobs use as sources."""
         for record in self._stack.jobs.records():
             if not record.is_promotion and record.source == tier.index:
                 yield from record.sources.copies
@@ -407,7 +407,7 @@ class _DemotionJobs:
                 self._stack.drop_corrupt(source_tier, source)
 
     def _evict_leaving(self, tier: TierState, listed: CopyList) -> None:
-        """Evict the clean leaving copies of ``listed``, but restore those that are pinned."""
+        """Evict the clean copies that are leaving, but restore each copy that is pinned."""
         are_needed = [copy.pins or copy.dirty for copy in listed.copies]
         if not any(are_needed) and tier.leaving.issuperset(listed.copies):
             self._stack.evict_leaving(tier, listed)

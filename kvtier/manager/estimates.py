@@ -59,7 +59,7 @@ class LoadCost:
     s_per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """Return the seconds to load ``nbytes``, the bytes queued before included."""
+        """Return the seconds of a load; ``nbytes`` includes bytes queued before the load."""
         return self.start_s + nbytes * self.s_per_byte
 
 
@@ -80,7 +80,7 @@ class LoadEstimate:
         self.measured_s = 0.0
 
     def record(self, nbytes: int, seconds: float, now: float) -> None:
-        """Add a load of ``nbytes``, which include the bytes queued before the load."""
+        """Add a measured load; ``nbytes`` includes the bytes queued before the load."""
         keep = _KEEP * _halved(now - self.measured_s, _HALF_LIFE_S)
         u, r = 1.0 / nbytes, seconds / nbytes
         self._weight = self._weight * keep + 1.0
@@ -122,7 +122,7 @@ class LoadEstimate:
         return LoadCost(start_s, s_per_byte)
 
     def optimistic_cost(self, now: float) -> LoadCost | None:
-        """Return a cost that falls with the age of the fit, to decide about new samples."""
+        """Return the fitted cost, reduced as the fit ages, so that new loads are tried."""
         cost = self.cost()
         if cost is None:
             return None
@@ -139,7 +139,7 @@ class ComputeEstimate:
         self._seconds = self._tokens = self._busy_s = self._ended_s = 0.0
 
     def record(self, tokens: int, seconds: float, now: float) -> None:
-        """Add a step that computed ``tokens`` prompt tokens; a step with few is ignored."""
+        """Add a step with ``tokens`` prompt tokens; ignore the step if ``tokens`` is small."""
         if tokens < _MIN_TOKENS or seconds <= 0.0:
             return
         lasting = _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)

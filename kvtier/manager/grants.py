@@ -105,7 +105,7 @@ class RequestState:
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
     def lose_blocks(self) -> None:
-        """Record a preemption: the chunks are loaded or offered again, from the root on.
+        """Record a preemption: the request's chunks are loaded or stored again from the root.
 
         The engine does not report when the request has KV again, so ``has_kv`` stays.
         """
@@ -119,7 +119,7 @@ class RequestState:
         self.tails.clear()
 
     def extend(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record stored or loaded ``copies``, sorted by group, behind the earlier chunks."""
+        """Record that ``copies``, sorted by group, follow the request's earlier chunks."""
         if not copies:
             return
         if is_single_group((copies[0].key, copies[-1].key)):
@@ -129,7 +129,7 @@ class RequestState:
             self._extend_group(part)
 
     def _extend_group(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record stored or loaded ``copies`` of one group behind the group's earlier chunks.
+        """Record that ``copies`` follow the earlier chunks of the request in the same group.
 
         The depth of a chunk that survived a restart is unknown, and the engine itself may have
         had part of the prefix. So the larger of two depths counts: that of the last copy, and
@@ -166,7 +166,7 @@ class _Reservation(NamedTuple):
 
 
 class Grants:
-    """The requests that wait for chunks or have granted chunks.
+    """Keeps the requests that wait for chunks, and the requests to which chunks were granted.
 
     Attributes:
         queued: Requests that wait for their turn, first come first.
@@ -220,7 +220,7 @@ class Grants:
         return fits
 
     def is_refused(self, request: RequestState) -> bool:
-        """Return whether the budget's use is unchanged since ``request`` did not fit.
+        """Return whether the budget refused ``request`` and has not changed since then.
 
         Computing the cost of thousands of chunks takes long. While the budget's use is
         constant, the cost is computed only every few steps, because evictions may change the
@@ -251,7 +251,7 @@ class Grants:
         return True
 
     def reserve_reads(self, request: RequestState, reads: Sequence[ChunkCopy]) -> None:
-        """Count resident RAM copies as taken, because a load of this step reads them."""
+        """Reserve the resident RAM copies ``reads`` for a load of this step."""
         self._reserved[request] = _Reservation(0, reads)
 
     def begin_load(self, request: RequestState | None, fills: int) -> None:
@@ -273,7 +273,7 @@ class Grants:
     # -- phases -----------------------------------------------------------------------------
 
     def record_lookup(self, request: RequestState) -> None:
-        """End the reservation of ``request``, and restart the step limit of its grants."""
+        """Record a lookup of ``request``: end its reservation and renew its grants."""
         self._reserved.pop(request, None)
         request.looked_up_at = self._stack.step
 
@@ -284,7 +284,7 @@ class Grants:
         self._enter(request, LookupPhase.QUEUED)
 
     def await_arrival(self, request: RequestState) -> None:
-        """Take ``request`` out of the queue; it settles once its granted chunks arrived."""
+        """Move ``request`` from the queue to the requests that wait for granted chunks."""
         request.wanted.clear()
         self._enter(request, LookupPhase.WAITING)
         if not request.pending:
@@ -317,7 +317,7 @@ class Grants:
         request.tails.clear()  # the request offers its chunks again from the root
 
     def end_step(self) -> None:
-        """End reservations, long waits, and grants of settled requests without lookups.
+        """End reservations, waits that took too long, and grants that stayed unused too long.
 
         A long wait can only be for a chunk that a worker is storing for another request,
         because promotions have deadlines. A settled request may be behind other requests in the
@@ -349,7 +349,7 @@ class Grants:
     def grant(
         self, request: RequestState, copies: Sequence[ChunkCopy], job_id: JobId | None = None
     ) -> None:
-        """Pin ``copies``, whole in RAM or on their way there, for ``request``.
+        """Pin ``copies`` for ``request``; each copy is resident or still being written to RAM.
 
         Args:
             request: The request.
@@ -408,7 +408,7 @@ class Grants:
         self._stack.unpin(copies)
 
     def withdraw_from_all(self, copy: ChunkCopy) -> None:
-        """End all grants of a whole copy that is about to be dropped."""
+        """End every grant of ``copy``, which is resident and about to be dropped."""
         for request in (*self.waiting, *self.settled):
             if copy in request.granted:
                 self.withdraw(request, (copy,))
@@ -425,7 +425,7 @@ class Grants:
             self.granted -= 1
 
     def record_arrived(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` are whole; settle requests that wait for no other chunk."""
+        """Record that ``copies`` arrived; settle the requests that wait for no more chunks."""
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))

@@ -33,7 +33,7 @@ __all__ = ["GroupReach", "HitRules", "Presence", "Prompt", "Reach"]
 
 
 class Reach(enum.Enum):
-    """The chunks of a prefix that the layers of a group read."""
+    """Tells which chunks of a prefix the layers of a KV cache group read."""
 
     PREFIX = "prefix"
     WINDOW = "window"
@@ -116,7 +116,7 @@ class HitRules:
         ]
 
     def longest(self, prompt: Prompt, presence: Presence) -> int:
-        """Return the token where the longest hit ends; the local tokens if there is no hit."""
+        """Return the end of the longest hit, or ``prompt.local_tokens`` if there is no hit."""
         local, end = prompt.local_tokens, prompt.limit_tokens
         for number, group in self._prefixes:
             size, keys = group.chunk_tokens, prompt.keys[number]

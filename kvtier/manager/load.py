@@ -165,7 +165,7 @@ class Loader:
             request.extend(load.copies)
 
     def _count_hits(self, load: _PendingLoad, loaded: Sequence[bool]) -> None:
-        """Count the chunks of a load that the engine does not compute."""
+        """Count as hits the chunks of ``load`` before the first chunk that was not loaded."""
         keys = load.keys
         hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
         if not hits or (hits < len(keys) and not is_single_group(keys)):
@@ -188,7 +188,7 @@ class Loader:
         req_id: str,
         request: RequestState | None,
     ) -> LoadPlan:
-        """Plan a load from RAM and slower tiers; only ``resident`` are whole in RAM.
+        """Plan a direct load of ``keys``; ``resident`` are the copies that RAM holds already.
 
         Raises:
             KeyError: Loads are not direct.
@@ -219,7 +219,7 @@ class Loader:
     # -- failed loads -----------------------------------------------------------------------
 
     def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
-        """Count copies that a worker failed to load from RAM, not failures of slower tiers."""
+        """Count failed ``copies``, except copies that never arrived from a slower tier."""
         self._ram.counters.load_failed += sum(
             not origin or copy.state == _RESIDENT
             for copy, origin in zip(copies, origins, strict=True)
@@ -245,7 +245,7 @@ class Loader:
             self._stack.slot_status.forgive([copy.slot for copy in late if copy not in shared])
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Return the ``late`` copies that other loads in flight have too.
+        """Return those ``late`` copies that other loads in flight also include.
 
         The slot status does not tell which load failed. So a shared copy counts as late for all
         of them, and the last load to complete forgets the failure.

@@ -64,7 +64,7 @@ class _Hit(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """Number of chunks in the group with most chunks, used to count tokens.
+        """Number of chunks in the counting group, which is the group with the most chunks.
 
         That group reads the whole prefix; a sliding window needs only the last chunks.
         """
@@ -247,7 +247,7 @@ class Promoter:
         return self._worthwhile(hit)[1] is None
 
     def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
-        """Return the head of ``hit`` that is worth loading, and the decision to cut, if any."""
+        """Return the head of ``hit`` that is worth loading, and the decision to cut ``hit``."""
         if not any(hit.tiers):
             return hit, None
         now = self._stack.ctx.now
@@ -284,7 +284,7 @@ class Promoter:
         return True
 
     def _promote(self, request: RequestState, hit: _Hit, *, may_wait: bool) -> int | None:
-        """Plan jobs for the chunks of ``hit`` in slower tiers, or for their head.
+        """Plan jobs that promote all chunks of ``hit``, or the first chunks if slots are few.
 
         Returns:
             The number of promoted chunks; None if the request should wait for more free slots.

@@ -275,7 +275,7 @@ class ReuseGaps:
             self.is_changed = True
 
     def recently_evicted(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """Return the ``keys`` that are in the sample and were recently evicted."""
+        """Return the ``keys`` that were evicted recently and belong to the tracked sample."""
         return self._keys.intersection(keys) if self._keys else set()
 
     def end_step(self, now: float) -> None:
@@ -295,7 +295,7 @@ class ReuseGaps:
             self._keys = set(self._older)
 
     def clear(self) -> None:
-        """Forget evicted chunks, because a larger tier would lose them in a reset too."""
+        """Forget evicted chunks: a reset would have emptied a larger tier too."""
         self._evicted.clear()
         self._wanted_s.clear()
         self._recent.clear()

@@ -88,7 +88,7 @@ class Storer:
         return plan
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
-        """Make whole chunks hits; see :meth:`TieredOffloadingManager.complete_store`."""
+        """Complete a store of ``keys``; see :meth:`TieredOffloadingManager.complete_store`."""
         first = self._ram.copies.get(next(iter(keys), b""))
         listed = None if first is None else self._writes.pop(first.generation, None)
         if first is None or listed is None or not self._is_whole_store(listed, keys):
@@ -116,7 +116,7 @@ class Storer:
         return list(filter(_is_being_stored, self._ram.copies.values()))
 
     def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
-        """Record a repeated offer of ``keys``; RAM has all of them."""
+        """Record that an engine offered ``keys`` for storing although RAM has every chunk."""
         if request is not None:
             if request.has_gap:
                 self._record_stranded(self._count_stranded(keys, request), request)
@@ -157,7 +157,7 @@ class Storer:
             request.has_gap = has_gap
 
     def _is_whole_store(self, listed: CopyList, keys: Collection[ChunkKey]) -> bool:
-        """Return whether ``keys`` are all keys of ``listed`` and no chunk was dropped since."""
+        """Return whether ``keys`` equal ``listed.keys`` and RAM dropped no chunk meanwhile."""
         if listed.drops != self._ram.drops or len(keys) != len(listed.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may pass a set
@@ -181,7 +181,7 @@ class Storer:
     def _store(
         self, new: Sequence[ChunkKey], offered: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
-        """Plan the store of ``new``, the ``offered`` chunks that are not in RAM."""
+        """Plan a store of ``new``, which are the chunks of ``offered`` that RAM lacks."""
         stack, ram = self._stack, self._ram
         fits = self._fitting(len(new), request)
         if fits is None:
@@ -205,7 +205,7 @@ class Storer:
         return StorePlan(head, slots, generation, evicted)
 
     def _fitting(self, chunks: int, request: RequestState | None) -> int | None:
-        """Return how many of ``chunks`` to store now; None to defer the offer."""
+        """Return how many of ``chunks`` new chunks to store now; None to postpone the store."""
         available = self._ram.available
         if chunks <= available:
             if request is not None:
@@ -227,7 +227,7 @@ class Storer:
         ram.counters.dropped += min(chunks, ram.dirty)
 
     def _touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Count an offer of ``keys`` as a use, in every tier that has them."""
+        """Record a use of ``keys``, which an engine offered, in every tier that has copies."""
         for tier in self._stack.tiers:
             copies = tier.resident(keys)
             if copies:
@@ -244,7 +244,7 @@ def _places(
     offered: Sequence[ChunkKey],
     tails: dict[bytes, tuple[ChunkKey, int]],
 ) -> tuple[Iterable[ChunkKey | None], Iterable[int]]:
-    """Return the parent and the depth of each of ``new`` in its group.
+    """Return the parents and the depths of the chunks in ``new``.
 
     Args:
         new: Chunks to store, those of each group root to leaf.

@@ -83,11 +83,11 @@ class TierState:
         return self.slots.free + self.idle
 
     def request_slots(self, slots: int) -> None:
-        """Record that ``slots`` free slots were lacking; the next demotion frees them."""
+        """Ask the next demotion to free ``slots`` slots, because too few were available."""
         self.requested_slots = max(self.requested_slots, min(slots, self.slots.capacity))
 
     def list_of(self, copies: Sequence[ChunkCopy]) -> CopyList:
-        """Return ``copies`` with their keys and slots."""
+        """Return a :class:`CopyList` of ``copies``, with the keys and slots of the copies."""
         keys = [copy.key for copy in copies]
         return CopyList(copies, keys, [copy.slot for copy in copies], self.drops)
 
@@ -132,7 +132,7 @@ class TierState:
         generation: int = 0,
         terms: RequestTerms = NO_TERMS,
     ) -> list[ChunkCopy]:
-        """Add copies that are being written; each holds one pin for its writer.
+        """Add copies that are being written, and pin each copy once for its writer.
 
         Args:
             keys: Chunks that this tier lacks.
@@ -165,7 +165,7 @@ class TierState:
         origin: int = 0,
         generation: int = 0,
     ) -> list[ChunkCopy]:
-        """Add copies that are being written from another tier, each with its writer's pin.
+        """Add copies that are being written from another tier; pin each copy for its writer.
 
         Args:
             keys: Chunks that this tier lacks.
@@ -333,7 +333,7 @@ class TierState:
             copy.origin = 0
 
     def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Record a use of resident ``copies`` of a prompt: group by group, root to leaf."""
+        """Record a use of a prompt's resident ``copies``, given per group from root to leaf."""
         self.touch_each(self._touch_order(prompt_order(copies)), ctx)
 
     def touch_each(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
@@ -422,7 +422,7 @@ class TierState:
     # -- internals --------------------------------------------------------------------------
 
     def _touch_order(self, prompt: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-        """Return the copies of ``prompt``, given root to leaf, in the policy's touch order."""
+        """Return ``prompt``, reversed if the eviction policy wants uses from leaf to root."""
         return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
 
     def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
@@ -441,7 +441,7 @@ class TierState:
         return len(copies) - pinned
 
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
-        """Return the copy object of each slot; make missing objects.
+        """Return the copy object of each slot; create the objects that do not exist yet.
 
         An evicted copy was not pinned, dirty, granted or transient. The policy sets its own
         attributes when the copy is inserted; the caller sets all others.
@@ -533,7 +533,7 @@ class _ChildCounts:
         self._count(copy.parent, -1)
 
     def orphan(self, copy: ChunkCopy) -> None:
-        """Keep the child count under the key of ``copy``, which left the tier."""
+        """Save the child count under ``copy.key``, because ``copy`` left the tier."""
         if copy.child_count:
             self._count_of_absent(copy.key, copy.child_count)
             copy.child_count = 0

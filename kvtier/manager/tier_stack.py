@@ -186,7 +186,7 @@ class TierStack:
         self.ctx.session = terms.session
 
     def end_reuse_step(self) -> None:
-        """End the step in the reuse gaps of every tier."""
+        """Let the :class:`ReuseGaps` of every tier end the current step."""
         for gaps in self.gaps:
             if gaps.is_changed:
                 gaps.end_step(self.ctx.now)
@@ -338,7 +338,7 @@ class TierStack:
         self.corrupt += [(tier, copy.slot) for copy in copies]
 
     def take_corrupt(self) -> list[tuple[int, int]]:
-        """Return the corrupt slots since the last call."""
+        """Return the slots that were found corrupt since the last call."""
         corrupt, self.corrupt = self.corrupt, []
         return corrupt
 
@@ -427,7 +427,7 @@ class _StorageJobs:
         )
 
     def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` become free once the moved chunks are in RAM."""
+        """Return how many slots of ``tier`` become free when jobs have moved chunks to RAM."""
         return sum(
             len(record.moved)
             for record in self._records.values()

@@ -110,7 +110,7 @@ class TieredOffloadingManager:
     # -- lookup and load --------------------------------------------------------------------
 
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
-        """Return how many tokens after the local ones can be loaded for a waiting request.
+        """Return how many tokens a waiting request can load beyond ``prompt.local_tokens``.
 
         Call ``prepare_load`` for the request in the same step, before another load or store is
         planned, because that may evict the chunks.
@@ -188,7 +188,7 @@ class TieredOffloadingManager:
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Let lookups find stored chunks if every worker recorded that their bytes are whole.
+        """Let lookups find each stored chunk for which every worker recorded a complete store.
 
         Keys that are not being stored are ignored.
         """
@@ -197,7 +197,7 @@ class TieredOffloadingManager:
     # -- retention --------------------------------------------------------------------------
 
     def retain(self, keys: Iterable[ChunkKey], until: float) -> int:
-        """Keep the ``keys`` that are resident in RAM there until a deadline.
+        """Protect ``keys`` that are resident in RAM from eviction until the deadline ``until``.
 
         Retained chunks count against ``limits.retained``, and a reset releases them. They are
         released early only for a store or promotion that has waited and finds no other slots.

@@ -81,18 +81,18 @@ class ControlBlock:
     # -- worker -------------------------------------------------------------------------------
 
     def stamp(self, rank: int, slots: Sequence[int], generation: int) -> None:
-        """Record that this rank's bytes of ``slots`` are whole as of ``generation``."""
+        """Stamp ``slots`` with ``generation``: this rank has written all its bytes there."""
         self._generation[rank, _index(slots)] = generation
 
     def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Remove this rank's stamps, because the bytes are not whole."""
+        """Remove this rank's stamps from ``slots``, because their bytes are incomplete."""
         index = np.asarray(slots, np.intp)
         # Other stamps stay: since a reset the slot may belong to another chunk.
         borne = self._generation[rank, index] == _stamps(generations)
         self._generation[rank, index[borne]] = 0
 
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
-        """Record that this rank is done with one job on each of ``slots``; no slot twice."""
+        """Record that this rank finished one job on each of ``slots``, which all differ."""
         index = _index(slots)
         with self._acknowledging:
             self._acknowledged[rank, index] += _ONE
@@ -102,14 +102,14 @@ class ControlBlock:
         return bool((self._generation[rank, _index(slots)] == _stamps(generations)).all())
 
     def refuse(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Record that this rank failed to load the writes ``generations`` from ``slots``."""
+        """Record that this rank could not load ``slots`` with the stamps ``generations``."""
         if slots:
             self._refused[rank, _index(slots)] = _stamps(generations)
 
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have the required stamp, and which never will.
+        """Return which slots have their required stamp and which slots will never get one.
 
         Returns:
             Per slot, whether its bytes are whole, and whether they are lost because the write
@@ -128,14 +128,14 @@ class ControlBlock:
             self._generation[:, _index(slots)] = _stamps(generations)
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` for every rank with ``generations``, flagged as lost."""
+        """Stamp ``slots`` for all ranks with ``generations`` and the flag for lost bytes."""
         if slots:
             self._generation[:, _index(slots)] = _POISON | _stamps(generations)
 
     # -- scheduler ----------------------------------------------------------------------------
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Count one more job on each of ``slots``; no slot twice."""
+        """Add one to the number of jobs issued on each of ``slots``, which all differ."""
         self._issued[_index(slots)] += _ONE
 
     def withdraw(self, slots: Sequence[int]) -> None:
@@ -150,13 +150,13 @@ class ControlBlock:
         return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether no rank failed to load the write in ``generations``."""
+        """Return for each slot whether every rank's loads under the given stamp succeeded."""
         if not slots:
             return []
         return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Clear the failed loads of ``slots``, where no load is in progress.
+        """Forget the failed loads of ``slots``; no load of these slots may be in progress.
 
         Those loads were too early. The bytes may still arrive under the same stamp, and a later
         load of the slot must not count as failed then.
@@ -180,7 +180,7 @@ class ControlBlock:
 
 
 def _refused_at(slots: int, ranks: int) -> int:
-    """Return the offset of the refused stamps: after the two other arrays, word-aligned."""
+    """Return the byte offset of the array of refused stamps, rounded up to whole words."""
     return -(-slots * ranks * (8 + 4) // 8) * 8
 
 
@@ -202,7 +202,10 @@ def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
 
 
 def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each slot, a column, whether the answers of all ranks are true."""
+    """Return for each slot whether the answers of all ranks are true.
+
+    Each row of ``answers`` is a rank, and each column is a slot.
+    """
     # For one row, the common case, the reduction would cost more than the comparison.
     listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
     return listed

@@ -63,7 +63,7 @@ class KVBlocks:
 
 @dataclass(frozen=True, slots=True)
 class GroupCopy:
-    """The blocks of one KV cache group to copy, ordered by (sub, slot).
+    """The blocks of one KV cache group to copy, ordered by ``subs`` and then by ``slots``.
 
     Attributes:
         group: Index of the group.
@@ -117,7 +117,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots that certainly got every block of their chunk, for a store.
+        """Return the slots that certainly receive every block of their chunk in a store.
 
         The first chunk of a group may lack its head: the index of its first block says so. The
         engine does not say which other blocks are missing. Later blocks then move up into wrong
@@ -269,7 +269,7 @@ class BlockCopier:
         self._host = torch.empty((0, 0, 0, 0), dtype=self._word)
 
     def _is_written(self, copy: GroupCopy) -> Flags | None:
-        """Return which of the blocks this rank stores; None for all."""
+        """Return which blocks of ``copy`` this rank stores; None if this rank stores all."""
         if self._share.writers == 1:
             return None
         written: Flags = copy.blocks % self._share.writers == self._share.writer
@@ -290,14 +290,14 @@ class BlockCopier:
     def _places(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of the staging tensor, each with its place in the slots."""
+        """Yield views of ``staged``, each with the view of the slots for the same bytes."""
         words = slice(staged.shape[2])
         for rows, slots, sub in _runs(copy):
             for parts, stripes in self._share.runs():
                 yield staged[rows, parts], self._host[slots, stripes, sub, words]
 
     def _width(self, copy: GroupCopy) -> int:
-        """Return how many words a block's pages have."""
+        """Return the number of words of one block, added up over all layers of its group."""
         return sum(page for _, page in self._pages[copy.group])
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
@@ -325,7 +325,7 @@ class BlockCopier:
     def _layers(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's pages, cut in parts, and their place in the staging tensor."""
+        """Yield views of each layer's pages, each with the view of ``staged`` for its bytes."""
         at, parts = 0, len(self._share.stripes)
         for tensor, page in self._pages[copy.group]:
             width = page // parts
@@ -382,7 +382,10 @@ def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:
 
 
 def _in_parts(pages: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return ``pages``, of shape (n, words), as a view of shape (n, parts, words per part)."""
+    """Return a view of ``pages`` that cuts each page into ``parts`` parts of equal size.
+
+    The shape (n, words) becomes (n, parts, words per part).
+    """
     rows, words = pages.shape
     width = words // parts
     return pages.as_strided(
@@ -411,7 +414,10 @@ def _require_room(kv: KVBlocks, stripes: int, place_nbytes: int, share: RankShar
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (rows, slots, sub) for each run of rows with consecutive slots and one ``sub``."""
+    """Yield each run of rows that have consecutive slots and the same place in the chunk.
+
+    Each run has its rows, its slots, and that place (``sub``).
+    """
     slots, subs = copy.slots, copy.subs
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1
     edges = [0, *breaks.tolist(), len(slots)]

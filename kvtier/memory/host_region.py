@@ -98,7 +98,7 @@ class HostRegion:
     def attach(
         cls, name: str, geometry: RegionGeometry | None = None, *, timeout_s: float
     ) -> Self:
-        """Map the region that the first worker serves under ``name``; waits for it.
+        """Wait until the first worker serves the region under ``name``, then map the region.
 
         Args:
             name: Unique to the engine on this host.
@@ -134,7 +134,7 @@ class HostRegion:
 
     @property
     def shared(self) -> SharedMemory:
-        """Memory of all slots, for a process that will map it."""
+        """Memory of all slots, for another process to map."""
         return SharedMemory(self._descriptor, self._address, self.geometry.shared_nbytes)
 
     def map_pages(self) -> None:

@@ -107,7 +107,7 @@ class RankShare:
     writer: int = 0
 
     def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (parts of the rank's pages, stripes), one pair per range contiguous in both."""
+        """Yield pairs of matching ranges: parts of the rank's pages, and adjacent stripes."""
         breaks = [at for at, (a, b) in enumerate(pairwise(self.stripes), 1) if b != a + 1]
         for start, end in pairwise([0, *breaks, len(self.stripes)]):
             first = self.stripes[start]
@@ -115,5 +115,5 @@ class RankShare:
 
 
 def shard_of(rank: int) -> RankShare:
-    """Return the share of a rank in slots that have one stripe, a shard, for each rank."""
+    """Return the share of ``rank`` in slots that have exactly one stripe for each rank."""
     return RankShare((rank,))

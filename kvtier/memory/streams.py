@@ -56,7 +56,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def after(self, fence: Fence | None) -> contextlib.AbstractContextManager[None]:
-        """Run the copies in the body after ``fence``; leaving the body waits for them.
+        """Make a ``with`` block run its copies after ``fence`` and wait for the copies.
 
         The calling thread copies for this device only.
         """
@@ -67,7 +67,7 @@ class CopyStream(ABC):
 
 
 class HostStream(CopyStream):
-    """Copies within host memory: done when the call returns."""
+    """Copies within host memory; each copy has ended when its call returns."""
 
     @override
     def mark(self) -> Fence | None:

@@ -48,7 +48,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class UncancellableFuture(asyncio.Future[T]):
-    """A future that cannot be cancelled, because its work uses borrowed memory.
+    """A future that ignores cancellation, because its work uses memory of the caller.
 
     A cancelled task that awaits the future is cancelled when the work is done. No shield or
     second future is used, because each adds a turn of the loop. Beside a thread that runs
@@ -61,7 +61,9 @@ class UncancellableFuture(asyncio.Future[T]):
 
 
 async def wait_uncancelled(work: UncancellableFuture[T]) -> T:
-    """Wait for ``work``, which uses the caller's memory until it is done.
+    """Wait until ``work`` ends, even if the waiting task is cancelled meanwhile.
+
+    ``work`` uses the caller's memory until it ends.
 
     Cancellation:
         Deferred until ``work`` is done.
@@ -92,7 +94,7 @@ class _Round:
         self._errors: list[BaseException] = []
 
     def execute(self, number: int, call: Callable[[], Any]) -> None:
-        """Run one call on this thread; the last one hands all results to the loop."""
+        """Run one call on this thread; the round's last call hands all results to the loop."""
         self._results[number], error = _attempt(call)
         if error is not None:
             self._errors.append(error)

@@ -33,7 +33,7 @@ class NumberedFiles:
         self.size_bytes = 0
 
     def begin(self) -> None:
-        """Close the current file, start the next file and remove files above the limit.
+        """Close the current file, start the next one and remove the oldest surplus files.
 
         Raises:
             OSError: The file cannot be created.

@@ -142,7 +142,10 @@ class RequestLog:
             self._emit_earliest()
 
     def _release(self) -> None:
-        """Emit records that precede all open requests, and the earliest of a full buffer."""
+        """Emit the records of requests that arrived before every open request.
+
+        If too many records are held, emit the earliest ones as well.
+        """
         earliest_open = next(iter(self._open.values()), None)
         while self._over and (
             earliest_open is None

@@ -114,7 +114,7 @@ class Batcher:
                 self._finish(request)
 
     def loaded(self, req_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """Record the requests with finished loads and the requests with incomplete loads."""
+        """Record that the loads of ``req_ids`` ended; requests in ``failed`` start again."""
         lost = set(failed)
         for req_id in req_ids:
             request = self.requests[req_id]
@@ -206,7 +206,7 @@ class Batcher:
         return tokens
 
     def _begin_again(self, request: ReplayRequest) -> None:
-        """Take a request's blocks away and let the request wait before all others."""
+        """Free the blocks of a request and put the request at the head of the waiting queue."""
         request.num_computed_tokens = 0
         self._free.extend(request.blocks)
         request.blocks.clear()

@@ -1,4 +1,6 @@
-"""The replay's engine: steps in real time with both sides of the connector, without a model.
+"""Implements the replay's engine, which makes steps in real time without a model.
+
+The engine uses both sides of the connector.
 
 A step makes the same calls as a real engine, in the same order. In place of a model, the engine
 fills blocks with known bytes and sleeps for the rest of the step, which leaves the processor to

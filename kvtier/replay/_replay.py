@@ -150,7 +150,7 @@ class ReplayResult:
     predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
-        """Return the relative error of each predicted figure, by its name."""
+        """Return for each slot whether every rank's loads under the given stamp succeeded."""
         shares = {
             name: self.predicted.ttft_s[name] / seconds - 1 if seconds else 0.0
             for name, seconds in self.ttft_s.items()
@@ -400,7 +400,7 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
 def _measure_copies(
     memory: PagedMemory, geometry: RegionGeometry, blocks_per_chunk: int
 ) -> TierSpeed:
-    """Return the best rate of copies between blocks and RAM slots, in a region of its own.
+    """Return the best rate of copies between blocks and RAM slots of a temporary region.
 
     Raises:
         KvtierError: A copy failed.
@@ -441,7 +441,7 @@ def _traffic(
     predicted_hits: int,
     moved: Mapping[str, tuple[int, float]],
 ) -> ReplayedTraffic:
-    """Return the reads from ``tier`` into ``above[0]`` and the writes from all ``above``."""
+    """Return the traffic of ``tier``: reads into ``above[0]`` and writes from all ``above``."""
     read_bytes, read_s = moved.get(transfer_type_of(tier.name, above[0]), (0, 0.0))
     down = [moved.get(transfer_type_of(name, tier.name), (0, 0.0)) for name in above]
     written_bytes, written_s = sum(size for size, _ in down), sum(time for _, time in down)

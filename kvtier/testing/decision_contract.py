@@ -142,7 +142,9 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         return steps / sum(len(query.copies) for query in queries)
 
     def check_memory(self, policy: Policy, *, most_keys: int, slots: int = 0) -> None:
-        """Check that ``policy`` keeps no copies, at most ``most_keys`` keys, and little else.
+        """Check that ``policy`` refers to no copy of a chunk and at most ``most_keys`` keys.
+
+        The policy may have few other entries.
 
         Args:
             policy: The policy.

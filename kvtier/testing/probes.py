@@ -64,7 +64,7 @@ _CLOCKS: Final = frozenset(["now", "today", "utcnow"])
 
 
 def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -> int:
-    """Count the lines of Python that ``work`` runs, and the items it walks through in C.
+    """Count the Python lines that ``work`` runs plus the items that C functions loop over.
 
     Args:
         work: What to run; lines of :mod:`kvtier.testing` do not count.
@@ -131,7 +131,7 @@ class _Counter:
             self._on_pop(owner, event)
 
     def _on_pop(self, owner: list[Any], event: str) -> None:
-        """Charge for the items that move when ``pop`` removes an item before the last."""
+        """Count the items that a list moves when ``pop`` removes any item but the last."""
         if event == "c_call":
             plain = len(owner) < 2 or owner[-1] is owner[-2]
             self._ends.append(None if plain else owner[-1])
@@ -156,7 +156,10 @@ class _Counter:
             yield item
 
     def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
-        """Return a replacement for ``walking``, one of :data:`_WALKING`, that charges steps."""
+        """Return a replacement for ``walking`` that counts the items it walks through.
+
+        ``walking`` is one of :data:`_WALKING`.
+        """
         if isinstance(walking, type):
             return _stand_in_for(walking, self._charge)
 
@@ -175,7 +178,7 @@ class _Counter:
 def _stand_in_for(
     kind: type[Any], charge: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> type[Any]:
-    """Return a class that makes instances of ``kind`` and charges for their items."""
+    """Return a replacement for class ``kind`` that passes each argument through ``charge``."""
 
     class Meta(type):
         @override

@@ -75,7 +75,9 @@ class StorageTierContract(ABC):
     capacity_slots: ClassVar[int] = 24
 
     def section(self, directory: Path) -> str:
-        """Return the tier's section without ``kind`` and ``capacity`` as YAML, one key a line.
+        """Return the tier's section of a YAML file, without ``kind`` and ``capacity``.
+
+        Each key has a line of its own.
 
         Args:
             directory: Directory for the tier's files. It does not exist yet.
@@ -107,7 +109,7 @@ class StorageTierContract(ABC):
 
     @pytest.fixture
     def options(self, directory: Path, request: pytest.FixtureRequest) -> TierConfig:
-        """The tier's section, parsed as from a file; a failing test shows it."""
+        """The tier's parsed configuration section; pytest shows its text if a test fails."""
         options = self.tier_class.Options
         kind = options.model_fields["kind"]
         text = (
@@ -246,7 +248,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A restart may drop a chunk that was stored after a reset: the weights may differ."""
+        """A restart may drop chunks stored after a reset: the weights may have changed."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()
@@ -300,7 +302,7 @@ class StorageTierContract(ABC):
             await harness.tier.write(keys, [0], half, purpose=Purpose.STORE)
 
     async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, harness: AnyHarness) -> None:
-        """The sources are reused as soon as the write has raised, as in an engine."""
+        """Source buffers are overwritten as soon as a write has raised, as in an engine."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
             sources = harness.sources(keys)

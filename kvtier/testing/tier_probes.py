@@ -112,7 +112,7 @@ def _caller(frame: types.FrameType | None) -> str | None:
 
 
 class _HeldExecutor(ThreadPoolExecutor):
-    """An executor whose calls wait for ``gate``."""
+    """An executor that starts no call before the event ``gate`` is set."""
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__(thread_name_prefix="asyncio_held")

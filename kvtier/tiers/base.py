@@ -70,7 +70,7 @@ class TierContext:
 
 @dataclass(frozen=True, slots=True)
 class SlotOutcomes:
-    """Outcomes of one batch.
+    """The outcomes of the chunks of one read or one write.
 
     Attributes:
         outcomes: DONE, FAILED or CORRUPT for each chunk, in the batch's order.
@@ -83,7 +83,7 @@ class SlotOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class StoreExamination:
-    """What a start would find in a tier's store.
+    """Report on what an engine that starts now would find in the store of a tier.
 
     Attributes:
         refusals: Reasons why the engine would not start.
@@ -181,11 +181,11 @@ class StorageTier(ABC):
 
     @classmethod
     def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination | None:  # noqa: ARG003
-        """Return what a start with ``options`` would find; for ``kvtier check`` and ``doctor``.
+        """Report what an engine that starts with ``options`` would find in the tier's store.
 
-        By default this compares the capacity with the free room of the file system of
-        ``options.local_store()``. A tier that knows its store better overrides this. May block
-        for half a second; must not change the store.
+        ``kvtier check`` and ``doctor`` use the report. By default this compares the capacity
+        with the free room of the file system of ``options.local_store()``. A tier that knows
+        its store better overrides this. May block for half a second; must not change the store.
 
         Args:
             options: An instance of :attr:`Options`.
@@ -212,7 +212,7 @@ class StorageTier(ABC):
     @classmethod
     @abstractmethod
     def open(cls, options: TierConfig, context: TierContext) -> Self:
-        """Open the tier and recover the chunks of earlier runs; blocks.
+        """Open the tier and recover the chunks of earlier runs. This call blocks.
 
         Args:
             options: An instance of :attr:`Options`.
@@ -274,7 +274,7 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Read slot ``slots[i]`` into ``into[i]`` and prove that the bytes are those written.
+        """Read slot ``slots[i]`` into ``into[i]`` and verify that the bytes are unchanged.
 
         A slot that holds another key, was never written, is short or has a flipped bit is
         CORRUPT; a slot that the medium cannot read is FAILED. The content of ``into[i]`` is
@@ -296,7 +296,7 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Start :meth:`write` eagerly; await the result for the rest.
+        """Start a :meth:`write` at once; the caller awaits the returned coroutine.
 
         A tier that delegates its work, for example to another process, sends the job in
         this call, a turn of the loop earlier than :meth:`write`. The caller must await the
@@ -313,12 +313,12 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Start :meth:`read` eagerly; see :meth:`begin_write`."""
+        """Start a :meth:`read` at once; the rules of :meth:`begin_write` apply."""
         return self.read(keys, slots, into, purpose=purpose)
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:
-        """Forget the content of ``slots``: a restart does not recover it. Never blocks.
+        """Forget the content of ``slots``, so that no restart recovers it. Never blocks.
 
         Once a later :meth:`write` has returned, this holds even if the process is killed.
         """
@@ -345,7 +345,7 @@ class StorageTier(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Finish index work and release files and locks. Idempotent.
+        """Finish pending work on the index, then release files and locks. Idempotent.
 
         No ``read`` or ``write`` may be running. Afterwards every coroutine raises
         :class:`kvtier.errors.ClosedError`, and ``forget`` and ``touch`` never raise.

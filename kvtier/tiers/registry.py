@@ -34,7 +34,7 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
 
 
 def examine_tier(options: TierConfig, identity: Fields) -> StoreExamination | None:
-    """Return what a start would find in a tier's store: see :meth:`StorageTier.examine`."""
+    """Report what an engine would find in a tier's store; see :meth:`StorageTier.examine`."""
     if examine := _FAST_EXAMINERS.get(options.kind):
         return examine(options, identity)
     return _class_of(options.kind).examine(options, identity)

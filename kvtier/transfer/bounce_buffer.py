@@ -42,7 +42,9 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
 
 
 class BounceBuffer:
-    """Bounce slots shared by all pairs of storage tiers of an engine; for one event loop.
+    """Lends bounce slots, in groups called lanes, to the pairs of storage tiers of an engine.
+
+    Only one event loop may use a buffer.
 
     Args:
         memory: The memory that has the slots.
@@ -59,7 +61,7 @@ class BounceBuffer:
 
     @asynccontextmanager
     async def lane(self, chunks: int) -> AsyncIterator[Sequence[memoryview]]:
-        """Wait for a free lane and yield memory for at most ``lane_slots`` chunks."""
+        """Wait until a lane is free, then yield the memory of its first ``chunks`` slots."""
         lane = await self._free.get()
         try:
             yield [self._memory.slot(number) for number in lane[:chunks]]
@@ -114,7 +116,7 @@ class BetweenTiers(Route):
                 raise
 
     async def _copy(self, part: Job, views: Sequence[memoryview]) -> SlotOutcomes:
-        """Read one part into ``views`` and write the whole chunks from there."""
+        """Read the chunks of ``part`` into ``views`` and write the successfully read chunks."""
         if part.job_id not in self._running:
             return _cancelled(part)
         reading = self._source.read(part.keys, part.source_slots, views, purpose=part.purpose)

@@ -81,7 +81,10 @@ class Breaker:
         return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
-        """Return whether a call may be made at ``now``; make it the probe if one is due."""
+        """Return whether a call may start at ``now``; after a trip, only a probe may start.
+
+        An allowed probe counts as running until its end is recorded.
+        """
         if not self.tripped:
             return True
         if self._probing or now < self._closed_again_s:
@@ -135,7 +138,9 @@ class Channel:
         return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
 
     def should_log_failure(self, now: float) -> bool:
-        """Return whether to log a failure at ``now``; call before the breaker records it.
+        """Return whether to log a failure at ``now``.
+
+        The caller asks before it records the failure in the breaker.
 
         Every failure is logged until the breaker trips, then one a minute.
         """

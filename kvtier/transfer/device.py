@@ -52,7 +52,7 @@ class LoadRequest:
 
 
 class _DeviceRoute(Route):
-    """Base of both directions: the copier, the control block and a thread pool."""
+    """Base class of the routes between the device and RAM, in both directions."""
 
     def __init__(
         self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
@@ -69,7 +69,7 @@ class _DeviceRoute(Route):
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One store of a job.
+    """One copy of KV blocks to RAM slots; a store job carries out one or several.
 
     Attributes:
         job_id: The submitter's id for the store.
@@ -104,7 +104,7 @@ class DeviceStore(_DeviceRoute):
         self._revoked: set[JobId] = set()
 
     def revoke(self, job_id: JobId) -> None:
-        """Never stamp this store, because its blocks may be overwritten from now on."""
+        """Leave the slots of store ``job_id`` unstamped: its blocks may change from now on."""
         self._revoked.add(job_id)
 
     @override
@@ -142,7 +142,7 @@ class DeviceStore(_DeviceRoute):
 
 
 class DeviceLoad(_DeviceRoute):
-    """Copies RAM slots to KV blocks; never uses a slot without the required stamp.
+    """Copies RAM slots to KV blocks once each slot has the stamp that its load requires.
 
     A load may wait for slots that a slower tier is still filling. It polls their stamps on the
     engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
@@ -159,7 +159,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Fail chunks that have not arrived, now and in later loads."""
+        """Make running and later loads fail at once the chunks that have not arrived."""
         self._waits = False
 
     @override
@@ -206,7 +206,7 @@ class DeviceLoad(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return the positions in ``waiting`` of arrived chunks, and of lost chunks."""
+        """Return the positions in ``waiting`` of two kinds of chunks: arrived and lost."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
         stamps = [payload.generations[at] for at in near]
@@ -229,7 +229,7 @@ class DeviceLoad(_DeviceRoute):
         *,
         priority: int,
     ) -> bool:
-        """Copy the chunks at ``ready``; return whether their slots kept their stamps."""
+        """Copy the chunks at positions ``ready``; return whether every slot kept its stamp."""
         part = payload.plan
         if len(ready) < len(part.slots):
             part = part.restricted_to([part.slots[at] for at in ready])

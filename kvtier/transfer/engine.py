@@ -121,7 +121,7 @@ class TransferEngine:
         return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
 
     def submit(self, *jobs: Job) -> None:
-        """Queue ``jobs``; :meth:`poll` returns a result for each job, refused or not.
+        """Queue ``jobs``; :meth:`poll` returns a result for each job, even for a refused job.
 
         Submit jobs together where possible: the engine's thread then wakes up once. A job
         without a route fails; the others run.
@@ -139,7 +139,7 @@ class TransferEngine:
             self._runner.wake()
 
     def abandon(self, *jobs: Job) -> None:
-        """Release workers that wait for chunks of ``jobs``, which could not be submitted."""
+        """Release the workers that wait for chunks of ``jobs`` that :meth:`submit` refused."""
         for job in jobs:
             channel = self._channels.get((job.source, job.destination))
             if channel is not None:
@@ -246,7 +246,9 @@ class TransferEngine:
         return True
 
     def close(self, *, timeout_s: float) -> bool:
-        """Run the queued jobs, then stop; jobs not started in time are cancelled. Idempotent.
+        """Run the queued jobs, cancel those that cannot start in time, and stop the thread.
+
+        Calling the method again has no effect.
 
         A quarter of the time is reserved for running jobs to end and tiers to close.
 

@@ -43,7 +43,7 @@ class Pending:
 
 
 class JobQueue:
-    """Jobs that wait until their channels can run them, by urgency and then by age."""
+    """Holds the jobs that wait for their channels, ordered by urgency and then by age."""
 
     def __init__(self) -> None:
         self._heap: list[Pending] = []
@@ -134,7 +134,7 @@ class JobResults:
             return self.changed.wait_for(lambda: self.complete, timeout=timeout_s)
 
     def post_expired(self, pending: Pending, error: str) -> None:
-        """Post an unsettled result for a job whose slots are still in use."""
+        """Post the result of a job that has expired while its slots are still in use."""
         job = pending.job
         pending.channel.route.abandon(job)
         outcomes = [Outcome.EXPIRED] * len(job.source_slots)
@@ -158,7 +158,7 @@ class JobResults:
             self.changed.notify_all()
 
     def settle(self, pending: Pending, result: TransferResult) -> None:
-        """Post a job's one settled result."""
+        """Post the final result of a job and count the job as settled."""
         pending.done = True
         if pending.alarm is not None:
             pending.alarm.cancel()

@@ -33,7 +33,7 @@ _MOST_NBYTES_IN_PARTS: Final = 16 << 20
 
 
 class SlotMemory(Protocol):
-    """RAM slots as buffers."""
+    """Gives access to the bytes of RAM slots."""
 
     def slot(self, number: int) -> memoryview:
         """Return the writable bytes of a slot."""
@@ -66,10 +66,10 @@ class Stamps(Protocol):
     """The part of the control block that routes use: stamps that workers read."""
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` with ``generations``: their bytes are whole."""
+        """Stamp ``slots`` with ``generations``, because all bytes of the slots arrived."""
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` with ``generations``, flagged as lost."""
+        """Stamp ``slots`` with ``generations`` and a flag: these chunks will never arrive."""
 
 
 class ToTier(Route):
@@ -95,7 +95,7 @@ class ToTier(Route):
 
 @dataclass(slots=True)
 class _Stamped:
-    """The stamped parts of a running job.
+    """Records the parts of a running job whose slots have been stamped.
 
     Attributes:
         parts: Each part and which of its chunks are whole, in the order of stamping.
@@ -185,7 +185,7 @@ class FromTier(Route):
         self._stamps.poison(job.destination_slots, job.payload)
 
     def _stamp(self, job: Job, whole: Sequence[bool]) -> None:
-        """Publish the whole chunks and poison the others."""
+        """Stamp the slots of arrived chunks as complete and all other slots as lost."""
         slots, generations = job.destination_slots, job.payload
         if all(whole):
             self._stamps.publish(slots, generations)

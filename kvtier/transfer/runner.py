@@ -26,7 +26,7 @@ Action = Callable[[], Awaitable[None]]
 
 
 class Runner:
-    """Starts jobs, most urgent first, and posts each one's settled result.
+    """Starts queued jobs, the most urgent first, and posts the final result of each job.
 
     Only the engine's thread uses it, except for :meth:`enqueue`, :meth:`cancel`, :meth:`close`
     and :meth:`wake`, and for :meth:`answer_all` after that thread has died.
@@ -116,7 +116,7 @@ class Runner:
                 self._changed.clear()
 
     async def exclusively_each(self, actions: Mapping[str, Action]) -> None:
-        """Await each action while no job reads from or writes to its tier.
+        """Await each action while no job uses the action's tier.
 
         Raises:
             ExceptionGroup: The errors of the actions, after all have ended.
@@ -149,7 +149,7 @@ class Runner:
             pending.channel.route.abandon(pending.job)
 
     async def _act(self, action: Action, pairs: Collection[Pair]) -> None:
-        """Await ``action`` once no job runs on the channels that are paused for it."""
+        """Wait until no job runs on the channels of ``pairs``, then await ``action``."""
         try:
             while self._running_on(pairs):
                 self._changed.clear()
@@ -322,7 +322,7 @@ def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
 async def _outcomes_of(
     job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
 ) -> tuple[Sequence[Outcome], str]:
-    """Return each chunk's outcome and an error; if ``moving`` raises, all chunks fail."""
+    """Return each chunk's outcome and an error text; all chunks fail if ``moving`` raises."""
     chunks = len(job.source_slots)
     try:
         mover = f"route {job.source} -> {job.destination}"

@@ -1,4 +1,4 @@
-"""Digests of LoRA adapters, as part of the keys of chunks that were computed with them.
+"""Digests of LoRA adapters. Keys of chunks computed with an adapter contain the digest.
 
 vLLM's block hashes cover an adapter's name and path, not its content. That suffices for a cache
 that ends with the engine. Chunks on NVMe outlive the engine. If an adapter is trained again
@@ -61,7 +61,7 @@ _SHARED: Final = "another adapter has the same lora_int_id, so vLLM cannot tell 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The state of a file; it differs after the file was replaced or written to."""
+    """The state of a file; the state changes when the file is replaced or written to."""
 
     name: str
     nbytes: int
@@ -89,7 +89,7 @@ class AdapterContent:
     is_current: Callable[[], bool]
 
     def key(self, key: bytes) -> ChunkKey:
-        """Return kvtier's key of a chunk with vLLM's key ``key``.
+        """Return kvtier's key of the chunk whose key in vLLM is ``key``.
 
         >>> content = AdapterContent(b"." * DIGEST_NBYTES, bool)
         >>> content.key(b"0123456789abcdef" + bytes(4))[:24]
@@ -225,7 +225,7 @@ def _files(directory: Path) -> _Files | None:
 
 
 def _read(directory: Path, file: _File) -> tuple[object, ...]:
-    """Return a file's name, size and digest; for a large file, its date and sampled digest.
+    """Return a file's name, size and content digest. Large files are sampled and add a date.
 
     Raises:
         OSError: It cannot be read.

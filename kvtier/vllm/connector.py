@@ -142,7 +142,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     @override
     def requires_kv_delivery(self) -> bool:
-        """Whether a store must reach its destination: no, because this is a cache."""
+        """Whether every store must succeed; False, because a cache may lose chunks."""
         return False
 
     # -- scheduler side: requests --------------------------------------------------------------
@@ -230,7 +230,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the last chunks of a request that ended; its blocks may be freed."""
+        """Offer the request's last chunks to the cache; vLLM may free the request's blocks."""
         self._scheduler.request_finished(request)
         return False, None
 
@@ -238,7 +238,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the last chunks of a request that ended; its blocks may be freed."""
+        """Offer the request's last chunks to the cache; vLLM may free the request's blocks."""
         self._scheduler.request_finished(request)
         return False, None
 
@@ -251,7 +251,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return residency changes; a removal precedes the arrival that takes its slot."""
+        """Return which chunks entered or left a tier; a slot empties before it is reused."""
         if not self._engine.records_events:
             return ()
         return self._events()
@@ -359,12 +359,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def has_connector_metadata(self) -> bool:
-        """Return False, because the model never stops at a layer for this connector."""
+        """Return False, so that the model never stops at a layer for this connector."""
         return False
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the stores of the last step, and flush stores with reused blocks."""
+        """Start the last step's stores, and wait for stores whose blocks the engine reuses."""
         if self._worker is not None:
             self._worker.handle_preemptions(_own_metadata(kv_connector_metadata).jobs)
 

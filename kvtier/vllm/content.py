@@ -181,7 +181,7 @@ def _layer_content(
 
 
 def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
-    """Return further settings that determine the byte order of a page.
+    """Return settings of the layer and the kernel that determine the byte order in a page.
 
     A kernel for certain block lengths divides longer blocks into parts, each with all heads.
     The lengths depend on the GPU and on other settings, and so does the kernel that writes
@@ -208,7 +208,7 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
 
 
 def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Return the settings that change keys and values, besides weights, tokens and media.
+    """Return, as JSON, the engine's settings that change keys and values.
 
     The result is the same in every rank, and at every start with the same settings.
 
@@ -286,7 +286,7 @@ def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
 
 
 def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return the settings that change rotary embeddings with the longest context.
+    """Return the longest context and related settings if the model's embeddings depend on them.
 
     With ``--max-model-len auto`` the model is built for the length in its configuration, and
     the context is cut afterwards to fit the memory, differently at every start.
@@ -321,7 +321,7 @@ def _settings(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: Any, depth: int = _DEPTH) -> Any:  # noqa: ANN401 - anything
-    """Return ``value`` in JSON types; other types become text that is equal at each start."""
+    """Return ``value`` as JSON types; other types become text that no restart changes."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | float | str):

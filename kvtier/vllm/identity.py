@@ -77,7 +77,7 @@ def _canonical(model: str) -> str:
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return the full identity: everything that stored bytes depend on besides their keys."""
+    """Return the full identity: all facts, except the keys, on which stored bytes depend."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -146,7 +146,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return a file, its size (and its date, except for settings), and the parts to read.
+    """Return a file, a text with its size and perhaps its date, and the parts to read.
 
     Args:
         path: The file.
@@ -174,7 +174,7 @@ def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(path: Path, start: int, nbytes: int) -> bytes:
-    """Return a digest of part of a file; a constant if it cannot be read."""
+    """Return the digest of a part of a file, or the error number if reading fails."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -101,7 +101,7 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
 
 
 def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
-    """Refuse layers with one row for several tokens if a hit could end within a row.
+    """Refuse layers that keep one row for several tokens if a hit could end inside a row.
 
     The tokens of an unfinished row are in a buffer that is not stored.
     """

@@ -37,7 +37,7 @@ class KVTierStats(KVConnectorStats):
 
     @property
     def changes(self) -> list[MetricChange]:
-        """The changes; each is a plain sequence after the report was serialised."""
+        """The changes. In a serialised report, each change is a plain sequence."""
         changes: list[MetricChange] = self.data.setdefault("changes", [])
         return changes
 

@@ -97,7 +97,7 @@ def open_device(
     *,
     content: str,
 ) -> DeviceEngine:
-    """Open the copy engine between this rank's KV memory and the RAM tier, in a worker.
+    """Open a worker's engine for copies between this rank's KV memory and the RAM tier.
 
     Args:
         engine: The engine.
@@ -128,7 +128,7 @@ def open_device(
 def require_same_file(
     geometry: RegionGeometry, engine: EngineFacts, settings: KvtierConfig
 ) -> None:
-    """Refuse a RAM tier that the workers made from another configuration than ``settings``.
+    """Check that the workers created the RAM tier from the same configuration as ``settings``.
 
     Raises:
         UnsupportedError: The shape of the RAM tier does not match ``settings``.

@@ -1,4 +1,4 @@
-"""Where vLLM keeps the pages of each block, and this rank's part of every slot.
+"""Finds the pages of vLLM's KV blocks in memory, and this rank's part of every slot.
 
 vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
 in one allocation. So one rule finds attention's pages, those of recurrent states, padded pages,

@@ -54,7 +54,7 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
 
 
 def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse an engine that serves wrong or useless chunks, or would wait for a timeout.
+    """Refuse an engine that would serve wrong or useless chunks, or hang until a timeout.
 
     Args:
         config: vLLM's configuration in a worker, once the model is built.
@@ -93,7 +93,7 @@ def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa
 
 
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
-    """Refuse layers with scales that the first computed forward pass sets to 1.
+    """Refuse layers whose scales vLLM sets to 1 in the first forward pass that it computes.
 
     Chunks may have been loaded before that pass.
     """

@@ -201,7 +201,7 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
 
 
 class _SlotLoadStoreSpec(LoadStoreSpec):
-    """RAM slots of a job's chunks, and the generations that a store sets or a load requires."""
+    """The RAM slots of a job, each with the generation that a store sets or a load requires."""
 
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         self.slots = list(slots)
@@ -294,7 +294,7 @@ class _Manager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make stored chunks hits if every worker recorded that they are whole."""
+        """Let lookups find the chunks in ``keys`` that every worker recorded as complete."""
         self._cache.complete_store(list(keys), req_context.req_id)
 
     @override
@@ -318,7 +318,7 @@ class _Manager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield residency changes; a removal precedes the arrival that takes the freed slot."""
+        """Yield which chunks entered or left a tier; a slot empties before it is reused."""
         for event in self._cache.take_events():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
@@ -406,7 +406,7 @@ class _Worker(OffloadingWorker):
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Block until ``job_ids`` end, because their blocks are about to be overwritten."""
+        """Wait for the jobs ``job_ids`` whose blocks the engine is about to overwrite."""
         self._device.wait(job_ids)
 
     @override

@@ -99,7 +99,7 @@ class StepReader:
         tables: KVCacheManager,
         copies: Any,  # noqa: ANN401 - vLLM's block copies
     ) -> Mapping[str, list[BoundaryState]]:
-        """Return the offered recurrent states that their request's blocks still hold."""
+        """Return the offered recurrent states whose blocks still belong to their request."""
         state = output.kv_connector_block_state
         if state is None or not state.boundary_state_offloads:
             return {}

@@ -88,7 +88,7 @@ class HostedTier(StorageTier):
     @classmethod
     @override
     def open(cls, options: TierConfig, context: TierContext) -> Self:
-        """Start a host process that opens a tier of kind ``options.kind``; blocks.
+        """Start a host process that opens a tier of kind ``options.kind``. This call blocks.
 
         Raises:
             ConfigError: There is no shared memory, or the tier's options cannot work here.
@@ -206,7 +206,7 @@ class HostedTier(StorageTier):
                 self._close_ended = True
 
     async def _end_host(self) -> None:
-        """Do a reset that is due, and close the host; log what fails."""
+        """Carry out a pending reset and close the host; log any failure."""
         try:
             connection = await self._connect_to_close()
             if connection is not None:
@@ -373,7 +373,7 @@ class HostedTier(StorageTier):
         return self._host
 
     def _queue(self, op: str, slots: Sequence[int]) -> None:
-        """Queue a frame without an answer; it is sent with the next call."""
+        """Queue a frame that gets no answer; the next call sends the frame."""
         frame = Frame({"op": op}, np.asarray(slots, dtype=np.int64).tobytes())
         with self._queue_lock:
             self._queued.append(frame)

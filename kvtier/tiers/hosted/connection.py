@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
             self._end_deadline_s = asyncio.get_running_loop().time() + _END_TIMEOUT_S
 
     async def _end(self) -> None:
-        """Fail the waiting calls once the host's threads use no memory of the callers."""
+        """Fail the waiting calls when the host's threads no longer use the callers' memory."""
         process = self._host.process
         try:
             if not await aend(process):

@@ -113,7 +113,7 @@ class Batch:
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
-    """Return the length of each key, one number if all are equal, and the concatenated keys."""
+    """Return the common length of ``keys`` (or every length) and the concatenated keys."""
     widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
     return (list(map(len, keys)) if width is None else width), b"".join(keys)
@@ -132,7 +132,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Return a word and no codes if all outcomes are DONE, else "" and a code for each."""
+    """Encode ``outcomes`` as one word if all are DONE, otherwise as one byte per outcome."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return _ALL_DONE, b""
     return "", bytes([_CODES[outcome] for outcome in outcomes])
@@ -174,7 +174,7 @@ def _needed(kind: type) -> set[str]:
 
 
 def decode_error(found: dict[str, str]) -> KvtierError:
-    """Return an error of the other process with its message and attributes."""
+    """Rebuild the error that :func:`encode_error` encoded in the other process."""
     kind = getattr(errors, found["kind"])
     # Skip the constructor, which would compose the message a second time.
     error: KvtierError = kind.__new__(kind, found["text"])

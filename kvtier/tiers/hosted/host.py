@@ -190,7 +190,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
 
 
 def _answer_to(call: Frame, answer: Frame) -> Frame:
-    """Return ``answer`` with the number of ``call``."""
+    """Return a frame with the content of ``answer`` and the call number of ``call``."""
     header = {"op": "answer", "call": call.header["call"]}
     return Frame({**header, **answer.header}, answer.arrays)
 
@@ -297,7 +297,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
 
 
 async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame | None:
-    """Serve until the engine closes the tier; return the close frame, None if there is none."""
+    """Serve until the engine sends a close frame; return that frame, or None if none came."""
     try:
         async for frame in frames:
             if frame.header["op"] == "close":
@@ -309,7 +309,7 @@ async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame 
 
 
 def main() -> None:
-    """Serve the engine that started this process until it ends."""
+    """Serve the engine that started this process until the engine closes the tier or ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format=_STDERR)

@@ -65,7 +65,7 @@ class HostProcess:
 
     @classmethod
     def start(cls, options: TierConfig, context: TierContext) -> tuple[Self, Opened]:
-        """Start a host and wait until its tier is open; blocks.
+        """Start a host and wait until the host's tier is open. This call blocks.
 
         Args:
             options: Options of the tier.
@@ -102,7 +102,7 @@ class HostProcess:
     def open(
         self, opening: dict[str, Any], *, clock: Callable[[], float] = time.monotonic
     ) -> Opened:
-        """Make the host open its tier and wait until it is open; blocks.
+        """Make the host open its tier and wait until the tier is open. This call blocks.
 
         Args:
             opening: Options and context, as JSON.
@@ -133,7 +133,7 @@ class HostProcess:
         raise EOFError
 
     def abandon(self) -> None:
-        """Close the connection and try to end the process; blocks."""
+        """Close the connection and try to end the process. This call blocks."""
         self.connection.close()
         end(self.process)
 
@@ -159,7 +159,7 @@ class HostProcess:
 
 @contextlib.contextmanager
 def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
-    """End ``host`` if the body raises, so that the error can name its exit code."""
+    """End ``host`` if the ``with`` body raises; an error can then name the host's exit code."""
     try:
         yield
     except BaseException:
@@ -233,7 +233,7 @@ def relog(frame: Frame) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait a while for ``process`` to end, then kill it; blocks.
+    """Wait a while for ``process`` to end, then kill ``process``. This call blocks.
 
     A process that is stuck in a system call lives on.
     """

@@ -58,11 +58,11 @@ class BlockIo:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into ``buffers``; return the bytes read, 0 at the end of the file."""
+        """Read into ``buffers``; return the number of bytes read, 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write ``buffers``; return the bytes written."""
+        """Write ``buffers``; return the number of bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
@@ -162,7 +162,7 @@ def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) 
 
 
 def _whole_pages(count: int) -> int:
-    """Round ``count`` down to whole pages, where O_DIRECT can continue.
+    """Round ``count`` bytes down to whole pages, because O_DIRECT continues only at a page.
 
     The rest is transferred again. A count below one page is returned unchanged: only a buffered
     call transfers so little, and a buffered call can continue anywhere.

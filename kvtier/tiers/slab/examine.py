@@ -45,7 +45,9 @@ _PATIENCE: Final = Patience(timeout_s=0.5)
 
 
 def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
-    """Return what a start with ``options`` would find; blocks for half a second at most.
+    """Report what an engine that starts with ``options`` would find at ``options.path``.
+
+    Blocks for half a second at most.
 
     Args:
         options: A :class:`kvtier.config.NvmeTierConfig`.
@@ -126,7 +128,7 @@ def _own(neighbours: Sequence[Neighbour], identity: Fields) -> Neighbour | None:
 def _opening(
     own: Neighbour | None, options: NvmeTierConfig, identity: Fields
 ) -> tuple[int, Opening]:
-    """Return how many slots the engine would have, 0 if unknown, and the namespace to open."""
+    """Return the engine's number of slots (0 if unknown) and the namespace to open."""
     slots, nbytes = 0, options.capacity_bytes
     if own is not None and own.layout is not None:
         slots = options.capacity_bytes // own.layout.slot_nbytes
@@ -166,7 +168,7 @@ def _awaited(neighbours: Iterable[Neighbour | None]) -> Iterator[Remark]:
 def _cost_of_change(
     own: Neighbour | None, opening: Opening, options: NvmeTierConfig
 ) -> Iterator[Remark]:
-    """Yield a remark if an engine of another identity would remove ``own`` or not start."""
+    """Yield a remark if an engine of another identity would remove ``own`` or fail to start."""
     if own is None or own.state is not State.IDLE:
         return
     changed = plan_start(Opening({}, options.capacity_bytes, opening.now_s), [own], options)

@@ -92,7 +92,7 @@ class GroupCommit:
         await asyncio.wrap_future(self._enqueue(change))
 
     async def clear(self, *, after_reset: bool) -> None:
-        """Delete all rows put before this call, committed or not; durable.
+        """Durably delete all rows that earlier calls put, whether committed or still pending.
 
         Args:
             after_reset: Whether to record a reset before any later row, so that no other
@@ -140,7 +140,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def stop(self) -> None:
-        """Commit pending changes and end the thread; blocks. The database stays open."""
+        """Commit pending changes and wait for the thread to end. The database stays open."""
         with self._wakeup:
             self._closed = True
             self._wakeup.notify()

@@ -146,7 +146,7 @@ class StoredRows:
 
 @dataclass(slots=True)
 class LazyRecords:
-    """Uses and removals, which are committed lazily and may be lost in a crash.
+    """Uses and removals of chunks; a crash may lose those that are not committed yet.
 
     Attributes:
         uses: Last use of each touched slot.
@@ -167,7 +167,7 @@ class LazyRecords:
         self.hits.update(slots)
 
     def drop_uses(self, slots: Iterable[int]) -> None:
-        """Drop the unwritten uses of ``slots``, which count for the slots' former chunks."""
+        """Discard the uncommitted uses of ``slots``: the uses belong to former chunks."""
         if self.uses:
             for slot in slots:
                 self.uses.pop(slot, None)
@@ -279,7 +279,7 @@ class IndexDatabase:
         return int(counted[0])
 
     def apply(self, change: Change) -> None:
-        """Commit ``change``; if this raises, at most its ``clear`` has been committed."""
+        """Commit ``change``; if this method raises, only ``change.clear`` may be committed."""
         if self._clear_is_due:
             self.clear()
         if self._reset_record_is_due:
@@ -363,7 +363,7 @@ class IndexDatabase:
             self._connection.set_progress_handler(None, 0)
 
     def compact(self) -> None:
-        """Rewrite the file without the free space that deleted rows left; durable."""
+        """Durably rewrite the index file without the free space that deleted rows left."""
         self._connection.execute("PRAGMA synchronous=FULL")
         self._connection.execute("VACUUM")
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

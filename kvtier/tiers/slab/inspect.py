@@ -290,7 +290,11 @@ def count_chunks(space: StoredNamespace) -> int | None:
 
 
 def find_other_version(space: StoredNamespace) -> str:
-    """Return a message if another version wrote the index of an idle namespace; else empty."""
+    """Check that this version of kvtier wrote the index of ``space``, an idle namespace.
+
+    Returns:
+        A message if another version wrote the index; else empty.
+    """
     try:
         with IndexReader(space, idle=True) as reader:
             reader.reset_at()
@@ -343,7 +347,7 @@ class IndexReader:
         return self._beside_engine
 
     def reset_at(self) -> int | None:
-        """Return the time of a recorded reset; its record makes a start delete all chunks.
+        """Return the time of a recorded reset, which makes the next start delete all chunks.
 
         Returns:
             Seconds since the epoch, 0 if unknown; None if no reset is recorded.
@@ -427,7 +431,7 @@ class IndexReader:
         return self._open_at(uri)
 
     def _open_copy(self) -> sqlite3.Connection:
-        """Open a copy and delete its files, so that a killed process leaves none."""
+        """Open a copy of the index and delete the copy, so that a kill leaves no files."""
         with contextlib.ExitStack() as stack:
             directory = _make_scratch(self._path, stack)
             for name in (INDEX, WAL):
@@ -454,7 +458,7 @@ def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Create a directory for a copy of ``index``; ``stack`` deletes it.
+    """Create a directory for a copy of ``index``; ``stack`` deletes the directory.
 
     Raises:
         ConfigError: It cannot be created.

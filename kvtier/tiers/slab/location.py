@@ -50,7 +50,7 @@ class LocationCheck:
                 self._files[path] = _identity(path)
 
     def check_if_due(self) -> None:
-        """Check the paths at most once a second; blocks as long as the disk does."""
+        """Check the paths, at most once a second. This call waits for the disk."""
         now_s = self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + _INTERVAL_S

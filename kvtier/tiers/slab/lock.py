@@ -131,7 +131,7 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
 
 
 def passing_holder(directory: Path) -> str:
-    """Return the holder of the lock of ``directory`` if it will end by itself; else empty.
+    """Return who has ``directory`` locked if that process will end by itself; else empty.
 
     Such a holder is a tool, or the I/O process of an engine that seems to have died.
 

@@ -94,7 +94,7 @@ def _acquire_and_name(space: StoredNamespace) -> int:
 def drop_chunks(
     space: StoredNamespace, entries: Sequence[Entry], on_progress: Callable[[], None]
 ) -> None:
-    """Remove ``entries`` from the index of ``space``, whose lock the caller holds; durable.
+    """Durably remove ``entries`` from the index of ``space``; the caller has locked ``space``.
 
     Args:
         space: The namespace.
@@ -114,7 +114,7 @@ def drop_chunks(
 
 
 def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> CompactedIndex:
-    """Rewrite the index of ``space``, whose lock the caller holds, without free space.
+    """Rewrite the index of ``space`` without unused bytes; the caller has locked ``space``.
 
     Args:
         space: The namespace.

@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def model(self) -> str:
-        """The model's name for people, with control characters escaped."""
+        """The model's human-readable name, with control characters escaped."""
         name = self.fingerprint.label or str(self.fingerprint.fields.get("model", ""))
         return printable(name) or "unknown"
 
@@ -200,7 +200,7 @@ class Namespace:
         return nbytes_of(self.index_path)
 
     def set_index_aside(self) -> Path:
-        """Rename a damaged index, replacing an earlier one; return the new path.
+        """Rename a damaged index over any earlier damaged index; return the new path.
 
         This survives loss of power.
 

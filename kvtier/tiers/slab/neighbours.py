@@ -1,7 +1,7 @@
-"""The namespaces of a store: one walk over its directories, for a start and for the commands.
+"""Find and describe the namespaces of a store, for a starting engine and for commands.
 
-A start locks the namespaces that it finds, and ``kvtier check`` only looks. So the walk reads
-the files, and the caller passes whether a namespace is locked.
+A start locks the namespaces that it finds, and ``kvtier check`` only looks. So this module
+reads the files, and the caller passes whether a namespace is locked.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ class Neighbour:
 
     @property
     def fields(self) -> Fields | None:
-        """Its identity; None if another version made it."""
+        """Identity of the namespace; None if another version of kvtier made the namespace."""
         return None if self.layout is None else self.layout.fingerprint.fields
 
     @property
     def model(self) -> str:
-        """The model's name for people."""
+        """The model's human-readable name."""
         return "unknown" if self.layout is None else self.layout.model
 
     def describe(self, now_s: float) -> str:
-        """Return a description of the cache for a message."""
+        """Return words that describe this cache in a message to the operator."""
         held = approximate_size(self.slots_nbytes)
         if self.chunks is not None:
             held += f" with {self.chunks:,} chunk{'' if self.chunks == 1 else 's'}"
@@ -158,7 +158,7 @@ def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbou
 
 
 def unusable(found: Sequence[Found]) -> Iterator[Remark]:
-    """Yield a remark on each directory that takes room and cannot be used."""
+    """Yield a remark on each directory that takes disk space but cannot be used."""
     for each in found:
         if each.problem:
             problem = (
@@ -186,7 +186,7 @@ def _look_at(directory: Path, io: BlockIo) -> Found:
 
 
 def _times_of_use(directory: Path) -> Iterator[float]:
-    """Yield when each file that changes with use last changed, in seconds since the epoch."""
+    """Yield when each file of a namespace last changed, in seconds since the epoch."""
     for name in (SLOTS, INDEX, WAL, LOCK):
         with contextlib.suppress(FileNotFoundError):
             status = (directory / name).stat()

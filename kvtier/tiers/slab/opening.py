@@ -196,7 +196,7 @@ def _make_room(
     spec: SlotFileSpec,
     io: BlockIo,
 ) -> None:
-    """Remove other namespaces, waiting for processes that have one open for a short time.
+    """Remove other namespaces; wait for short-lived processes that have one of them open.
 
     The store's lock is released between attempts, because those processes may need it.
 
@@ -238,7 +238,7 @@ class _Surroundings(NamedTuple):
 def _lock_others(
     own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
 ) -> _Surroundings:
-    """Lock the idle namespaces beside ``own`` until ``stack`` ends."""
+    """Lock the idle namespaces beside ``own``; the exit of ``stack`` unlocks them."""
     root = own.directory.parent
     found = [each for each in find_directories(root, io) if each.directory != own.directory]
     neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
@@ -261,7 +261,7 @@ def _remove_others(
     io: BlockIo,
     around: _Surroundings,
 ) -> Neighbour | None:
-    """Remove idle namespaces until the rest and this slot file fit the capacity.
+    """Remove idle namespaces until the slot files, with that of ``own``, fit the capacity.
 
     The capacity limits the slot files. The index beside each takes some 120 bytes a slot and 20
     MiB, which must be free when a slot file is created or grows. Nothing is removed if the disk
@@ -414,9 +414,10 @@ def _load_trusted(
 
 
 def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
-    """Record the reset in an index that may be new; on a full disk, before the next change.
+    """Record a reset in the index now or, if the disk is full, before the next change.
 
-    Stored chunks may be served before that, because the record concerns later chunks.
+    Stored chunks may be served before the reset is recorded, because the record concerns later
+    chunks.
     """
     if database.has_reset_record():
         return

@@ -123,7 +123,7 @@ class MarkPattern:
         return found
 
     def short_of(self, mark: int) -> str:
-        """Return the short form of the key that has ``mark``, a matching mark."""
+        """Return the short form of the key of ``mark``, which must match this pattern."""
         group = (mark ^ self._begin()) >> _GROUP_SHIFT
         return f"{mark ^ group << _GROUP_SHIFT:016x}/{group}"
 

@@ -82,7 +82,7 @@ class IndexDamagedError(KvtierError):
 
 
 class IndexMissingError(IndexDamagedError):
-    """There is no such file."""
+    """The index file does not exist."""
 
 
 class IndexVersionError(IndexDamagedError):
@@ -125,7 +125,7 @@ def check_schema(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def damage_raised() -> Iterator[None]:
-    """Raise IndexDamagedError for errors that the file causes; pass on those of the machine."""
+    """Turn errors that a damaged file causes into IndexDamagedError; pass on other errors."""
     try:
         yield
     except (sqlite3.NotSupportedError, IndexDamagedError):

@@ -1,4 +1,4 @@
-"""Plan what a start does with the other caches of a store; pure functions of values.
+"""Plan, with pure functions, what a starting engine does with the other caches of a store.
 
 All namespaces of a store share the capacity, so a cache with a new identity needs the room of
 another cache. This module decides which caches to remove and whether that is allowed. The start
@@ -74,7 +74,7 @@ class StartPlan:
 def plan_start(
     opening: Opening, neighbours: Sequence[Neighbour], options: NvmeTierConfig
 ) -> StartPlan:
-    """Plan what a start does with ``neighbours``.
+    """Plan what a starting engine does with ``neighbours``, the store's other namespaces.
 
     The least recently opened namespace is removed first. A namespace stays if an engine has it
     open or another version made it. The rest of an interrupted removal is always removed.
@@ -166,7 +166,7 @@ def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
 
 
 def _is_protected(each: Neighbour, opening: Opening, options: NvmeTierConfig) -> bool:
-    """Return whether ``each`` must not be removed; only idle namespaces are protected."""
+    """Return whether ``each`` is an idle namespace that ``options`` protect from removal."""
     return (
         each.state is State.IDLE
         and each.slots_nbytes > 0

@@ -104,7 +104,7 @@ class _Batch:
 
 
 class _SlotTable:
-    """Key hash, key mark and checksum of every slot whose content is known to be whole.
+    """The key hash, key mark and checksum of every slot that is known to hold a chunk.
 
     It takes 25 bytes per slot and has no Python objects. Hashes tell keys apart; marks go to
     the removal log when a chunk is removed, because its key is not kept.
@@ -151,7 +151,7 @@ class _SlotTable:
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> KeyMarks:
-        """Return the marks of the keys that are lost when ``slots`` get other keys."""
+        """Return the marks of the keys in ``slots`` that the keys of ``key_hashes`` replace."""
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
         removed: KeyMarks = self._key_marks[slots][others]
         return removed
@@ -233,7 +233,7 @@ class SlabTier(StorageTier):
     def open(
         cls, options: TierConfig, context: TierContext, *, io: BlockIo | None = None
     ) -> Self:
-        """Open the store at ``options.path`` and recover the chunks of earlier runs; blocks.
+        """Open the store at ``options.path`` and recover earlier chunks. This call blocks.
 
         Args:
             options: A :class:`kvtier.config.NvmeTierConfig`.
@@ -432,7 +432,7 @@ class SlabTier(StorageTier):
                 batch.fail(done, "the tier was reset meanwhile")
 
     def _per_piece(self, chunks: int) -> int:
-        """Return how many chunks one call moves at most, for a read of ``chunks`` chunks.
+        """Return how many chunks one system call moves at most in a read of ``chunks`` chunks.
 
         A read that fits one call is split between all threads, so that it ends sooner and the
         next read begins while this one is verified. Longer reads have several pieces anyway.

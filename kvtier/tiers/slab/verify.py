@@ -80,7 +80,7 @@ def verify(
     on_progress: Callable[[int], None] = lambda _: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Verification:
-    """Read every chunk of ``space`` and compare it with its checksum; blocks.
+    """Read every chunk of ``space`` and compare the chunk with its checksum. This call blocks.
 
     Args:
         space: The namespace.
@@ -116,14 +116,14 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How many chunks and slots a call has finished when it returns."""
+    """The numbers of chunks and slots that one call has finished."""
 
     chunks: int
     slots: int
 
 
 def _unread(bad: Sequence[BadChunk], file: SlotFile, slot_nbytes: int) -> int:
-    """Return how many of ``bad`` could not be read whole."""
+    """Return how many chunks of ``bad`` could not be read completely."""
     slots = file.found_nbytes // slot_nbytes
     return sum(chunk.unreadable or chunk.entry.slot >= slots for chunk in bad)
 
@@ -167,7 +167,7 @@ class _Checker:
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
 ) -> Iterator[_Call]:
-    """Yield a call that checks each piece of the file; read the index window by window."""
+    """Yield calls that each check one piece of the slot file; read the index in windows."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
@@ -189,7 +189,7 @@ def _call(checker: _Checker, entries: Sequence[Entry], progress: _Progress) -> _
 
 
 def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Progress, list[BadChunk]]]:
-    """Run ``calls`` on threads, a few ahead of the consumer."""
+    """Run ``calls`` on a few threads, and yield the results in the order of ``calls``."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-verify") as executor:
         waiting: deque[Future[tuple[_Progress, list[BadChunk]]]] = deque()
         for call in calls:
