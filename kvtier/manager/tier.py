@@ -426,7 +426,7 @@ class TierState:
         return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
 
     def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
-        """Make ``copies`` resident without their writer's pin; return how many are idle."""
+        """Unpin ``copies`` and make them resident; return how many nothing else pins."""
         if self.index:
             for copy in copies:  # in a slower tier only the writer pins a copy
                 copy.state = _RESIDENT
@@ -519,7 +519,7 @@ class _ChildCounts:
         self._of_absent: dict[ChunkKey, int] = {}
 
     def arrive(self, copies: Sequence[ChunkCopy]) -> None:
-        """Count ``copies``, which enter the eviction order, and find their children."""
+        """Count each of ``copies`` as a child of its parent, and restore its own count."""
         for copy in copies:
             copy.child_count += self._of_absent.pop(copy.key, 0)
             self.add(copy)

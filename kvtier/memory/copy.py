@@ -325,7 +325,7 @@ class BlockCopier:
     def _layers(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of each layer's pages, each with the view of ``staged`` for its bytes."""
+        """Yield, for each layer, a view of its pages and the part of ``staged`` for them."""
         at, parts = 0, len(self._share.stripes)
         for tensor, page in self._pages[copy.group]:
             width = page // parts

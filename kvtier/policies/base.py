@@ -283,10 +283,10 @@ class Eviction(ABC):
 
     @abstractmethod
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Make ``copy`` a member."""
+        """Add ``copy``, which entered the tier, to the eviction order."""
 
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Make ``copy``, which was picked but stayed in the tier, a member again.
+        """Add ``copy``, which was picked but stayed in the tier, to the eviction order again.
 
         This is neither a use nor a return after an eviction. Like a rejected candidate,
         ``copy`` counts as just used, so that the next pick does not return it. The default

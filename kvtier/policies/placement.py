@@ -96,7 +96,7 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether no derived class overrides the method ``name``."""
+        """Return whether the method ``name`` is that of :class:`TieredPlacement`."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 

@@ -1,4 +1,4 @@
-"""An engine in model time without a model: makes the same calls as vLLM's scheduler.
+"""A simulated engine: makes the calls of vLLM's scheduler, in simulated time, without an LLM.
 
 Requests arrive at their timestamps. The engine looks up the requests at the head of the queue.
 Chunks in a slower tier are promoted while other requests compute, chunks in RAM are copied to

@@ -438,7 +438,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @override
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return statistics from their plain data."""
+        """Return a statistics object that holds ``data``."""
         return KVTierStats(data=data or {})
 
     @classmethod

@@ -159,12 +159,12 @@ class Timeline:
             self.early_evicted -= count
 
     def remove(self, cohort: Cohort) -> None:
-        """Record that a copy of ``cohort`` was removed, and would also be gone under LRU."""
+        """Record that a copy in ``cohort`` was removed, which LRU would have lost too."""
         if not cohort.beyond:
             self._held -= 1
 
     def oldest(self) -> Cohort:
-        """Return the oldest cohort that has a copy. The tier must have members."""
+        """Return the oldest cohort that is not empty. The tier must hold a copy."""
         cohorts, place = self.cohorts, self._oldest
         while not cohorts[place].live:
             place += 1
@@ -172,7 +172,7 @@ class Timeline:
         return cohorts[place]
 
     def by_age(self) -> Iterator[ChunkCopy]:
-        """Yield all copies, oldest use first. The tier must have members."""
+        """Yield all copies, oldest use first. The tier must hold a copy."""
         self.oldest()
         for place in range(self._oldest, len(self.cohorts)):
             cohort = self.cohorts[place]

@@ -401,7 +401,7 @@ class MoveBatch:
         self.is_prompt = True
 
     def classify(self, copy: ChunkCopy) -> int:
-        """Return the class of the new ``copy``, and expect the parent of ``copy`` next."""
+        """Return the class of the new ``copy``; the next new copy may be its parent."""
         continues = copy.key == self.expected_key
         self.expected_key = copy.parent
         if continues:

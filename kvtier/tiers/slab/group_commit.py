@@ -72,7 +72,7 @@ class GroupCommit:
     async def put(
         self, slots: Sequence[int], keys: Sequence[ChunkKey], checksums: Sequence[int]
     ) -> None:
-        """Commit one row per slot; checksums are signed.
+        """Commit one row per slot; ``checksums`` are signed integers.
 
         Raises:
             ClosedError: This object was closed.

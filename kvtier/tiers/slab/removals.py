@@ -132,7 +132,7 @@ class MarkPattern:
 
 
 def mark_keys(keys: Sequence[ChunkKey]) -> KeyMarks:
-    """Return the mark of each of ``keys``; keys of fewer than 8 bytes are padded with zeros."""
+    """Return a 64-bit mark per key, which names it in the log; short keys are padded."""
     lengths = set(map(len, keys))
     if len(lengths) != 1 or min(lengths) < MARKED_NBYTES:
         return np.fromiter(map(_mark, keys), dtype=np.uint64, count=len(keys))
