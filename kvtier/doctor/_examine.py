@@ -214,7 +214,9 @@ class _Examiner:
             pool = huge_page_pool(machine.proc)
             yield _machine.check_huge_pages(ram_nbytes, pool, mode=ram.huge_pages)
             if ram.huge_pages != "off" and pool.holds(ram_nbytes + pool.page_nbytes):
-                return  # reserved pages do not count as free memory
+                # Reserved pages do not count as free memory.
+                yield Finding("memory", Status.OK, "the reserved huge pages hold the RAM tier")
+                return
             limits = memory_limits(machine.proc, machine.sys)
             engine_runs = self.stores.engine_runs
             yield _machine.check_memory(ram_nbytes, limits, engine_runs=engine_runs)

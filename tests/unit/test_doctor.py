@@ -178,6 +178,16 @@ def test_an_examination_finds_something_for_every_check_and_writes_nothing(
     assert list(tmp_path.iterdir()) == [store]
 
 
+def test_reserved_huge_pages_hold_the_ram_tier_whatever_memory_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = HugePagePool(2 << 20, total=100, free=100)
+    monkeypatch.setattr(_examine, "huge_page_pool", lambda proc: pool)
+    monkeypatch.setattr(_examine, "memory_limits", lambda proc, sys: [MemoryLimit("host", 0)])
+    (finding,) = found(examine(config_of(tmp_path)), "memory")
+    assert finding == Finding("memory", Status.OK, "the reserved huge pages hold the RAM tier")
+
+
 def test_a_directory_that_does_not_exist_yet_is_fine_and_not_created(tmp_path: Path) -> None:
     (directory,) = found(examine(config_of(tmp_path / "store")), "nvme: directory")
     assert directory.status is Status.OK
