@@ -131,10 +131,10 @@ def vllm_transfer_config(
     """Return vLLM's ``--kv-transfer-config`` for ``config``.
 
     Args:
-        path: The file ``config`` was read from. Every engine process reads it again, from
-            whatever directory it runs in, so the path is made absolute.
-        config: The configuration. vLLM needs the chunk size too, and the spec entry point also
-            whether chunks of generated tokens are stored.
+        path: The file that ``config`` was read from. Every engine process reads the file again,
+            perhaps in another working directory, so the path is made absolute.
+        config: The configuration. vLLM needs the chunk size. With the spec entry point vLLM
+            also needs to know whether chunks of generated tokens are stored.
         entry_point: How vLLM loads kvtier.
     """
     extra: dict[str, Any] = {

@@ -11,12 +11,12 @@ __all__ = ["child_environment", "variable", "variables"]
 
 
 def variable(name: str) -> str | None:
-    """Return the value of the environment variable ``name`` as it is now, or None."""
+    """Return the current value of the environment variable ``name``; None if it is not set."""
     return os.environ.get(name)
 
 
 def variables(names: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Return names and values, sorted, of the variables whose names match ``names`` fully."""
+    """Return sorted (name, value) pairs of the variables whose full names match ``names``."""
     return sorted(pair for pair in os.environ.items() if names.fullmatch(pair[0]))
 
 

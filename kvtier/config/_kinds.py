@@ -41,7 +41,7 @@ def installed_kinds() -> tuple[str, ...]:
 
 
 def is_built_in(kind: str) -> bool:
-    """Return whether ``kind`` is one of kvtier's own."""
+    """Return whether ``kind`` is a built-in tier kind."""
     return kind in _BUILT_IN
 
 
@@ -65,7 +65,7 @@ def options_of(kind: str) -> type[TierConfig]:
 
 
 def load_tier(kind: str) -> Any:  # noqa: ANN401 - of another package
-    """Return the class of ``kind``, from a package or as ``module:Class``.
+    """Return the class of the tier kind ``kind``: an installed kind or ``module:Class``.
 
     Raises:
         ConfigError: There is no such kind, or it does not load.

@@ -1,7 +1,7 @@
 """Read a file into a :class:`KvtierConfig`, or raise one error with a line per problem.
 
-Sections are validated one by one, so a problem in one does not hide those in another. Every
-problem is a line of the form ``file:line: key = value: problem; remedy``.
+Sections are validated one by one, so a problem in one section does not hide the problems in
+another. Every problem is a line of the form ``file:line: key = value: problem; remedy``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_config(path: Path | str) -> KvtierConfig:
 
 
 def parse_config(text: str, *, source: str) -> KvtierConfig:
-    """Parse ``text``, a whole configuration file; errors name it ``source``.
+    """Parse ``text``, the content of a configuration file; errors name the file ``source``.
 
     Raises:
         ConfigError: The text is invalid; one line per problem.
@@ -90,7 +90,7 @@ def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
     """Parse ``text``, the keys of one tier.
 
     Args:
-        text: YAML, as below a dash of ``tiers``.
+        text: YAML with the keys of one entry of ``tiers``.
         options: The model to read it into.
         source: Name of the text in errors.
 
@@ -107,7 +107,7 @@ class _Reader:
 
     origin: Origin
     problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
-    """Line number and text of each problem; only the problems that are shown need the text."""
+    """Line number of each problem, and a function that builds the text if it is shown."""
 
     def read(self, values: dict[str, Any]) -> KvtierConfig:
         sections = KvtierConfig.model_fields

@@ -61,7 +61,7 @@ class LocalStore:
 
     Attributes:
         path: The directory. The tier creates it if its parent exists.
-        key: The key of the tier's section that names it.
+        key: The key of the tier's section that names the directory.
         direct_io: Whether the tier bypasses the page cache; None if unknown.
     """
 
@@ -131,7 +131,7 @@ class TierConfig(_Section):
     def remarks(self) -> Iterable[Remark]:
         """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
 
-        May read the machine's files, and blocks.
+        This method may read files of the machine, and may block.
 
         Raises:
             ConfigError: The tier cannot work here; the message has a remedy.
@@ -340,7 +340,7 @@ def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
 
 
 def _refuse(key: str, problem: str, remedy: str) -> None:
-    """Report ``problem`` at ``key``, written as in a file and relative to the section."""
+    """Raise an error about ``key``, written as in a file and relative to the section."""
     context = {"problem": problem, "key": key, "remedy": remedy}
     raise PydanticCustomError("kvtier", "{key}: {problem}; {remedy}", context)
 
@@ -447,7 +447,7 @@ def slot_nbytes(chunk_nbytes: int) -> int:
 
 
 def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
-    """Make sure that every tier holds at least one chunk.
+    """Check that every tier has room for at least one chunk.
 
     Args:
         config: The configuration.

@@ -1,8 +1,8 @@
 """Parse YAML into plain values, with the line of each.
 
-The dialect is a subset of YAML 1.2. In YAML 1.1 ``off`` is false, ``010`` is eight and ``1:30``
-is ninety; here they are text. Editors with YAML 1.2 and the JSON Schema agree. Aliases and tags
-are refused.
+The dialect is a subset of YAML 1.2. In YAML 1.1 ``off`` is false, ``1:30`` is ninety and
+``010`` is eight; here ``off`` and ``1:30`` are text and ``010`` is ten. Editors with YAML 1.2
+and the JSON Schema agree. Aliases and tags are refused.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
 _POOL_S: Final = 1.0
-"""Seconds of closing that are for the copying thread, after the transfer engine's."""
+"""Seconds of closing reserved for the copying thread, after the transfer engine closed."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
@@ -68,8 +68,8 @@ class DeviceEngine:
     """Runs one rank's copies between KV blocks and RAM slots, in the order of the calls.
 
     Stores are held until the next :meth:`poll`, after the forward pass, and then start together
-    as one job. On a CPU the model needs all processors during the pass, and one job disturbs
-    the model only once.
+    as one job. A model on a CPU needs all processors during the pass, and one job disturbs the
+    model only once.
 
     The engine's thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
@@ -163,7 +163,7 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Queue a copy from blocks to slots that waits for the work now in the engine's stream.
+        """Queue a copy from blocks to slots, to run after the work now in the engine's stream.
 
         The copy starts at the next call of :meth:`load`, :meth:`poll` or a waiting method.
 
@@ -182,13 +182,13 @@ class DeviceEngine:
         *,
         wait_s: float = 0.0,
     ) -> None:
-        """Start a copy from slots to blocks that waits for the work now in the engine's stream.
+        """Start a copy from slots to blocks, to run after the work now in the engine's stream.
 
         Args:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
             generations: The generation that each slot must have.
-            wait_s: How long to wait until the slots have these generations.
+            wait_s: Longest time to wait for the slots to get these generations.
         """
         self._begin()
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
@@ -205,7 +205,7 @@ class DeviceEngine:
         generations: Sequence[int],
         error: Exception,
     ) -> None:
-        """Report a job that could not be started as a failed job.
+        """Report that a job failed, because it could not be started.
 
         Args:
             job_id: The job; :meth:`poll` has not returned it.

@@ -1,8 +1,9 @@
 """The table of all figures that kvtier reports: name, meaning, kind and source.
 
-The annotation of a field is its row in the table. Prometheus metrics and
-``docs/reference/metrics.md`` follow from it (:mod:`kvtier.connector.metrics`), so a new figure
-of a tier is one new field of :class:`TierFigures` and one row of that page.
+Each figure is a field of a class in this module, and the field's annotation is the figure's row
+in the table. :mod:`kvtier.connector.metrics` makes the Prometheus metrics from the table, and
+``docs/reference/metrics.md`` lists them. To add a figure of a tier, add a field to
+:class:`TierFigures` and a row to that page.
 """
 
 # Annotations are read when the program runs, so they must not be strings.
@@ -46,9 +47,9 @@ class Figure:
 
     Attributes:
         kind: How the figure changes.
-        help: Meaning of the figure in one sentence; empty for a cause of failed chunks.
+        help: Meaning of the figure in one sentence; empty if ``cause`` is set.
         source: Attribute path to the value of the figure.
-        cause: The cause of failed chunks that the figure counts, if any.
+        cause: Cause of the failed chunks that the figure counts; empty for other figures.
     """
 
     kind: Kind

@@ -43,9 +43,9 @@ class SchedulerOptions:
         blocks_per_chunk: Blocks that are stored and loaded together.
         ranks: Number of workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
-        retention_tokens: Tails of windows are stored before every multiple of this number, and
-            before the ends of the prompt and of a shared prefix. 0: only before these two ends.
-            None: before every token where a hit can end.
+        retention_tokens: For groups with a window or a state: hits can end at every multiple
+            of this number of tokens, and at the ends of the prompt and of a shared prefix.
+            0: only at these two ends. None: at every chunk boundary.
         shares_blocks: Whether requests share blocks in the engine. If so, a request waits
             while another request loads the same chunks.
         trusts_later_parts: Whether KV is correct after a streamed prompt was continued.

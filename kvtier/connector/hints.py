@@ -4,10 +4,10 @@ A client knows things that a cache cannot see: that a tool will answer in a minu
 prompt is never used again. ``{"kvtier": {...}}`` passes this knowledge to kvtier. An unreadable
 field is ignored and logged once; the request is served without it.
 
-``kv_load_tiers`` is vLLM's own hint of this kind and names tiers by their nature. It is read as
-vLLM reads it: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed if one entry
-fits it. Unreadable entries are ignored. A list of unreadable entries allows every tier; an
-empty list allows none.
+``kv_load_tiers`` is vLLM's own hint of this kind and selects tiers by medium and locality.
+kvtier reads it as vLLM does: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed
+if an entry matches the tier. Unreadable entries are ignored. A list of only unreadable entries
+allows every tier; an empty list allows none.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class HintReader:
 
 @dataclass(slots=True)
 class _HintedRequest:
-    """The hints of one request and its jobs in flight."""
+    """The hints of one request and the number of its jobs in flight."""
 
     hints: RequestHints
     jobs: int = 0
@@ -297,13 +297,13 @@ class HintTable:
             self._drop(req_id, entry)
 
     def forget_jobs(self) -> None:
-        """Forget all jobs, as a reset does."""
+        """Forget all jobs, because the cache was reset."""
         for req_id, entry in list(self._entries.items()):
             entry.jobs = 0
             self._drop(req_id, entry)
 
     def get(self, req_id: str) -> RequestHints:
-        """Return the hints of a request."""
+        """Return the hints of a request; ``NO_HINTS`` if it has none."""
         entry = self._entries.get(req_id)
         return NO_HINTS if entry is None else entry.hints
 

@@ -35,7 +35,7 @@ class JobState:
 
 
 class WorkerJobs:
-    """Keeps every job from its first step until all ranks acknowledged it.
+    """Keeps every job until all ranks acknowledged the job.
 
     The engine may reuse the blocks that a store reads: after a window leaves them behind, after
     a preemption, or after their request ends. The store must end before these blocks are
@@ -56,7 +56,7 @@ class WorkerJobs:
         return len(self._jobs)
 
     def add_load(self, tracked: TrackedRequest, keys: Sequence[ChunkKey]) -> JobId:
-        """Begin a load."""
+        """Begin a load and return its job id."""
         return self._add(
             JobState(tracked, keys, frozenset(), is_store=False, awaited=self._ranks)
         )
@@ -64,7 +64,7 @@ class WorkerJobs:
     def add_store(
         self, tracked: TrackedRequest, keys: Sequence[ChunkKey], blocks: Iterable[int]
     ) -> JobId:
-        """Begin a store that reads ``blocks``."""
+        """Begin a store that reads ``blocks``, and return its job id."""
         job = JobState(tracked, keys, frozenset(blocks), is_store=True, awaited=self._ranks)
         job_id = self._add(job)
         self._stores[job_id] = job
@@ -94,9 +94,10 @@ class WorkerJobs:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Count ``ranks`` acknowledgements; return the job after the last acknowledgement.
+        """Count ``ranks`` acknowledgements of a job.
 
-        A job from before a reset is unknown and ignored.
+        Return the job once all are counted, otherwise None. Acknowledgements of a job from
+        before a reset are ignored.
         """
         job = self._jobs.get(job_id)
         if job is None:

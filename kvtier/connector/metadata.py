@@ -1,8 +1,9 @@
 """The messages that the connector's two sides exchange once per engine step.
 
 The scheduler side sends :class:`ConnectorMetadata`: the jobs to start, and the stores to flush
-before the next forward pass. The worker side sends :class:`WorkerOutput`: the jobs that ended,
-in one rank or, aggregated, in all. Both cross process boundaries, so they hold plain values.
+before the next forward pass. The worker side sends :class:`WorkerOutput`: the jobs that ended.
+Each rank sends one, and the engine aggregates them. Both messages cross process boundaries, so
+they hold plain values.
 
 Every rank acknowledges every job, failed ones too, because the job's blocks and slots are
 reusable only then. The control block records for each rank whether a store is whole.
@@ -54,7 +55,7 @@ class SlotSpec:
     Attributes:
         slots: One per chunk.
         generations: One per slot; a store gives it to the slot, a load requires it.
-        wait_s: How long a load waits until the slots have these generations.
+        wait_s: Longest time that a load waits for the slots to get these generations.
     """
 
     slots: tuple[int, ...]
@@ -85,7 +86,8 @@ class ConnectorMetadata:
         load_jobs: Slots to blocks, started in this step.
         store_jobs: Blocks to slots, started at the next step.
         jobs_to_flush: Stores to finish before the forward pass overwrites their blocks.
-        lost_stores: The ``jobs_to_flush`` that must fail, because their blocks are overwritten.
+        lost_stores: Subset of ``jobs_to_flush`` that must fail, because workers overwrite the
+            blocks before they flush the stores.
     """
 
     load_jobs: Mapping[JobId, TransferJob] = field(default_factory=dict)

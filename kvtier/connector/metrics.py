@@ -1,13 +1,14 @@
 """kvtier's figures as Prometheus metrics: names, labels, changes and reading times.
 
-Names follow from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics`` and the
-manual use them.
+Names come from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics`` and the manual
+use these names.
 
-Reading every figure takes some hundred microseconds after a forward pass, and vLLM's front end
-then handles the figures, while a step of a small model takes a few milliseconds. So figures are
-read at most once a second, and at every step once the engine is idle, because no later step may
-come and the last figures must be right. The tiers of an engine are constant, so values are read
-in a fixed order, and a tier without changes costs one comparison.
+Reading all figures takes some hundred microseconds after a forward pass, and vLLM's front end
+must then process the figures. A step of a small model takes only a few milliseconds. So figures
+are read at most once a second while the engine is active. Once the engine is idle they are read
+at every step: any step may be the last, and the final figures must be right. The tiers of an
+engine are constant, so values are read in a fixed order, and a tier without changes costs one
+comparison.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ METRICS: Final[Mapping[str, Metric]] = {
 class StatisticsSource(Protocol):
     """An object with figures, such as a :class:`~kvtier.connector.service.CacheService`.
 
-    It has one reader, because each ``take`` method removes what it returns.
+    Only one object may read it, because each ``take`` method removes the returned values.
     """
 
     @property
@@ -173,20 +174,23 @@ class StatisticsSource(Protocol):
         """Whether the engine will certainly run another step."""
 
     def statistics(self) -> EngineStatistics:
-        """Return all figures now."""
+        """Return all current figures."""
 
     def take_load_waits(self) -> Sequence[float]:
         """Return the length, in seconds, of each load wait that ended since the last call."""
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
-        """Return, per tier, the seconds from a chunk's eviction to the chunk's next lookup."""
+        """Return the seconds between each chunk's eviction and next lookup, per tier."""
 
     def take_transfers(self) -> Transfers:
         """Return the transfers that ended since the last call."""
 
 
 class Reporter:
-    """Reads a source once a second at most; only the source's thread calls it.
+    """Reports how the figures of a source changed.
+
+    While the source is active, it is read at most once a second, otherwise at every call. Only
+    the source's thread may call the methods.
 
     Args:
         source: The source.
@@ -208,8 +212,8 @@ class Reporter:
     def take(self) -> list[MetricChange]:
         """Return the changes since the last reading; none if the last reading is too recent.
 
-        The first reading has every counter and gauge, those at 0 too, because a series that
-        appears later hides its first growth from alerts.
+        The first reading includes every counter and gauge, even at 0. If a series appeared
+        later, alerts would miss its first growth.
         """
         if not self.is_due():
             return []
@@ -263,7 +267,7 @@ class Reporter:
 
 
 def _reader(rows: Sequence[_SourcedMetric]) -> Callable[[object], tuple[float, ...]]:
-    """Return a function that reads the fields of all ``rows``, two or more, at once."""
+    """Return a function that reads the fields of all ``rows`` (two or more) at once."""
     read: Callable[[Any], tuple[float, ...]] = operator.attrgetter(*(row.field for row in rows))
     return read
 
@@ -277,7 +281,7 @@ class Publisher:
     """Creates kvtier's Prometheus metrics and applies changes to them.
 
     Args:
-        make: Builds a metric of each kind; takes the arguments of ``prometheus_client``.
+        make: Per kind, a class of ``prometheus_client``, or a function with its arguments.
         labels: Names of the labels that come before each metric's own labels.
     """
 

@@ -46,11 +46,12 @@ class Notices:
         self._skipped_due_s = float("-inf")
 
     def log_dropped(self, dropped: Sequence[int], now: float) -> None:
-        """Warn about new chunks dropped because a tier was too slow.
+        """Warn about chunks that were dropped because a slower tier is too slow.
 
         Args:
-            dropped: Chunks dropped so far, by tier. A slower tier drops chunks on their way
-                to it; RAM refuses them when chunks that wait for a slower tier fill it.
+            dropped: Per tier, the number of dropped chunks since the start. For a slower tier:
+                chunks that were not copied to this tier. For RAM: chunks that were not stored,
+                because RAM was full of chunks that wait for a slower tier.
             now: Seconds, monotonic.
         """
         for index, total in enumerate(dropped):

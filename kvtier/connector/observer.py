@@ -24,7 +24,7 @@ Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
 
 
 class Observer:
-    """Follows requests from arrival to end.
+    """Follows each request from arrival to end, for the recorder and the shadow policies.
 
     Args:
         recorder: Records the requests, if there is one.
@@ -64,7 +64,7 @@ class Observer:
             self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
-        """Record the first time that each of ``req_ids`` is scheduled."""
+        """Record that requests were scheduled; a request counts only the first time."""
         for req_id in req_ids:
             session = self._waiting.pop(req_id, None)
             if session is None:
@@ -83,7 +83,7 @@ class Observer:
             self._log.ended(context.req_id, self._chunks(known))
 
     def reset(self) -> None:
-        """Forget the chunks of every shadow policy, as a reset of the tiers does."""
+        """Make every shadow policy forget its chunks, because the tiers were reset."""
         for _, tier in self._shadows:
             tier.clear()
 

@@ -68,7 +68,7 @@ class EngineRequest(Protocol):
 
     @property
     def shared_prefix_boundary(self) -> int:
-        """Tokens of the prefix that is known to be shared with another request; else 0."""
+        """Tokens of the prefix that another request shares; 0 if no such prefix is known."""
 
     def is_finished(self) -> bool:
         """Return whether the request ended, for any reason."""
@@ -127,7 +127,8 @@ class Step(NamedTuple):
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, per scheduled request.
-        started: Requests that are scheduled for the first time, or again with all their blocks.
+        started: Requests that are scheduled for the first time, or again after a preemption or
+            with a continued prompt.
         preempted: Requests that lost their blocks.
         allocated: Blocks that requests got since the step before, and targets of block copies.
         overwritten: The ``allocated`` blocks that workers write to before they flush stores.

@@ -28,14 +28,16 @@ class TrackedRequest:
     Attributes:
         request: The engine's own object.
         layouts: The KV cache groups.
-        keys: Keys of its whole chunks known so far, per group.
+        keys: Per group, the keys of the request's complete chunks so far.
         offered_tokens: Per group, how many leading tokens were offered for storing.
-        next_offer_tokens: Number of computed tokens at which a chunk may be new; 0 for any.
+        next_offer_tokens: Number of computed tokens at which to look for the next chunk to
+            store; 0 to look at the next step, infinity for never.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
         has_blocks: Whether it was scheduled and has kept its blocks since.
-        may_store: Returns whether the keys still describe the request's KV; None for always.
-        store_limit: Most leading tokens to store; None for all.
+        may_store: Returns whether the keys still describe the request's KV; None if they
+            always do.
+        store_limit: Largest number of leading tokens to store; None for no limit.
         load_sources: Per tier index, how many tokens of the last load came from the tier.
     """
 
@@ -109,7 +111,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Offer all chunks again, from the first chunk on."""
+        """Mark all chunks as not offered, so that the scheduler side offers them again."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -189,7 +191,7 @@ def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
     """Return a tracked request's chunks, root to leaf, and the token count at the end of each.
 
     Raises:
-        UnsupportedError: ``context`` is not from this scheduler side.
+        UnsupportedError: ``context`` is not a :class:`TrackedRequest`.
     """
     if not isinstance(context, TrackedRequest):
         raise UnsupportedError(f"{type(context).__name__} has no list of its chunks")

@@ -63,7 +63,7 @@ class ConnectorScheduler:
     No method waits, except :meth:`reset_cache`.
 
     Args:
-        cache: The cache. Its owner reads its figures and events, and shuts it down.
+        cache: The cache. The caller reads the cache's figures and events, and shuts it down.
         options: How the engine is set up.
 
     Attributes:
@@ -106,8 +106,8 @@ class ConnectorScheduler:
         Args:
             request: The request.
             name_chunk: Returns kvtier's key of a chunk; None to use the engine's key.
-            may_store: Returns, before each store, whether the request's keys still describe its
-                KV. None for always.
+            may_store: Called before each store; returns whether the keys still describe the
+                request's KV. None if they always do.
         """
         former = self._requests.get(request.request_id)
         if former is not None:
@@ -182,7 +182,7 @@ class ConnectorScheduler:
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return, by tier index, how many tokens a request's last load took from the tier."""
+        """Return how many tokens of a request's last load each tier provided, by tier index."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 
@@ -327,7 +327,7 @@ class ConnectorScheduler:
         plan: LoadPlan,
         external_tokens: int,
     ) -> dict[int, int]:
-        """Return, by tier index, how many tokens a load took from the tier."""
+        """Return how many tokens of a load each tier provides, by tier index."""
         counted = self._options.counting_group
         layout = next(each for each in self._layouts if each.index == counted)
         is_counted = group_filter(counted)
@@ -432,7 +432,7 @@ def _plan_load(
 
 
 def _first_new(blocks: Sequence[Block], start: int, end: int) -> int:
-    """Return the index of the first block without content, or ``end``."""
+    """Return the index of the first block without content; ``end`` if there is none."""
     for number in range(start, end):
         block = blocks[number]
         if not block.is_null and block.block_hash is None:

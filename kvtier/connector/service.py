@@ -2,8 +2,8 @@
 
 It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
 request. So the service only passes values: results of the storage engine to the manager at the
-edges of a step, and new jobs back. An unexpected error is counted and treated as a miss, and
-the first of each kind is logged.
+start and the end of a step, and the manager's new jobs to the storage engine. An unexpected
+error is counted and treated as a miss, and the first error of each kind is logged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 _NOTICES_EVERY_S: Final = 1.0
 _MAX_STEPS_WITH_EVENTS: Final = 8
 _CLOSING_S: Final = 5.0
-"""Seconds of a shutdown that are for closing, after dirty chunks were demoted."""
+"""Seconds of a shutdown reserved for closing, after dirty chunks were demoted."""
 
 
 def _or_else(
@@ -56,8 +56,8 @@ def _or_else(
 ]:
     """Return a decorator that makes a method return ``fallback`` after an unexpected error.
 
-    Only :meth:`CacheService.end_step` has a try block instead. It runs in every step, with cold
-    caches after a forward pass, and so saves the frame of the decorator.
+    Only :meth:`CacheService.end_step` has a try block instead, which saves a function call.
+    :meth:`CacheService.end_step` runs in every step, with cold CPU caches after a forward pass.
     """
 
     def decorate(
@@ -181,7 +181,7 @@ class CacheService:
 
     @_or_else(None)
     def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
-        """Make a request wait until all chunks of its hit, the chunks ``keys``, are in RAM."""
+        """Make a request wait until ``keys``, the chunks of its whole hit, are in RAM."""
         self.is_idle = False
         self._manager.fetch(keys, req_id)
 
@@ -302,9 +302,10 @@ class CacheService:
 
     @_or_else(_NO_EVENTS)
     def take_events(self) -> Sequence[ResidencyEvent]:
-        """Return which chunks entered or left a tier; a slot empties before it is reused.
+        """Return which chunks entered or left a tier, in order.
 
-        The engine calls it after each step.
+        The removal of a chunk comes before the arrival of the next chunk in its slot.
+        The engine calls this method after each step.
         """
         events = self._manager.take_events()
         self._steps_with_events = 0  # after that: an error at each step must not keep it busy
@@ -316,8 +317,8 @@ class CacheService:
     def is_active(self) -> bool:
         """Whether another step is certain: a request runs, workers copy, or work is pending.
 
-        Waiting events do not count, because the engine takes them in this step, after the
-        figures.
+        Waiting events do not count, because the engine takes them in this step, after it read
+        the figures.
         """
         manager = self._manager
         if manager.requests or self._worker_jobs:
@@ -333,7 +334,7 @@ class CacheService:
         return self._waits.take()
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        """Return, per tier, the seconds from a chunk's eviction to the chunk's next lookup."""
+        """Return the seconds between each chunk's eviction and next lookup, per tier."""
         return self._manager.take_reuse_gaps()
 
     def take_transfers(self) -> Transfers:
@@ -341,7 +342,7 @@ class CacheService:
         return self._jobs.transfers.take()
 
     def statistics(self) -> EngineStatistics:
-        """Return all figures of this engine now."""
+        """Return all current figures of this engine."""
         storage = self._storage
         return collect_statistics(
             self._manager.snapshot(),
@@ -402,7 +403,7 @@ class CacheService:
     def shutdown(self) -> None:
         """Demote dirty chunks, close the tiers and free the memory. Idempotent.
 
-        It ends within ``close_timeout_s``. The demotions get all but the last seconds.
+        A shutdown takes at most ``close_timeout_s``. The last seconds are reserved for closing.
         """
         if self._is_closed:
             return
@@ -421,10 +422,9 @@ class CacheService:
     # -- internals -----------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Take the tiers' results, once per step and before the first lookup.
+        """Process the results of ended jobs, once per step and before the first lookup.
 
-        A result may drop an evicted copy. After a lookup this could be a copy that
-        the reported hit needs.
+        A result may drop an evicted copy. After a lookup, the reported hit may need that copy.
         """
         if self._step_begins:
             self._step_begins = self.is_idle = False
@@ -456,7 +456,7 @@ class CacheService:
         self._notices.log_skipped(self._manager.cost_model, now)
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Keep ``keys`` in RAM for the time that their request or the YAML sets."""
+        """Keep the chunks ``keys`` in RAM for the time that the request or the YAML sets."""
         retain_s = self._hints.retain_seconds(req_id)
         if retain_s:
             self._manager.retain(keys, time.monotonic() + retain_s)

@@ -1,4 +1,4 @@
-"""Opens the tiers of an engine, its manager and its storage engine."""
+"""Opens one engine's tiers, cache manager and storage engine."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = ["Storage", "open_storage"]
 logger = get_logger(__name__)
 
 _RECORDER_S: Final = 1.0
-"""Seconds of closing that are for the recorder and the threads, if the engine hangs."""
+"""Seconds reserved for closing the recorder and the threads if the storage engine hangs."""
 _POOLS_S: Final = 0.25
-"""Seconds of these that are for the threads, if the recorder hangs."""
+"""Seconds reserved for closing the threads if the recorder hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One engine's tiers, opened.
+    """The opened tiers of one engine, with their manager and storage engine.
 
     Attributes:
         manager: Decides which chunks move.
@@ -57,8 +57,9 @@ class Storage:
         tiers: The slower tiers, fastest first.
         pools: Threads for blocking calls, one pool for each of ``tiers``.
         region: The RAM tier.
-        recorder: Writes the trace of requests, if there is one.
-        observer: Follows requests for the recorder and the shadow policies, if there are any.
+        recorder: Writes the trace of requests; None if requests are not recorded.
+        observer: Follows requests for the recorder and the shadow policies; None if there is
+            neither a recorder nor a shadow policy.
         recovered: Chunks of earlier engines, by tier name.
         stores: The places where the tiers keep chunks.
     """
@@ -76,7 +77,7 @@ class Storage:
     def close(self, *, timeout_s: float) -> None:
         """Complete the queued jobs and close everything within ``timeout_s``. Idempotent.
 
-        A part that raises does not keep the later parts open.
+        If closing one part raises, the other parts are closed all the same.
         """
         deadline = Deadline(timeout_s)
         with ExitStack() as stack:  # the last callback runs first
@@ -111,7 +112,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         counting_group: Index of the KV cache group used to count tokens.
 
     Raises:
-        KvtierError: A tier cannot be opened; nothing is left open.
+        KvtierError: A tier cannot be opened. Only ``region`` is still open.
     """
     slot_nbytes = region.geometry.slot_nbytes
     pools: list[IoPool] = []
@@ -160,7 +161,7 @@ def _open_tiers(
     fingerprint: LayoutFingerprint,
     pools: list[IoPool],
 ) -> Iterator[StorageTier]:
-    """Open the slower tiers, and append the threads of each to ``pools``.
+    """Open and yield the slower tiers; append the thread pool of each tier to ``pools``.
 
     Each tier has its own threads, so that a tier that hangs does not stop the others.
     """
@@ -221,7 +222,7 @@ def _routes(
 
 
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
-    """Close all tiers, in spite of errors, and wait up to ``timeout_s``.
+    """Close all tiers and wait up to ``timeout_s``. An error of a tier is only logged.
 
     Each tier closes in a thread of its own, because a tier with a hanging disk ignores
     cancellation. The caller must go on, for example to report the error of a start.
@@ -251,7 +252,7 @@ def _close(tier: StorageTier) -> None:
 
 
 def _open_recorder(config: KvtierConfig) -> Recorder | None:
-    """Start the recorder that the configuration asks for.
+    """Start and return the recorder; return None if the configuration asks for none.
 
     Raises:
         ConfigError: Its directory cannot be created.
@@ -273,7 +274,7 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
 def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
 ) -> dict[str, int]:
-    """Give the manager the chunks of earlier engines; return their number by tier."""
+    """Give the manager the chunks of earlier engines; return the number of chunks per tier."""
     recovered: dict[str, int] = {}
     # The slowest first: a chunk that only one tier has must be demoted before its eviction.
     for number, tier in reversed(list(enumerate(tiers, start=1))):

@@ -119,7 +119,7 @@ class StoreRules:
         return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
 
     def next_offer_tokens(self, tracked: TrackedRequest) -> float:
-        """Return at how many computed tokens the next chunk is complete; infinity if never."""
+        """Return how many computed tokens complete the next chunk to store, or infinity."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
         tokens = math.inf

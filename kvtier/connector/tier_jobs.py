@@ -123,7 +123,7 @@ class TierJobs:
             self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
 
     def _fail(self, jobs: Sequence[Job]) -> None:
-        """Tell the manager and the waiting workers that the unsubmitted ``jobs`` failed."""
+        """Report to the manager and to waiting workers that the unsubmitted ``jobs`` failed."""
         for job in jobs:
             try:
                 # First, as for any other job: afterwards the manager reuses the slots.

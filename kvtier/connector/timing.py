@@ -14,12 +14,13 @@ _MAX_WAITS: Final = 4096
 
 
 class StepClock:
-    """Measures the duration of engine steps from the scheduler.
+    """Measures how long engine steps take, in the scheduler's process.
 
-    A step begins when it is scheduled or, where the engine schedules ahead, when the step
-    before it ends. It ends when its output arrives. Idle time belongs to no step. Most steps
-    have no prompt tokens. Such a step reads the clock only if the next step is scheduled
-    already, because the next step then begins.
+    A step begins when it is scheduled. If the engine schedules ahead, the step begins when the
+    step before it ends. A step ends when its output arrives. Idle time belongs to no step.
+
+    Most steps have no prompt tokens. The end of such a step is measured only if the next step
+    is scheduled already, because the next step begins at that time.
 
     Args:
         clock: Seconds, monotonic.

@@ -1,8 +1,8 @@
 """Records of finished transfers, kept until a caller takes the records.
 
-A worker records each copy that it finishes. The records of all workers are added up, travel to
-the scheduler side, and end as metrics. If nobody takes them, later transfers are added to the
-last one of their type: totals stay exact and memory stays bounded.
+A worker records each copy that it finishes. The records of all workers are merged, sent to the
+scheduler side and exported as metrics. If no caller takes the records, later transfers are
+added to the last record of their type. So totals stay exact and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_RECORDS: Final = 4096
 
 
 def transfer_type_of(source: str, destination: str) -> str:
-    """Return the name of a kind of transfer.
+    """Return the name of the transfer type from ``source`` to ``destination``.
 
     >>> transfer_type_of("gpu", "ram")
     'gpu_to_ram'

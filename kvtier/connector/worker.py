@@ -51,7 +51,7 @@ class ConnectorWorker:
     :meth:`shutdown` wait.
 
     Args:
-        device: Copies of the rank; closed with the worker.
+        device: Runs the copies of this rank; closed with the worker.
         ram_name: Name of the RAM tier, for the records of transfers.
     """
 
@@ -94,7 +94,7 @@ class ConnectorWorker:
             self._submit(job_id, job, Purpose.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
-        """Keep the stores of this step until the next one."""
+        """Keep the stores of this step until the next step."""
         for job_id, job in metadata.store_jobs.items():
             if job_id not in metadata.jobs_to_flush:
                 self._deferred[job_id] = job

@@ -9,7 +9,7 @@ __all__ = ["Finding", "Status"]
 
 
 class Status(StrEnum):
-    """How bad a finding is, from good to bad."""
+    """Severity of a finding, lowest first."""
 
     OK = "ok"
     NOTE = "note"

@@ -195,7 +195,7 @@ class Mount:
 
 
 def parse_mounts(text: str) -> Iterator[Mount]:
-    """Yield the mounts that ``text``, a mountinfo file, names; see proc_pid_mountinfo(5).
+    """Yield the mounts in ``text``, the content of a proc_pid_mountinfo(5) file.
 
     >>> line = "27 1 254:0 / /data rw,relatime shared:1 - ext4 /dev/vda rw,discard"
     >>> mount = next(parse_mounts(line))
@@ -302,7 +302,7 @@ class BlockQueue:
 
 
 def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
-    """Return the disks under ``mount``; empty if the kernel names none.
+    """Return the queue of each disk under ``mount``; none if the kernel names no disk.
 
     A partition resolves to its disk, a device-mapper or RAID device to its members.
     """

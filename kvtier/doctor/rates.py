@@ -1,7 +1,7 @@
-"""Measured rates of a tier's directory.
+"""Measures how fast a tier can read and write in its directory.
 
-The measurement uses the tier's own slot file, aligned buffers and number of threads, on pieces
-in random order. Three effects would falsify the result:
+The measurement works as the tier does: with a slot file, aligned buffers and the tier's number
+of threads. It moves pieces in random order. Three effects would falsify the result:
 
 * *Unwritten extents.* Reading reserved space that was never written does not reach the disk.
   So pieces are written first, and only written pieces are read.
@@ -161,7 +161,7 @@ class MeasuredRates:
         path: The directory.
         direct_io: Whether the page cache was bypassed.
         piece_bytes: Bytes of one I/O call.
-        threads: Calls at once.
+        threads: Number of concurrent calls.
         file_bytes: Bytes of the file that was used.
         seconds: Time that each direction was measured.
         read_bytes_per_s: Rate of reading.
@@ -223,14 +223,14 @@ def measure_tier_rates(
     Args:
         path: An existing directory.
         piece_bytes: Bytes of one call, a multiple of 4096.
-        threads: Calls at once.
+        threads: Number of concurrent calls.
         seconds: Time to measure each direction.
         direct_io: ``auto`` to bypass the page cache if the file system can, or ``off``.
         io: System calls to use; tests pass calls that fail.
 
     Raises:
         CapacityError: Too little free space to measure.
-        ConfigError: The free space went away meanwhile.
+        ConfigError: The free space was used up before the file could reserve it.
         OSError: The medium failed.
         TierUnavailableError: The medium did not answer.
     """
@@ -350,7 +350,7 @@ class Timed:
     """The times of calls that move data in one direction: all reads or all writes.
 
     Attributes:
-        latencies_s: Time of each call, in no order.
+        latencies_s: Time of each call, in no particular order.
         elapsed_s: Time from the first call to the end of the last.
     """
 
@@ -363,7 +363,10 @@ class Timed:
         return len(self.latencies_s) / self.elapsed_s
 
     def quantile_s(self, share: float) -> float:
-        """Return the time that ``share`` of the calls, 0 to 1, did not exceed."""
+        """Return the ``share`` quantile of the call latencies in seconds.
+
+        ``share`` is between 0 and 1.
+        """
         return float(np.quantile(self.latencies_s, share, method="higher"))
 
 

@@ -1,8 +1,8 @@
 """Entry points into vLLM; the only package that imports it.
 
-vLLM loads ``KVTierConnector``, the recommended one, from ``--kv-transfer-config``, and vLLM's
-``OffloadingConnector`` loads ``KVTierOffloadingSpec``. ``kvtier vllm-args FILE`` prints the
-option.
+``KVTierConnector`` is the recommended entry point; ``--kv-transfer-config`` makes vLLM load it.
+vLLM's ``OffloadingConnector`` loads the other one, ``KVTierOffloadingSpec``.
+``kvtier vllm-args FILE`` prints the option for either.
 """
 
 from __future__ import annotations

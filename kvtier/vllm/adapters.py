@@ -116,7 +116,8 @@ class _Adapter:
 class AdapterContents:
     """Digests of the adapters of one engine. Never raises; one thread calls it.
 
-    An adapter's files are read at its first request. Every later request checks their state.
+    An adapter's files are read at its first request. Every later request checks whether the
+    files changed.
 
     Args:
         settings: vLLM's configuration of adapters.
@@ -204,7 +205,7 @@ def _text_of(settings: object) -> str:
 
 
 def _files(directory: Path) -> _Files | None:
-    """Return the state of an adapter's files; None if no file can be read."""
+    """Return the state of an adapter's files; None if there are none or one cannot be read."""
     try:
         with os.scandir(directory) as entries:
             found = [
@@ -225,7 +226,9 @@ def _files(directory: Path) -> _Files | None:
 
 
 def _read(directory: Path, file: _File) -> tuple[object, ...]:
-    """Return a file's name, size and content digest. Large files are sampled and add a date.
+    """Return a file's name, size and content digest.
+
+    The digest of a large file covers samples, and its modification time is returned too.
 
     Raises:
         OSError: It cannot be read.

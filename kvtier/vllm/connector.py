@@ -167,7 +167,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Take the engine's block tables."""
+        """Keep a reference to the engine's block tables."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._tables = self._scheduler.tables = kv_cache_manager
 
@@ -251,7 +251,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return which chunks entered or left a tier; a slot empties before it is reused."""
+        """Return which chunks entered or left a tier, in order.
+
+        The removal of a chunk comes before the arrival of the next chunk in its slot.
+        """
         if not self._engine.records_events:
             return ()
         return self._events()
@@ -308,8 +311,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Make every stored chunk a miss.
 
         Returns:
-            Whether the reset survives a restart and no store of this process reads blocks.
-            After False vLLM neither sleeps nor frees the blocks.
+            True if the reset is durable and no store of this process reads blocks any more.
+            After False, vLLM neither sleeps nor frees the blocks.
         """
         stores_ended = [worker.wait_for_stores() for worker in list(_workers)]
         return self._scheduler.reset_cache() and all(stores_ended)
@@ -327,7 +330,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the rank's KV memory; the first rank creates the RAM tier, the others attach.
+        """Register a rank's KV memory; the first rank creates the RAM tier, the others attach.
 
         Raises:
             UnsupportedError: kvtier does not store memory of this kind.
@@ -396,7 +399,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests with an ended load, failed loads included."""
+        """Return an empty set, and the requests with an ended load, failed loads included."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
@@ -416,7 +419,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks with invalid content."""
+        """Return blocks with invalid content; none if failed requests are reported instead."""
         if self._output is None or not self._reports_blocks:
             return set()
         return set(self._output.invalid_block_ids)
@@ -450,15 +453,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """Declare kvtier's metrics."""
+        """Create kvtier's Prometheus metrics."""
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _own_metadata(metadata: KVConnectorMetadata) -> _Metadata:
-    """Return the metadata of a step, which the scheduler side built.
+    """Return ``metadata`` after checking that kvtier's scheduler side built it.
 
     Raises:
-        UnsupportedError: Another connector built it.
+        UnsupportedError: Another connector built ``metadata``.
     """
     if not isinstance(metadata, _Metadata):
         raise UnsupportedError(
@@ -491,8 +494,8 @@ def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> boo
     """Return whether vLLM may compute later parts of a streamed prompt from wrong KV.
 
     A continued request drops the last token that it generated. Under async scheduling its
-    recurrent state includes that token. Otherwise, with speculative decoding, accepted guesses
-    after that token count as computed.
+    recurrent state includes that token. Without async scheduling but with speculative decoding,
+    vLLM counts the accepted draft tokens after that token as computed.
     """
     has_states = any(group.reach is Reach.STATE for group in groups)
     if vllm_config.scheduler_config.async_scheduling:

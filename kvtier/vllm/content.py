@@ -83,7 +83,7 @@ _FITS_MEDIA: Final = frozenset(
 """Models that shrink images or videos to fit the longest context."""
 
 _ROUNDS_AGAIN: Final = frozenset({"flashinfer_moe_ep_cutedsl"})
-"""Expert kernels that round the weights differently when vLLM loads the weights."""
+"""Expert kernels for which vLLM rounds the weights again at load time."""
 
 _VARIABLES: Final = re.compile(
     r"VLLM_(\w+_QUANT_CONFIG|MARLIN_INPUT_DTYPE|CPU_INT4_W4A8|B12X_MOE_FP4_FORCE_A16"
@@ -102,7 +102,7 @@ _SOURCES: Final = ("_dir", "_path", "_uri")
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH: Final = 32
-"""Deepest nesting of a configuration; deeper nesting means that it contains itself."""
+"""Deepest nesting of a configuration; a configuration nested deeper contains itself."""
 
 
 def kv_content(
@@ -111,7 +111,7 @@ def kv_content(
     *,
     load: Callable[[str], Any] = importlib.import_module,
 ) -> str:
-    """Return digests of the layers' bytes and their meaning; refuse engines with unusable KV.
+    """Return digests of the KV layout and the KV settings; refuse engines with unusable KV.
 
     A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
     and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
@@ -159,9 +159,9 @@ def _layer_content(
     """Return a layer's name, backend, element types, and the settings that order its bytes.
 
     Layers that quantise have ``kv_cache_dtype``; caches of indexers have ``dtype``; layers with
-    a state have a type and a shape for each part. The shapes depend on the number of guessed
-    tokens, and different shapes may fill pages of one padded size. On a CPU the
-    processor's instructions decide the order of a page (``isa``).
+    a state have a type and a shape for each part. The shapes depend on the number of
+    speculative tokens, and different shapes may fill pages of one padded size. On a CPU the
+    instruction set decides the order of the bytes in a page (``isa``).
     """
     states = getattr(layer, "get_state_dtype", None)
     types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
@@ -188,8 +188,9 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
     4-bit scales.
 
     Returns:
-        Elements of a token, for a layer without ``kv_cache_dtype``; the rows of a kernel's
-        block if they differ from the layer's; and the kernel of 4-bit scales if it is ``fa2``.
+        A list with up to three entries: the head size, for a layer without ``kv_cache_dtype``;
+        the rows of the kernel's block, if they differ from the layer's; and ``fa2``, if that
+        kernel writes 4-bit scales.
     """
     kind = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
     found: list[object] = []
@@ -208,7 +209,7 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
 
 
 def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Return, as JSON, the engine's settings that change keys and values.
+    """Return the engine's settings that change keys and values, as JSON.
 
     The result is the same in every rank, and at every start with the same settings.
 
@@ -242,7 +243,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the expert kernels if they round the weights when vLLM loads them."""
+    """Return the expert kernels' name if vLLM rounds the weights for them, else ``[]``."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
@@ -280,13 +281,13 @@ def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 
 
 def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
-    """Return the name of a separate draft model, if there is one."""
+    """Return the name of the draft model; None if it is the model itself or there is none."""
     draft = getattr(getattr(speculation, "draft_model_config", None), "model", None)
     return None if draft == model.model else draft
 
 
 def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return the longest context and related settings if the model's embeddings depend on them.
+    """Return the longest context and related settings if KV depends on them, else ``[]``.
 
     With ``--max-model-len auto`` the model is built for the length in its configuration, and
     the context is cut afterwards to fit the memory, differently at every start.

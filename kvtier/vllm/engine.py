@@ -33,7 +33,7 @@ class EngineFacts:
         blocks_per_chunk: Blocks that are stored together.
         worker_kv_bytes_per_block: Bytes of a block in one worker, all layers.
         rank: Number of this worker; 0 in the scheduler's process.
-        world_size: Workers.
+        world_size: Number of workers.
         tp_size: Workers that share every layer.
         pp_size: Pipeline stages, each with a part of the layers.
         pcp_size: Workers that share a prompt's prefill.
@@ -122,8 +122,9 @@ def read_vllm_config(
 def data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's
     """Return this engine's data-parallel rank; None if there is only one engine.
 
-    A rank of a dense model has a data-parallel size of 1 and keeps its index. Only the
-    engine's name tells rank 0 from a single engine, because vLLM appends the rank to the name.
+    For each rank of a dense model vLLM sets the data-parallel size to 1 and keeps the index. So
+    the settings of rank 0 look like those of a single engine. The engine's name tells the
+    difference, because vLLM appends the rank to the name of each rank.
 
     Args:
         parallel: vLLM's configuration of parallelism.

@@ -1,13 +1,14 @@
 """The identity of a store: the model and the engine's layout.
 
-:func:`declared_identity` is known without an engine; the start and ``kvtier check`` use it.
-:func:`fingerprint` adds what only an engine knows, such as its KV cache's layout.
+:func:`declared_identity` returns the part that is known without an engine, as in
+``kvtier check``. :func:`fingerprint` adds what only an engine knows, such as its KV cache's
+layout.
 
-A local model is identified by its files. All settings are read. Weights are too large, and
-their sizes and dates do not suffice: fine-tunes of one architecture have equal sizes, and
-images that are built reproducibly have equal dates. So blocks all over every weight file are
-read; training changes some of these blocks. The number of blocks is bounded, not
-the reading time, because the next start must read the same blocks.
+A local model is identified by its files. Settings are read whole. Weights are too large for
+that, and their sizes and dates do not suffice: fine-tunes of one architecture have equal sizes,
+and files in reproducibly built container images have equal dates. So blocks all over every
+weight file are read; training changes some of these blocks. The number of blocks is bounded,
+not the reading time, because the next start must read the same blocks.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
 
 
 def _canonical(model: str) -> str:
-    """Return one spelling of a local path, and any other name unchanged."""
+    """Return ``model`` resolved if it is a local path, and any other name unchanged."""
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return the full identity: all facts, except the keys, on which stored bytes depend."""
+    """Return the full identity: everything that stored bytes depend on, besides their keys."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -146,7 +147,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return a file, a text with its size and perhaps its date, and the parts to read.
+    """Return the path, a text with the size and perhaps the date, and the parts to read.
 
     Args:
         path: The file.
@@ -161,7 +162,7 @@ def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[in
 
 
 def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of blocks of a file: both ends, and some in between."""
+    """Yield the start and length of blocks to read: all, or both ends and some between."""
     last = nbytes - _BLOCK_NBYTES
     if nbytes <= blocks * _BLOCK_NBYTES:
         for start in range(0, nbytes, _BLOCK_NBYTES):

@@ -173,7 +173,7 @@ def open_cache(
     Args:
         engine: The engine.
         settings: kvtier's configuration.
-        groups: What each KV cache group needs of a prefix.
+        groups: The part of a prefix that each KV cache group needs.
         positions: Returns a request's chunks and the token count at the end of each; None if
             the entry point does not know the chunks.
 

@@ -1,11 +1,11 @@
 """Finds the pages of vLLM's KV blocks in memory, and this rank's part of every slot.
 
 vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
-in one allocation. So one rule finds attention's pages, those of recurrent states, padded pages,
-and layers side by side in a block.
+in one allocation. So one rule finds every kind of page: of attention, of recurrent states,
+padded pages, and pages of layers that lie side by side in a block.
 
-With tensor parallelism each rank keeps the KV of its own heads. Where a page has heads
-outermost (``LBHNC``), the concatenated pages of all ranks are the page of an engine
+With tensor parallelism each rank keeps the KV of its own heads. If heads are the outermost
+dimension of a page (``LBHNC``), the concatenated pages of all ranks equal the page of an engine
 with one rank. A slot's bytes then need not depend on the number of ranks
 (:mod:`kvtier.memory.slot_layout`).
 """
@@ -59,12 +59,12 @@ def find_pages(
     """Return the KV memory of the groups that are stored.
 
     Args:
-        kv_caches: What vLLM registers: a tensor, or a list of them, by layer.
+        kv_caches: vLLM's KV memory by layer: a tensor or a list of tensors.
         kv_cache_config: Where vLLM put each layer.
         group_ids: The groups that are stored.
 
     Raises:
-        UnsupportedError: The memory is not as ``kv_cache_config`` says.
+        UnsupportedError: The memory does not match ``kv_cache_config``.
     """
     groups = [layer_specs(kv_cache_config.kv_cache_groups[index]) for index in group_ids]
     specs = {layer: spec for group in groups for layer, spec in group.items()}
@@ -174,10 +174,10 @@ def _page_nbytes(spec: KVCacheSpec) -> int:
 def _portable_share(
     vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], kv_caches: Mapping[str, Any]
 ) -> RankShare:
-    """Return a rank's share of slots whose bytes do not depend on the number of ranks.
+    """Return this rank's stripes, if a slot's bytes do not depend on the number of ranks.
 
     Raises:
-        UnsupportedError: There is no such share; the message says why.
+        UnsupportedError: The bytes depend on the number of ranks; the message says why.
     """
     shares = {
         _layer_share(vllm_config, layer, spec, kv_caches[layer])

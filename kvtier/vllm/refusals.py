@@ -1,8 +1,8 @@
 """Engines that kvtier refuses at start, each with the reason and a remedy.
 
-Some engines would store wrong KV. Some could not use the KV of other requests; vLLM turns
-prefix caching off for most of them, but still calls connectors. The processes of others would
-wait for each other until a timeout.
+Some engines would store wrong KV. In some engines a request could not use the KV of another
+request; vLLM turns prefix caching off for most of these, but still calls connectors. In others
+the processes would wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ def _refuse_fault_tolerance(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
 def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
     """Refuse workers whose KV memory may be freed while a store reads it.
 
-    An engine in its own process sleeps once its connector has nothing left to do. An engine in
-    its caller's process does not wait, and its scheduler cannot wait for workers in other
-    processes.
+    An engine in its own process sleeps only once its connector has no work left. An engine in
+    its caller's process does not wait for the connector. There the cache reset before the sleep
+    waits for stores, but only for those of a worker in the same process. Several workers have
+    processes of their own.
     """
     in_process = variable("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
     if model.enable_sleep_mode and engine.world_size > 1 and in_process:

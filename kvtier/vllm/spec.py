@@ -318,7 +318,10 @@ class _Manager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield which chunks entered or left a tier; a slot empties before it is reused."""
+        """Yield which chunks entered or left a tier, in order.
+
+        The removal of a chunk comes before the arrival of the next chunk in its slot.
+        """
         for event in self._cache.take_events():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
@@ -359,7 +362,7 @@ class _Manager(OffloadingManager):
 
 
 class _Worker(OffloadingWorker):
-    """One rank's copies between blocks and RAM slots."""
+    """Copies one rank's blocks to and from RAM slots; vLLM's worker side calls it."""
 
     def __init__(self, device: DeviceEngine) -> None:
         self._device = device

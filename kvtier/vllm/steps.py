@@ -7,12 +7,12 @@ cleared, and blocks that are copied into. vLLM has no single list of these block
 
 **Writes before the flush.** Model Runner V2 clears blocks, copies into others, and moves
 recurrent states from block to block before it calls ``handle_preemptions``. A store that reads
-such a block copies wrong KV, so these blocks are listed apart and their stores fail.
+such a block copies wrong KV. So a step also lists these blocks as ``overwritten``, and stores
+that read them fail.
 
-**Boundary states.** If a model keeps recurrent states, vLLM offers each state at a block
-boundary, and the block that holds the state, in the step that computes it. With several guessed
-tokens and async scheduling vLLM may have freed that block in the same step. Such a state is
-dropped.
+**Boundary states.** If a model keeps recurrent states, vLLM lists each state at a block
+boundary, and its block, in the step that computes the state. With several speculative tokens
+and async scheduling, vLLM may have freed that block in the same step. Such a state is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["StepReader"]
 
 
 class StepReader:
-    """Reads the steps of one engine.
+    """Converts each ``SchedulerOutput`` of one vLLM engine into a :class:`Step`.
 
     Args:
         vllm_config: vLLM's configuration.

@@ -7,13 +7,13 @@ any version. A vLLM without what kvtier needs is refused at start with the missi
 release  what it added, and what kvtier does without it
 =======  ================================================================================
 0.30     ``bind_kv_cache_manager``, ``KVConnectorTransferResults``: required
-0.31     circular buffers leave the prefix cache: models that have them are refused before
-0.32     ``CacheHitSource``: vLLM's own metrics do not tell where hits came from before
+0.31     circular buffers leave the prefix cache: before, models with them are refused
+0.32     ``CacheHitSource``: before, vLLM's own metrics do not tell where hits came from
 =======  ================================================================================
 
 Every new release changes three files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
 ``[tool.kvtier.vllm]``, the releases that nox runs), ``versions.py`` (``NEWEST``) and
-``docs/reference/versions.md``. What changed in vLLM decides which others:
+``docs/reference/versions.md``. Which other files change depends on what vLLM changed:
 
 ==========================  ============================================================
 vLLM changed                file
@@ -65,7 +65,7 @@ _NEEDED: Final[Mapping[str, Sequence[str]]] = {
 
 
 def require_supported_vllm(connector: type[Any]) -> None:
-    """Check the installed vLLM against what kvtier's connector implements.
+    """Check that the installed vLLM and kvtier's connector fit together.
 
     Args:
         connector: kvtier's connector class.
@@ -98,7 +98,7 @@ def _missing() -> Sequence[str]:
 
 
 def hit_sources() -> tuple[Any, Any]:
-    """Return vLLM's names for hits in host memory and on disk; None before vLLM 0.32."""
+    """Return vLLM's names for hits in host memory and on disk; two Nones before vLLM 0.32."""
     try:
         sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
     except ImportError:
