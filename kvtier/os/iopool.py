@@ -94,7 +94,7 @@ class _Round:
         self._errors: list[BaseException] = []
 
     def execute(self, number: int, call: Callable[[], Any]) -> None:
-        """Run one call on this thread; the round's last call hands all results to the loop."""
+        """Run one call; if it ends last in the round, hand all results to the loop."""
         self._results[number], error = _attempt(call)
         if error is not None:
             self._errors.append(error)
@@ -117,7 +117,10 @@ class _Round:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the result of ``call``, or its error, whose traceback refers to no future."""
+    """Return the result of ``call`` and None, or None and the error that ``call`` raised.
+
+    The error's traceback refers to no future.
+    """
     try:
         return call(), None
     except StopIteration as raised:  # no future accepts it, so the waiter would hang
@@ -144,7 +147,7 @@ class IoPool:
     If the system allows fewer threads, these do all the work.
 
     Args:
-        threads: Most calls in progress at once.
+        threads: Maximum number of calls in progress.
         name: Prefix of the threads' names.
         prepare: Called first in each thread; the constructor waits until all have returned.
 
@@ -183,8 +186,8 @@ class IoPool:
             ClosedError: The pool was closed.
 
         Cancellation:
-            Deferred until the call returned. The thread may be filling a buffer of the caller,
-            who may reuse it as soon as this raises.
+            Deferred until the call has returned. The thread may be filling the caller's buffer,
+            and the caller may reuse the buffer as soon as this raises.
         """
         return (await self.run_all([call], priority=priority))[0]
 

@@ -83,7 +83,7 @@ def huge_page_pool(proc: Path) -> HugePagePool:
 
 
 def read_kernel_text(path: Path) -> str:
-    """Return the stripped text of a short kernel file; empty if it is absent."""
+    """Return the stripped text of a short kernel file; empty if the file cannot be read."""
     try:
         return path.read_text("ascii", "replace").strip()
     except OSError:
@@ -91,7 +91,7 @@ def read_kernel_text(path: Path) -> str:
 
 
 def allocated_nbytes(directory: Path) -> int:
-    """Return the bytes that the files below ``directory`` take on their disk."""
+    """Return how many bytes of disk the files below ``directory`` use."""
 
     def allocated(path: Path) -> int:
         try:
@@ -159,7 +159,7 @@ def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLim
 
 
 def _droppable_nbytes(statistics: Path) -> int:
-    """Return how many bytes of file pages a control group has, its children's included."""
+    """Return how many bytes of file pages a control group and its children have."""
     words = dict(line.split() for line in read_kernel_text(statistics).splitlines())
     prefix = "total_" if "total_active_file" in words else ""
     return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))

@@ -9,9 +9,9 @@ On a virtual machine a fault took 2 us, half a second per GiB. The kernel maps m
 once in 0.08 s per GiB. So processes that use the tier map its pages in the background, before
 the first loads need them.
 
-**Garbage collection.** Python's collector looks for cycles after every so many new objects, and
-takes longer the more objects exist. Opening a store of a million chunks makes millions of
-objects that all stay, which is the worst case.
+**Garbage collection.** Python's collector searches for cycles after a certain number of new
+objects, and more objects make each search longer. The worst case is opening a store of a
+million chunks, which makes millions of objects and frees none.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def open_anonymous(name: str, *, huge_pages: bool = False) -> int:
 
 
 def map_shared(descriptor: int) -> mmap.mmap:
-    """Map a whole memory file that other processes map too, and exclude it from core dumps.
+    """Map a whole shared memory file, and exclude the mapping from core dumps.
 
     The file may be longer than its used part, because huge pages are unmapped as a whole.
 
     Raises:
-        OSError: It cannot be mapped.
+        OSError: The file cannot be mapped.
     """
     mapping = mmap.mmap(descriptor, 0)
     mapping.madvise(mmap.MADV_DONTDUMP)

@@ -36,7 +36,7 @@ class Exposure(NamedTuple):
 
 
 def find_exposure(directory: Path) -> Exposure | None:
-    """Return how another user can replace the content of ``directory``; None if none can.
+    """Return how other users can replace the content of ``directory``; None if they cannot.
 
     Parts of the path that do not exist yet are ignored. Symbolic links are followed.
 

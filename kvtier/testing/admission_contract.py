@@ -95,7 +95,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
-        """Return the steps per chunk of a policy that has seen more chunks than it keeps."""
+        """Return the steps per chunk after a policy has seen more chunks than it remembers."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
         for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
@@ -126,7 +126,7 @@ class BudgetContract(AdmissionContract):
                 assert max(days) <= self.chunks_per_day, f"tier {tier}, {quiet_s=}"
 
     def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
-        """Return the times when each tier admitted chunks while requests exceed the budget.
+        """Return the times of admitted chunks by tier, when requests exceed the budget.
 
         Args:
             quiet_s: Length of a pause after half of the requests.

@@ -86,7 +86,7 @@ def make_copies(
 
 
 def make_queries(count: int, *, tiers: int, chunks: int, seed: int) -> list[Query]:
-    """Return queries; some concern the same chunks.
+    """Return random queries; several queries may concern the same chunk.
 
     Args:
         count: Number of queries.
@@ -110,7 +110,7 @@ def _queries(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterato
 
 
 def sample_queries(count: int) -> Sequence[Query]:
-    """Return ``count`` queries about a few chunks, so that many repeat."""
+    """Return ``count`` random queries about a small set of chunks, so that chunks repeat."""
     return make_queries(count, tiers=TIERS, chunks=96, seed=8)
 
 
@@ -144,12 +144,12 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
     def check_memory(self, policy: Policy, *, most_keys: int, slots: int = 0) -> None:
         """Check that ``policy`` refers to no copy of a chunk and at most ``most_keys`` keys.
 
-        The policy may have few other entries.
+        The policy may refer to a limited number of other objects.
 
         Args:
             policy: The policy.
             most_keys: Maximum number of keys.
-            slots: Slots of the cache; the number of other entries may grow with it.
+            slots: Slots of the cache; the limit for other objects grows with this number.
         """
         copies, keys = held_by(policy)
         assert not copies, "it keeps copies"

@@ -100,7 +100,7 @@ class FileTier(StorageTier):
         return cls(options, context)
 
     def lock(self, directory: Path) -> None:
-        """Lock out other engines until the file is closed or the process ends."""
+        """Lock out other engines until the lock file is closed or the process ends."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -183,10 +183,11 @@ class FileTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
     ) -> tuple[list[int], str]:
-        """Write payloads; blocks.
+        """Write payloads until one fails. This call blocks.
 
         Returns:
-            Checksums of the payloads that were written, and the error that stopped the rest.
+            Checksums of the written payloads, and the error; the error is empty if all were
+            written.
         """
         checksums: list[int] = []
         for key, slot, source in zip(keys, slots, sources, strict=True):
@@ -206,7 +207,7 @@ class FileTier(StorageTier):
         into: Sequence[memoryview],
         rows: Sequence[_Row],
     ) -> list[Outcome]:
-        """Read payloads and compare them with their ``rows``; blocks."""
+        """Read payloads and compare them with their ``rows``. This call blocks."""
         outcomes = []
         for key, slot, view, row in zip(keys, slots, into, rows, strict=True):
             outcome = Outcome.CORRUPT

@@ -15,7 +15,7 @@ __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
 class ModelTier(SimulatedTier):
-    """A simulated tier with pins that checks its policy's victims.
+    """A simulated tier that supports pins and checks the victims of its policy.
 
     Args:
         eviction: The policy; its capacity is the tier's.
@@ -120,7 +120,7 @@ class ModelTier(SimulatedTier):
 
 
 Stream = Callable[[int, int, random.Random], Iterator[int]]
-"""Yields chunk numbers, given a tier's capacity, the number of accesses and a generator.
+"""Yields chunk numbers, given a tier's capacity, the number of accesses and a random generator.
 
 The tier holds the chunks 0 to ``capacity - 1`` at first.
 """
@@ -132,7 +132,7 @@ def _scan(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
 
 
 def _loop(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Yield a loop over slightly more chunks than fit, repeatedly."""
+    """Yield chunks in a loop; the loop has slightly more chunks than the tier has slots."""
     for number in range(accesses):
         yield number % (capacity + capacity // 8)
 

@@ -42,7 +42,7 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     @abstractmethod
     def make_placement(self, *, tiers: int) -> Placement:
-        """Return a new policy for a cache of ``tiers`` tiers, RAM included; 1 to 4 of them."""
+        """Return a new policy for a cache of ``tiers`` tiers: 1 to 4, including RAM."""
 
     @override
     def make_policy(self) -> Placement:

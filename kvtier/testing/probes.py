@@ -1,13 +1,14 @@
-"""Probes of the policy contracts: steps, memory, impure calls, and notes on failures.
+"""Helpers of the policy contracts: count steps and references, and find impure calls.
 
-Work is counted, because timing it would prove nothing. A line of Python is a step. One line can
-do any amount of work in C, so in the examined packages built-in functions that walk through an
-argument charge a step for each item, and methods that walk through a list or a deque charge its
-length. Slices, ``in`` on a list and comparisons of containers count as one line.
+Work is counted in steps, because timings vary. A line of Python is one step. But one line can
+do any amount of work in C. So a built-in function that iterates over an argument counts a step
+for each item, and a method that iterates over a list or a deque counts its length. This applies
+to calls in the examined packages only. Slices, ``in`` on a list and comparisons of containers
+count as one line.
 
 A policy gets time and randomness as arguments. A policy that reads a clock, another generator
-or a file behaves differently live and in a simulator. Such calls end in C functions, and the
-interpreter reports calls of C functions.
+or a file behaves differently live and in a simulator. Such reads are calls of C functions, and
+the interpreter reports these calls.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -
 
 
 def packages_of(item: object) -> frozenset[str]:
-    """Return the packages of the classes of ``item``, without Python's own packages."""
+    """Return the top-level packages that define the class of ``item`` and its base classes.
+
+    Packages of the standard library are left out.
+    """
     names = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
     return frozenset(names - sys.stdlib_module_names)
 
@@ -156,7 +160,7 @@ class _Counter:
             yield item
 
     def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
-        """Return a replacement for ``walking`` that counts the items it walks through.
+        """Return a replacement for ``walking`` that counts each iterated item as a step.
 
         ``walking`` is one of :data:`_WALKING`.
         """
@@ -193,7 +197,10 @@ def _stand_in_for(
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Yield every reference held by containers and objects below ``root``."""
+    """Yield the objects that ``root`` refers to, directly or indirectly, once per reference.
+
+    References of classes, modules, functions, copies and plain values are not followed.
+    """
     seen: set[int] = set()
     pending: list[object] = [root]
     while pending:
@@ -207,16 +214,16 @@ def reachable(root: object) -> Iterator[object]:
 
 
 def count_entries(root: object) -> int:
-    """Count the references below ``root``."""
+    """Return the number of references that :func:`reachable` finds from ``root``."""
     return sum(1 for _ in reachable(root))
 
 
 @contextmanager
 def impure_calls(rng: random.Random) -> Iterator[list[str]]:
-    """Collect the clocks, generators and system calls that the ``with`` block calls.
+    """Collect the names of the clock, random and system functions called in the ``with`` block.
 
     Args:
-        rng: The only permitted generator.
+        rng: The only permitted random generator.
     """
     found: list[str] = []
 

@@ -61,7 +61,7 @@ class StorageTierContract(ABC):
     Inherit as ``TestX``, set :attr:`tier_class` and implement :meth:`section`.
 
     Attributes:
-        tier_class: The tier.
+        tier_class: Class of the tier to test.
         persistent: Whether chunks survive closing; if not, restart tests are skipped.
         outlives_process: Whether chunks survive the end of the process.
         slot_nbytes: Slot size of the tests.
@@ -141,7 +141,7 @@ class StorageTierContract(ABC):
         return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
     async def restart(self, harness: AnyHarness) -> list[tuple[ChunkKey, int]]:
-        """Reopen the tier, or skip the test if the tier keeps nothing."""
+        """Reopen the tier and return the recovered chunks; skip the test if none persist."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
         return await harness.reopen()
@@ -477,7 +477,7 @@ class StorageTierContract(ABC):
 
 
 async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> None:
-    """Cancel ``call`` after ``turns`` of the loop, and wait for its end."""
+    """Cancel ``call`` after ``turns`` turns of the loop, and wait for its end."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)

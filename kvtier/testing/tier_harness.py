@@ -113,7 +113,7 @@ class TierHarness(Generic[T]):
         self.error = ""
 
     async def open(self) -> list[tuple[ChunkKey, int]]:
-        """Open the tier and return what it recovered."""
+        """Open the tier and return the recovered chunks as (key, slot) pairs."""
 
         def opened() -> tuple[T, list[tuple[ChunkKey, int]]]:
             tier = self._opener()
@@ -123,7 +123,7 @@ class TierHarness(Generic[T]):
         return found
 
     async def reopen(self) -> list[tuple[ChunkKey, int]]:
-        """Close the tier, open it again and return what it recovered."""
+        """Close the tier, open it again and return the recovered chunks."""
         await self.tier.aclose()
         return await self.open()
 
@@ -136,17 +136,18 @@ class TierHarness(Generic[T]):
         return make_sources(keys, self.tier.slot_nbytes, self._arena)
 
     async def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
-        """Write the payloads of ``keys``."""
+        """Write the payloads of ``keys`` to ``slots`` and return the outcomes."""
         sources = self.sources(keys)
         result = await self.tier.write(keys, slots, sources, purpose=Purpose.STORE)
         self.error = result.error
         return list(result.outcomes)
 
     async def get(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
-        """Read ``slots``.
+        """Read ``slots``, verify the payloads of ``keys`` and return the outcomes.
 
         Raises:
-            AssertionError: A chunk that is DONE has wrong bytes, or a failure has no text.
+            AssertionError: A chunk that is DONE has wrong bytes, or the error text does not fit
+                the outcomes.
         """
         buffers = self.buffers(len(keys))
         result = await self.tier.read(keys, slots, buffers, purpose=Purpose.PROMOTE)

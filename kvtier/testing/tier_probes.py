@@ -1,9 +1,9 @@
-"""Probes of the tier contract: blocking calls, held threads, and a process that is killed.
+"""Helpers of the tier contract: find blocking calls, hold back threads, kill a process.
 
-Timing hides blocking calls: a read from the page cache takes microseconds, and the same read
-takes seconds when a disk hangs. So blocking calls are found by name: system calls for files,
-sockets and processes, SQL statements, sleeps, and waits for threads. A page fault of mapped
-memory is not seen.
+Timing cannot find blocking calls: a read from the page cache takes microseconds, and the same
+read takes seconds when a disk hangs. So blocking calls are found by name: system calls for
+files, sockets and processes, SQL statements, sleeps, and waits for threads. Page faults in
+mapped memory are not found.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def blocking_calls() -> Iterator[list[str]]:
 
 
 def _blocking_name(frame: types.FrameType, called: Any) -> str:  # noqa: ANN401 - as sys says
-    """Return the name of a call in C if it blocks, else an empty string."""
+    """Return the name of the called C function if it may block, else an empty string."""
     owner = getattr(called, "__self__", None)
     kind = owner if isinstance(owner, types.ModuleType | type) else type(owner)
     module = getattr(called, "__module__", None) or getattr(kind, "__module__", "")
@@ -171,13 +171,13 @@ def run_and_kill(
     *,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run ``work`` in a forked process, then ``meanwhile`` in this one, then kill the process.
+    """Run ``work`` in a forked process, then ``meanwhile`` in this one, then kill the fork.
 
-    SIGKILL ends the process before it closes anything.
+    SIGKILL ends the forked process before it closes anything.
 
     Args:
-        work: Runs in the process, on its own event loop.
-        meanwhile: Runs here while the process lives.
+        work: Runs in the forked process, on an event loop of its own.
+        meanwhile: Runs in this process while the forked process lives.
 
     Raises:
         AssertionError: ``work`` raised, or took too long.

@@ -1,9 +1,8 @@
 """The contract of a storage tier.
 
 A storage tier keeps chunks in numbered slots of equal size on a medium slower than RAM. The
-manager decides which chunk is in which slot; a tier never chooses, evicts or counts. It moves
-bytes, proves on every read that the bytes are those written, and remembers across restarts
-which slot held which chunk.
+manager chooses the slot of each chunk and decides evictions. A tier moves bytes, verifies them
+on every read, and remembers across restarts which slot holds which chunk.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ class TierContext:
 
     Attributes:
         slot_nbytes: Bytes of one slot, a multiple of 4096.
-        fingerprint: Values that must be equal to share chunks; each fingerprint has its own
+        fingerprint: Settings that a chunk's bytes depend on; each fingerprint has its own
             namespace.
         pool: Threads for the tier's blocking calls. Owned by the caller.
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
             moves at least one slot.
         memory: Shared memory that contains all buffers; None if the buffers are not shared.
         owner_pid: Process id of the engine; the store's lock names it as the holder.
-        was_reset: Whether this engine has reset its cache, and now opens the tier again because
-            the tier's process died.
+        was_reset: Whether the tier's process died and is started again, after this engine had
+            reset its cache.
     """
 
     slot_nbytes: int
@@ -83,18 +82,18 @@ class SlotOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class StoreExamination:
-    """Report on what an engine that starts now would find in the store of a tier.
+    """Report on a tier's store: what a starting engine would find there.
 
     Attributes:
         refusals: Reasons why the engine would not start.
         warnings: Warnings that the start would log.
         notes: What an engine of another identity would do to the store.
-        holders: Names, for people, of the processes that have a part of the store open.
-        free_nbytes: Free bytes of the file system; None if it does not count them.
+        holders: Human-readable names of the processes that have a part of the store open.
+        free_nbytes: Free bytes of the file system; None if the file system reports no size.
         wanted_nbytes: Bytes of disk room that the slots and the index still need.
-        index_nbytes: The index's share of ``wanted_nbytes``.
+        index_nbytes: The part of ``wanted_nbytes`` for the index.
         reclaimed_nbytes: Bytes of slots that the start would remove.
-        own_nbytes: Bytes that this engine's cache already takes on the disk.
+        own_nbytes: Bytes of disk room that this engine's cache already uses.
     """
 
     refusals: Sequence[Remark] = ()
@@ -141,7 +140,8 @@ def check_outcomes(moved: SlotOutcomes, chunks: int, *, mover: str) -> SlotOutco
         mover: What moved the chunks, such as ``tier nvme``; the error names it.
 
     Raises:
-        TypeError: ``moved`` has a different number of outcomes, or values of another type.
+        TypeError: The number of outcomes is not ``chunks``, or a value is no
+            :class:`~kvtier.types.Outcome`.
     """
     outcomes = moved.outcomes
     if len(outcomes) != chunks:
@@ -173,7 +173,7 @@ class StorageTier(ABC):
 
     moves_in_process: ClassVar[bool] = True
     """Whether this process reads and writes the buffers; if so, the engine maps their pages.
-    A tier that leaves this to another process needs :attr:`TierContext.memory`."""
+    If another process reads and writes them, the tier needs :attr:`TierContext.memory`."""
 
     name: str
     capacity_slots: int
@@ -183,16 +183,17 @@ class StorageTier(ABC):
     def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination | None:  # noqa: ARG003
         """Report what an engine that starts with ``options`` would find in the tier's store.
 
-        ``kvtier check`` and ``doctor`` use the report. By default this compares the capacity
-        with the free room of the file system of ``options.local_store()``. A tier that knows
-        its store better overrides this. May block for half a second; must not change the store.
+        ``kvtier check`` and ``doctor`` use the report. The default compares the capacity with
+        the free room of the file system of ``options.local_store()``. A tier that can report
+        more overrides this method. An override may block for half a second and must not change
+        the store.
 
         Args:
             options: An instance of :attr:`Options`.
             identity: The known part of the engine's identity.
 
         Returns:
-            None if the tier stores nothing in a local directory.
+            The report; None if the tier stores nothing in a local directory.
 
         Raises:
             ConfigError: The store cannot be examined; the message says what to do.
@@ -226,7 +227,7 @@ class StorageTier(ABC):
 
     @abstractmethod
     def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
-        """Return the keys and slots that survived from earlier runs, least recently used first.
+        """Return the key and slot of each chunk from earlier runs, least recently used first.
 
         Called once, before any other method, from the thread that opened the tier. Keys and
         slots are unique.
@@ -261,7 +262,7 @@ class StorageTier(ABC):
             ClosedError: The tier was closed.
 
         Cancellation:
-            Deferred until no thread reads ``sources``; the slots' content is then unknown and
+            Deferred until no thread reads ``sources``. Each slot then holds its new chunk or
             reads as a miss.
         """
 
@@ -276,9 +277,9 @@ class StorageTier(ABC):
     ) -> SlotOutcomes:
         """Read slot ``slots[i]`` into ``into[i]`` and verify that the bytes are unchanged.
 
-        A slot that holds another key, was never written, is short or has a flipped bit is
-        CORRUPT; a slot that the medium cannot read is FAILED. The content of ``into[i]`` is
-        undefined unless chunk ``i`` is DONE.
+        A chunk is CORRUPT if its slot holds another key, was never written, is incomplete or
+        has a flipped bit. A chunk is FAILED if the medium cannot read its slot. The content of
+        ``into[i]`` is undefined unless chunk ``i`` is DONE.
 
         Raises:
             CapacityError: A slot or a buffer does not belong to this tier; nothing was done.
@@ -296,12 +297,12 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Start a :meth:`write` at once; the caller awaits the returned coroutine.
+        """Start a :meth:`write` now, if the tier can; the caller awaits the returned coroutine.
 
-        A tier that delegates its work, for example to another process, sends the job in
-        this call, a turn of the loop earlier than :meth:`write`. The caller must await the
-        result, because a task that is cancelled before its first step does not wait until the
-        memory is free again.
+        The default starts nothing before the await. A tier that delegates the write to another
+        process sends the job in this call, one turn of the loop earlier. A task that awaits the
+        coroutine must not be cancelled before its first step: such a cancellation does not wait
+        until the memory is free again.
         """
         return self.write(keys, slots, sources, purpose=purpose)
 
@@ -313,14 +314,15 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Start a :meth:`read` at once; the rules of :meth:`begin_write` apply."""
+        """Start a :meth:`read` now, if the tier can; the rules of :meth:`begin_write` apply."""
         return self.read(keys, slots, into, purpose=purpose)
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the content of ``slots``, so that no restart recovers it. Never blocks.
 
-        Once a later :meth:`write` has returned, this holds even if the process is killed.
+        Once a later :meth:`write` has returned, the content stays forgotten even if the process
+        is killed.
         """
 
     @abstractmethod
@@ -329,18 +331,18 @@ class StorageTier(ABC):
 
     @abstractmethod
     async def reset(self) -> None:
-        """Forget everything, durably: a later restart recovers nothing written before this.
+        """Forget all chunks durably: a restart recovers no chunk written before the reset.
 
         A reset may mean that this engine has new weights, while the next engine starts with
-        the old ones. So a restart should not recover writes after the reset either. A tier
-        may have an option for engines whose resets have other reasons.
+        the old weights. So a restart should not recover chunks written after the reset either.
+        A tier may have an option for engines whose resets have other reasons.
 
         Raises:
-            TierUnavailableError: The medium failed. Nothing written before may be read, but a
-                restart may recover it; a later call tries again.
+            TierUnavailableError: The medium failed. Earlier chunks are unreadable now, but a
+                restart may recover them; a later call tries again.
 
         Cancellation:
-            Has the same effects as a failure.
+            Has the same effects as a :class:`~kvtier.errors.TierUnavailableError`.
         """
 
     @abstractmethod

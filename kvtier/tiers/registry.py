@@ -1,4 +1,4 @@
-"""Storage tiers by kind: load a tier's class, examine its store, open it."""
+"""Open, check and examine storage tiers of every kind."""
 
 from __future__ import annotations
 

@@ -2,15 +2,15 @@
 
 Moving a chunk takes little Python code, but that code needs the interpreter lock: after every
 system call and during the checksum. In the engine's process the scheduler has the lock most of
-the time. A thread waits for the lock up to the switch interval, 5 ms, in which a disk delivers
-30 MB. A thread that hashes at 10 GB/s holds the lock for 0.1 s per gigabyte, in which the
-scheduler stands still. Threads and ``io_uring`` do not help, because both need the same lock.
+the time. A thread waits for the lock up to the switch interval, 5 ms; a disk delivers 30 MB in
+that time. A thread that hashes at 10 GB/s holds the lock for 0.1 s per gigabyte; the scheduler
+cannot run during that time. Threads and ``io_uring`` do not help, because both need the lock.
 
 So the tier runs in another process, which maps the same host region. For each job the engine
 sends one small frame with keys, slots and offsets in the region, and gets one small frame back.
 No payload crosses the socket.
 
-* :class:`HostedTier` is the engine's end, a :class:`~kvtier.tiers.base.StorageTier`.
+* :class:`HostedTier` is the engine's side, a :class:`~kvtier.tiers.base.StorageTier`.
 * :mod:`kvtier.tiers.hosted.host` is the other process. It opens the real tier through the
   registry and serves frames.
 

@@ -1,4 +1,4 @@
-"""The engine's end of a hosted tier."""
+"""The engine's side of a hosted tier."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class HostedTier(StorageTier):
         return SlotOutcomes(outcomes, answer.header["failure"])
 
     async def _connect(self) -> Connection:
-        """Do a reset that is due, then return a usable connection.
+        """Return a usable connection; if a reset is due, do the reset first.
 
         Raises:
             ClosedError: The tier was closed; :meth:`aclose` does the reset.
@@ -298,8 +298,8 @@ class HostedTier(StorageTier):
     async def _connect_to_close(self) -> Connection | None:
         """Return the connection for closing the tier; None if there is nothing to close.
 
-        If a reset is due and no host runs, this starts one. If a reset hangs, this returns its
-        connection without waiting for the reset.
+        If a reset is due and no host runs, a new host is started. A connection whose reset
+        hangs is returned without waiting for that reset.
 
         Raises:
             TierUnavailableError: There is no host and none can be started.
@@ -315,10 +315,10 @@ class HostedTier(StorageTier):
             return await self._reach_host()
 
     async def _close(self, connection: Connection) -> None:
-        """Close the tier, after a reset if one is due, and wait until its host has ended.
+        """Do a reset if one is due, close the tier, and wait until its host has ended.
 
         Raises:
-            TimeoutError: It took too long.
+            TimeoutError: The reset or the close took too long.
             KvtierError: The host ended early or failed.
         """
         self._send_queued()
@@ -330,7 +330,7 @@ class HostedTier(StorageTier):
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a new host; end the new host if the tier was closed meanwhile.
+        """Start a new host; end the new host if the tier was closed during the start.
 
         Raises:
             TierUnavailableError: The tier was closed, or no host can be started.
@@ -392,7 +392,7 @@ class HostedTier(StorageTier):
             self._call_soon(self._loop.call_later, _QUEUE_DELAY_S, self._send_queued_now)
 
     def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """Call ``callback`` on the loop, if the tier has one that is not closed yet."""
+        """Call ``callback`` on the tier's loop; do nothing if there is none or it is closed."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(callback, *args)

@@ -53,8 +53,8 @@ class Connection(asyncio.Protocol):
         """Begin to listen for answers on the running loop.
 
         Cancellation:
-            Deferred until the connection listens, a turn of the loop later, because other
-            tasks may use the connection.
+            Deferred until the connection listens, because other tasks may use the connection.
+            That takes one turn of the loop.
         """
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
 
         Args:
             op: The operation.
-            make: Returns the frame with the header that it is given.
+            make: Returns a frame for a given header.
 
         Raises:
             KvtierError: The tier's error, or TierUnavailableError if the host is gone.
@@ -129,9 +129,9 @@ class Connection(asyncio.Protocol):
             await self.wait_ended()
 
     async def wait_ended(self) -> None:
-        """Wait until the host has ended, after the connection was lost.
+        """Wait until the host has ended; the connection must be lost or closed already.
 
-        The deadline counts from that loss, however often this is called.
+        The deadline counts from the end of the connection, however often this is called.
 
         Raises:
             TierUnavailableError: The host has not ended and keeps its files open.

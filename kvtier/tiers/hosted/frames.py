@@ -64,7 +64,7 @@ class Frame:
 
 
 class FrameParser:
-    """Splits a stream of bytes into frames; one object per direction of a connection."""
+    """Splits a stream of bytes into frames; each direction of a connection needs a parser."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -113,7 +113,7 @@ class Batch:
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
-    """Return the common length of ``keys`` (or every length) and the concatenated keys."""
+    """Return the length of ``keys`` (a list if lengths differ) and the concatenated keys."""
     widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
     return (list(map(len, keys)) if width is None else width), b"".join(keys)
@@ -148,9 +148,9 @@ def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
 def encode_error(error: BaseException) -> dict[str, str]:
     """Encode an error for :func:`decode_error`.
 
-    An error of another package becomes a KvtierError with its message. The engine's process may
-    not know the class of a plugin's error. So that class becomes its nearest base class in
-    :mod:`kvtier.errors` for which the error has all attributes.
+    An error that is no KvtierError becomes a KvtierError with the class name in its message.
+    The engine's process may not know the class of a plugin's KvtierError. So the error gets the
+    nearest base class that is in :mod:`kvtier.errors` and whose attributes the error has.
     """
     if not isinstance(error, KvtierError):
         return {"kind": "KvtierError", "text": f"{type(error).__name__}: {error}"}

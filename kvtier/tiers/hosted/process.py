@@ -76,7 +76,7 @@ class HostProcess:
 
         Raises:
             ConfigError: There is no shared memory.
-            KvtierError: The tier's error when it was opened.
+            KvtierError: The error that opening the tier raised in the host.
             TierUnavailableError: The process did not start, ended early, or took too long.
         """
         tier, memory = options.name, shared_memory(options, context)
@@ -109,7 +109,7 @@ class HostProcess:
             clock: Seconds that never go backwards.
 
         Raises:
-            KvtierError: The tier's error when it was opened.
+            KvtierError: The error that opening the tier raised in the host.
             TimeoutError: The tier was not open in time.
             EOFError: The process ended.
             OSError: The process ended during a system call on the socket.
@@ -194,7 +194,7 @@ def _opening(options: TierConfig, context: TierContext) -> dict[str, Any]:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> bytes:
-    """Return the next bytes, empty at the end.
+    """Return the next bytes; empty at the end of the stream.
 
     Raises:
         TimeoutError: Nothing came in time.
@@ -235,7 +235,7 @@ def relog(frame: Frame) -> None:
 def end(process: subprocess.Popen[bytes]) -> None:
     """Wait a while for ``process`` to end, then kill ``process``. This call blocks.
 
-    A process that is stuck in a system call lives on.
+    A process that is stuck in a system call survives the kill.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_EXIT_TIMEOUT_S)

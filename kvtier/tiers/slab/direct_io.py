@@ -1,8 +1,8 @@
 """System calls on the slab's files, and the alignment rules of O_DIRECT.
 
 With O_DIRECT the file offset, the length and the address in memory must all be multiples of the
-device's block. Slots and their offsets are multiples of 4096 bytes. Buffers are checked before
-each call and copied through an aligned one if necessary.
+device's block size. Slots and their offsets are multiples of 4096 bytes. Buffers are checked
+before each call, and copied through an aligned buffer if necessary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IOV_MAX: Final = 1024
 
 
 class BlockIo:
-    """The system calls of the slab tier, one method each, so that a test can fail any call.
+    """The system calls of the slab tier, one method each, so that tests can make any call fail.
 
     Every method raises :class:`OSError`.
     """
@@ -82,7 +82,7 @@ class BlockIo:
         os.fsync(fd)
 
     def lock(self, fd: int) -> None:
-        """Take the exclusive lock of the open file; raise BlockingIOError if it is taken."""
+        """Lock the open file exclusively; raise BlockingIOError if it is already locked."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def make_directory(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class BlockIo:
         return path.read_bytes()
 
     def rename(self, source: Path, destination: Path) -> None:
-        """Rename a file over another, atomically."""
+        """Rename ``source`` to ``destination`` atomically; an existing file is replaced."""
         source.replace(destination)
 
     def unlink(self, path: Path) -> None:
@@ -126,10 +126,10 @@ def is_aligned(view: memoryview) -> bool:
 
 
 def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill ``views`` from ``offset`` on, repeating short reads.
+    """Fill ``views`` from the file at ``offset``; continue after short reads.
 
     Returns:
-        Bytes read; fewer than requested only at the end of the file.
+        Number of bytes read; fewer than requested only at the end of the file.
 
     Raises:
         OSError: The medium failed.
@@ -146,7 +146,7 @@ def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -
 
 
 def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of ``views`` at ``offset``, repeating short writes.
+    """Write all of ``views`` to the file at ``offset``; continue after short writes.
 
     Raises:
         OSError: The medium failed.

@@ -1,7 +1,7 @@
 """Examine a store for a command that runs without an engine.
 
 The examination makes the same plan as a start (:mod:`kvtier.tiers.slab.start_plan`). Nothing
-here writes into the store. An engine that starts meanwhile waits for a moment.
+here writes into the store. An engine that starts during the examination waits for a moment.
 """
 
 from __future__ import annotations

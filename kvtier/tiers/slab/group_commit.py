@@ -1,8 +1,9 @@
-"""Group commit: a thread that writes the index; changes during a commit share the next one.
+"""Group commit: a thread that writes the index, with one commit for many changes.
 
-Rows are committed at once, because writers wait for them. Nobody waits for uses and removals,
-and a crash may lose them. They are added at most once a second, because a commit of rows alone
-is one statement, and each further statement may wait for the interpreter lock.
+Changes that arrive during a commit share the next commit. Rows are committed immediately,
+because writers wait for them. No caller waits for uses and removals, and a crash may lose them.
+They are committed about once a second, because a commit of rows alone is one statement, and
+each further statement may wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _LONG_LOG_NBYTES: Final = 256 << 20  # of a million rows, where a thousand pages
 
 
 class GroupCommit:
-    """Takes changes from any thread and commits them in order, many at a time.
+    """Accepts changes from any thread and commits them in order, many at a time.
 
-    A later change of a slot replaces an earlier one that is not committed yet. So at most one
-    row per slot, one use per slot and the removals of a second are pending.
+    A later change of a slot replaces an earlier change that is not committed yet. So at most
+    one row per slot, one use per slot and the removals of one second are pending.
 
     Args:
         database: The open index; until :meth:`stop` only this object's thread uses it.
@@ -92,11 +93,11 @@ class GroupCommit:
         await asyncio.wrap_future(self._enqueue(change))
 
     async def clear(self, *, after_reset: bool) -> None:
-        """Durably delete all rows that earlier calls put, whether committed or still pending.
+        """Durably delete all rows, committed or pending.
 
         Args:
-            after_reset: Whether to record a reset before any later row, so that no other
-                engine serves later rows.
+            after_reset: Whether to record a reset with the deletion, so that no other engine
+                serves later rows.
 
         Raises:
             ClosedError: This object was closed.
@@ -132,7 +133,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def log_removal_nowait(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
-        """Log why chunks were removed; committed within a second or so."""
+        """Log that the marked keys were removed for ``reason``; committed in a second or so."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.add_removals(reason, key_marks)
@@ -179,7 +180,7 @@ class GroupCommit:
         return max(self._records_due_s - time.monotonic(), 0)
 
     def _take(self) -> Change:
-        """Return the next commit's change and leave the rest pending."""
+        """Return the change to commit next; keep records pending that are not due."""
         with_records = self._closed or self._records_wait_s() == 0
         taken, self._pending, self._due = self._pending, Change(), False
         if with_records:
@@ -226,7 +227,7 @@ class GroupCommit:
         self._log_is_long = nbytes > _LONG_LOG_NBYTES
 
     def _keep_deletions(self, failed: Change) -> None:
-        """Keep failed deletions for the next commit, or a restart would recover those rows."""
+        """Keep failed deletions for the next commit, so that no restart recovers those rows."""
         with self._wakeup:
             if self._pending.clear:
                 return

@@ -1,8 +1,8 @@
 """The index on disk: which slot holds which chunk.
 
-It is a table in SQLite, keyed by slot. A chunk written over another replaces its row, so an
-eviction costs nothing here. Every access is one statement for many rows, because each step of a
-statement releases the interpreter lock and may wait 5 ms to get it back.
+It is a table in SQLite, keyed by slot. A new chunk's row replaces the row of the slot's old
+chunk, so an eviction costs nothing here. Every access is one statement for many rows, because
+each step of a statement releases the interpreter lock and may wait 5 ms to get it back.
 
 A logical clock (``generation``, ``last_use``) gives the order. ``stored_at``, ``used_at``
 (seconds since the epoch, 0 if unknown) and ``hits`` (how often a chunk was loaded) are for
@@ -109,7 +109,7 @@ class IndexSpec:
 
     Attributes:
         path: The database file.
-        durability: Whether commits wait for the device.
+        durability: With ``power``, commits wait for the device.
     """
 
     path: Path
@@ -149,8 +149,8 @@ class LazyRecords:
     """Uses and removals of chunks; a crash may lose those that are not committed yet.
 
     Attributes:
-        uses: Last use of each touched slot.
-        hits: How often each slot was touched.
+        uses: Logical time of each used slot's last use.
+        hits: Number of uses of each used slot.
         removals: Marks of the removed keys, by reason.
     """
 
@@ -174,14 +174,16 @@ class LazyRecords:
                 self.hits.pop(slot, None)
 
     def add_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
-        """Record why the chunks of these keys were removed."""
+        """Record that the chunks with these marks were removed for ``reason``."""
         if key_marks.size or reason is RemovalReason.DAMAGED:
             self.removals.setdefault(reason, []).append(key_marks)
 
 
 @dataclass(slots=True)
 class Change:
-    """Content of one transaction, applied in this order: clear, rows, records.
+    """A change of the index, applied in this order: clear, rows, records.
+
+    ``clear`` is committed by itself; rows and records are one transaction.
 
     Attributes:
         clear: Whether to delete all older rows, durably.
@@ -294,7 +296,9 @@ class IndexDatabase:
             self._transact(writes)
 
     def clear(self, *, after_reset: bool = False) -> None:
-        """Delete all rows; this survives loss of power at any ``durability``.
+        """Delete all rows.
+
+        The deletion survives a power loss under both ``durability`` settings.
 
         Args:
             after_reset: Whether to record a reset in the same transaction, so that no other
@@ -322,7 +326,10 @@ class IndexDatabase:
         return bool(self._connection.execute(_RESET_RECORD).fetchone())
 
     def record_reset(self) -> None:
-        """Record a reset at an unknown time; this survives loss of power at any durability."""
+        """Record a reset, with its time as unknown.
+
+        The record survives a power loss under both ``durability`` settings.
+        """
         with self._durably():
             self._connection.execute(_RECORD_RESET, ("0",))
         self._reset_record_is_due = False
@@ -333,7 +340,7 @@ class IndexDatabase:
 
     @property
     def log_nbytes(self) -> int:
-        """Bytes of the write-ahead log; 0 if it is absent or cannot be looked at."""
+        """Bytes of the write-ahead log; 0 if the log is absent or not accessible."""
         try:
             return self._log_path.stat().st_size
         except OSError:  # this must not fail a commit
@@ -400,7 +407,7 @@ class IndexDatabase:
             raise IndexDamagedError(f"its removal log ends at {self._removals_end}")
 
     def _drop_beyond(self, capacity_slots: int) -> None:
-        """Delete the rows of slots beyond the capacity; this survives loss of power."""
+        """Durably delete the rows of slots beyond the capacity, and log the removals."""
         beyond = [(_LEAST_SLOT, -1), (capacity_slots, _GREATEST_SLOT)]
         marks = [mark_keys(keys) for ends in beyond for keys in self._keys_between(*ends)]
         if marks:
@@ -429,7 +436,7 @@ class IndexDatabase:
             yield _TRIM, (self._removals_end - REMOVAL_LOG_NBYTES,)
 
     def _fetch(self, capacity_slots: int) -> tuple[KeyArray, npt.NDArray[np.int64]]:
-        """Return each row's key, and each row's slot, checksum, generation and last use."""
+        """Return the keys of all rows, then their slots, checksums, generations, last uses."""
         keys: list[KeyArray] = []
         numbers = [np.empty((0, 4), dtype=np.int64)]
         for first in range(0, capacity_slots, _SLOTS_PER_STEP):

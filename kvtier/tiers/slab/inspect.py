@@ -1,13 +1,13 @@
 """Read a store from outside, whether or not an engine has it open.
 
-Nothing here writes into the store or disturbs an engine. Not every SQLite reader is harmless,
-so how the index is opened depends on the store's state:
+Nothing here writes into the store or disturbs an engine. Not every SQLite reader is harmless.
+So there are three ways to open the index:
 
-* **An engine has it open**: read-only, beside the side files that the engine made.
+* **An engine has it open**: read-only, with the side files that the engine made.
 * **No engine, empty log**: as immutable. A plain reader would create side files, which changes
   the directory and fails on a read-only file system.
-* **No engine, a crash left a log**: a private copy. Reading it in place would rebuild the side
-  file that a later recovery starts from.
+* **No engine, a crash left a log**: as a private copy. Reading the log in place would rebuild
+  the side file that a later recovery starts from.
 
 An engine may start at any time, so the state is checked before every query.
 """
@@ -169,7 +169,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
 
     Args:
         path: A store or a namespace in it.
-        name: Return only the namespace of this name.
+        name: Return only the namespace of this name; None returns all.
 
     Raises:
         ConfigError: There is no namespace; the message says which path to give instead.
@@ -232,13 +232,10 @@ def _not_ours_to_read(directory: Path, error: PermissionError) -> str:
 
 
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
-    """Return the text of a namespace's lock file if a process has the namespace open.
+    """Return the text of a namespace's lock file; None if no process has the namespace open.
 
-    The lock is tried under the store's lock, so an engine that starts meanwhile waits and
-    is not refused.
-
-    Returns:
-        None if no process has it open.
+    The namespace's lock is tested while the store's lock is held. So an engine that starts at
+    this moment waits, and does not fail.
 
     Raises:
         ConfigError: A process held the store's lock for longer than ``patience``.
@@ -249,7 +246,7 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
 
 
 def present_holder(directory: Path) -> str | None:
-    """Do the same as :func:`holder_of` for a caller that has the store locked.
+    """Return what :func:`holder_of` returns, for a caller that has the store locked.
 
     Raises:
         OSError: The files cannot be read.
@@ -262,7 +259,7 @@ def present_holder(directory: Path) -> str | None:
 
 @contextlib.contextmanager
 def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Hold the store's lock, so that no engine opens or removes a namespace meanwhile.
+    """Hold the store's lock in the body, so that no engine opens or removes a namespace.
 
     Raises:
         ConfigError: A process held the lock for longer than ``patience``.
@@ -275,10 +272,10 @@ def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return the number of chunks that the next start finds; the caller holds the lock.
+    """Return the number of chunks that the next start finds in an idle namespace.
 
     Returns:
-        0 after a reset that the index records; None if the index cannot be read.
+        The number; 0 if the index is missing or records a reset; None if it cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -306,7 +303,7 @@ def find_other_version(space: StoredNamespace) -> str:
 
 
 def index_nbytes(space: StoredNamespace) -> int:
-    """Return the bytes of the index and its log."""
+    """Return the size of the index and its log in bytes."""
     return nbytes_of(space.index_path) + nbytes_of(space.directory / WAL)
 
 
@@ -319,7 +316,7 @@ class IndexReader:
 
     Args:
         space: The namespace.
-        idle: Whether the caller holds the namespace's lock.
+        idle: Whether the caller knows that no engine has the namespace open.
     """
 
     def __init__(self, space: StoredNamespace, *, idle: bool = False) -> None:
@@ -347,7 +344,9 @@ class IndexReader:
         return self._beside_engine
 
     def reset_at(self) -> int | None:
-        """Return the time of a recorded reset, which makes the next start delete all chunks.
+        """Return the time of the recorded reset; None if no reset is recorded.
+
+        If a reset is recorded, the next start deletes all chunks.
 
         Returns:
             Seconds since the epoch, 0 if unknown; None if no reset is recorded.
@@ -394,7 +393,7 @@ class IndexReader:
         return self._entries("slot >= ? AND slot < ? ORDER BY slot", (first, end))
 
     def entries_of_prefix(self, digits: str) -> list[Entry]:
-        """Return the rows whose key begins with ``digits``, in hex."""
+        """Return the rows whose key, written in hex, begins with ``digits``."""
         return self._entries("substr(hex(key), 1, ?) = ?", (len(digits), digits.upper()))
 
     def entries_unused_since(self, at: int) -> list[Entry]:
@@ -449,7 +448,7 @@ class IndexReader:
 
 @contextlib.contextmanager
 def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
-    """Share the lock of ``directory`` with other readers; yield whether this worked in time."""
+    """Hold a shared lock of ``directory`` in the body; yield whether it was taken in time."""
     fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
@@ -461,7 +460,7 @@ def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
     """Create a directory for a copy of ``index``; ``stack`` deletes the directory.
 
     Raises:
-        ConfigError: It cannot be created.
+        ConfigError: The directory cannot be created.
     """
     try:
         return Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -470,7 +469,7 @@ def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _copy(index: Path, source: BinaryIO, destination: Path) -> None:
-    """Copy a file of ``index``.
+    """Append ``source``, a file of ``index``, to ``destination``.
 
     Raises:
         ConfigError: The copy cannot be written.

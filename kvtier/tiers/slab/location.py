@@ -27,8 +27,8 @@ class LocationCheck:
     Args:
         tier: The tier's name, for messages.
         paths: Paths of the files, which were just opened.
-        is_removed: Returns whether the first file has no name left, so that nobody can move
-            it back; may raise :class:`OSError`.
+        is_removed: Returns whether the first file has no directory entry left, so that nobody
+            can move it back; may raise :class:`OSError`.
         clock: Returns seconds.
     """
 

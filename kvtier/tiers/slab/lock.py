@@ -9,7 +9,7 @@ calls; a restart waits for that.
 ``kvtier cache`` holds the lock while it changes a namespace. The file then names a tool, so an
 engine that needs the room knows that no other engine serves from the namespace.
 
-The store's lock, on the store's own directory, is held for a moment while a namespace is
+The store's lock is on the store's directory. It is held for a moment while a namespace is
 opened. Every wait for a lock has a deadline, because a stopped process keeps its locks.
 """
 
@@ -55,7 +55,7 @@ class Patience:
     Attributes:
         timeout_s: Seconds to keep trying; 0 tries once.
         clock: Returns seconds.
-        sleep: Sleeps for some seconds.
+        sleep: Sleeps for the given seconds.
     """
 
     timeout_s: float = 10.0
@@ -71,10 +71,10 @@ class Patience:
             yield
 
     def take(self, lock: Callable[[], None]) -> bool:
-        """Call ``lock`` until it raises no BlockingIOError; return whether it succeeded.
+        """Call ``lock`` until it succeeds or the time is up; return whether it succeeded.
 
         Raises:
-            OSError: Any other error of ``lock``.
+            OSError: ``lock`` raised an error other than BlockingIOError.
         """
         for _ in self.attempts():
             with contextlib.suppress(BlockingIOError):
@@ -90,8 +90,8 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
     """Take the lock of ``directory`` and return the descriptor that holds it; may block.
 
     Raises:
-        StoreLockedError: Another engine or a tool has it, or the I/O process of a dead engine
-            takes too long.
+        StoreLockedError: Another engine or a tool holds the lock, or the I/O process of a dead
+            engine takes too long to end.
         OSError: The file system failed, or has no locks.
     """
     holder = ""
@@ -118,7 +118,7 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
     """Take the lock of ``directory`` and return the descriptor that holds it.
 
     Raises:
-        BlockingIOError: It is taken.
+        BlockingIOError: The lock is already held.
         OSError: The file system failed.
     """
     fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -131,7 +131,7 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
 
 
 def passing_holder(directory: Path) -> str:
-    """Return who has ``directory`` locked if that process will end by itself; else empty.
+    """Return the text of a lock file if its holder will end by itself; else an empty string.
 
     Such a holder is a tool, or the I/O process of an engine that seems to have died.
 
@@ -150,7 +150,8 @@ def is_tool(holder: str) -> bool:
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
     """Write the holder's name into the lock file of ``directory``, which the caller has locked.
 
-    The file's time says when an engine last opened the namespace; a tool preserves it.
+    The file's modification time is when an engine last opened the namespace. A tool preserves
+    this time.
 
     Args:
         directory: The locked directory.
@@ -177,7 +178,7 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
 
 
 def read_holder(directory: Path) -> str:
-    """Return the printable text of the lock file of ``directory``; empty if there is none.
+    """Return the printable text of the lock file of ``directory``; empty if there is no file.
 
     Raises:
         OSError: The file cannot be read.

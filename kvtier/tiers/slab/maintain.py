@@ -40,13 +40,13 @@ class CompactedIndex:
 
 @contextlib.contextmanager
 def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Hold the lock of ``space``, so that no engine opens it.
+    """Hold the lock of ``space`` in the body, so that no engine opens the namespace.
 
     If an engine of another model needs the namespace's room, that engine waits for the lock.
 
     Args:
         space: The namespace.
-        remedy: What the user can do if an engine has it open, for the message.
+        remedy: What the user can do if an engine has the namespace open, for the message.
         patience: How long to wait for readers, which hold the lock for a moment.
 
     Raises:

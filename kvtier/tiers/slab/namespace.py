@@ -76,7 +76,7 @@ class Layout:
     """Meaning of the bytes in a namespace; the content of ``layout.json``.
 
     Attributes:
-        fingerprint: Values that must be equal to share chunks.
+        fingerprint: Settings that a chunk's bytes depend on.
         slot_nbytes: Bytes of one slot.
     """
 
@@ -90,7 +90,7 @@ class Layout:
         return printable(name) or "unknown"
 
     def to_json(self) -> str:
-        """Return the text of the file."""
+        """Return the text of ``layout.json``."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -102,7 +102,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the text of the file.
+        """Parse the text of ``layout.json``.
 
         Raises:
             LayoutVersionError: Another version of kvtier wrote it.
@@ -202,10 +202,11 @@ class Namespace:
     def set_index_aside(self) -> Path:
         """Rename a damaged index over any earlier damaged index; return the new path.
 
-        This survives loss of power.
+        The new names survive loss of power.
 
         Raises:
-            OSError: The file system failed; part of the index may be back after a restart.
+            OSError: The file system failed; part of the index may have its old name after a
+                restart.
         """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
@@ -233,7 +234,8 @@ class Namespace:
     def remove(self) -> None:
         """Remove kvtier's files, and the directory if it is empty then.
 
-        The slot file is truncated first, because a removed file that is open keeps its room.
+        The slot file is truncated first, because an open file keeps its disk room after its
+        removal.
         """
         self._truncate_slots()
         for name in FILES:
@@ -304,7 +306,7 @@ class Namespace:
 def open_root(
     tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
 ) -> Iterator[None]:
-    """Create and lock ``root``, so that no other process opens or removes namespaces.
+    """Create ``root`` and hold its lock, so that no other process opens or removes namespaces.
 
     Raises:
         ConfigError: ``root`` cannot be created or used, or others can replace its content.
@@ -355,7 +357,7 @@ def find_foreign_file(directory: Path) -> str:
 
 
 def nbytes_of(path: Path) -> int:
-    """Return the bytes of a file; 0 if there is none."""
+    """Return the size of a file in bytes; 0 if the file does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Find and describe the namespaces of a store, for a starting engine and for commands.
 
-A start locks the namespaces that it finds, and ``kvtier check`` only looks. So this module
-reads the files, and the caller passes whether a namespace is locked.
+A starting engine locks the namespaces that it finds, but ``kvtier check`` locks none. So the
+callers check whether a namespace is locked, and this module only reads the files.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class State(enum.Enum):
     IDLE = "idle"
     """No process has the namespace open."""
     ENGINE = "engine"
-    """An engine has the namespace open; its slots count against that engine's own capacity."""
+    """An engine has the namespace open; the slots count against that engine's capacity."""
     PASSING = "passing"
     """A tool or the I/O process of a dead engine has the namespace open for a short time."""
     OTHER_VERSION = "other version"
-    """Another version of kvtier made the namespace, so it stays; no process has it open."""
+    """Another version of kvtier made the namespace, so it is kept; no process has it open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A directory with the name of a namespace.
+    """A directory that is named like a namespace.
 
     Attributes:
         directory: The directory.
-        layout: Its layout; None if it has none of this version.
+        layout: Its layout; None if it has no layout of this version.
         is_other_version: Whether another version of kvtier made it.
         problem: Why this user cannot use it, although it looks like a namespace; else empty.
     """
@@ -75,17 +75,17 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A namespace in the same store as the one that is opened.
+    """A namespace in the store of a starting engine.
 
     Attributes:
         directory: Its directory.
         state: Whether the namespace is open, and by what.
-        layout: Meaning of its bytes; None if another version made it.
+        layout: Its layout; None if another version of kvtier made the namespace.
         slots_nbytes: Bytes of the slot file; 0 if there is none.
         chunks: Number of chunks; None if unknown.
         last_opened: When an engine last opened it, in nanoseconds since the epoch.
         last_used_s: When it was last written or copied here, in seconds since the epoch.
-        holder: Process that has it open, for people; empty if there is none.
+        holder: Human-readable name of the process that has it open; empty if none has.
     """
 
     directory: Path
@@ -108,7 +108,7 @@ class Neighbour:
         return "unknown" if self.layout is None else self.layout.model
 
     def describe(self, now_s: float) -> str:
-        """Return words that describe this cache in a message to the operator."""
+        """Return a description of this namespace for a message to the operator."""
         held = approximate_size(self.slots_nbytes)
         if self.chunks is not None:
             held += f" with {self.chunks:,} chunk{'' if self.chunks == 1 else 's'}"
@@ -117,7 +117,7 @@ class Neighbour:
 
 
 def find_directories(root: Path, io: BlockIo) -> list[Found]:
-    """Return the directories in ``root`` that have the name of a namespace."""
+    """Return the directories in ``root`` that are named like namespaces."""
     return [_look_at(path, io) for path in root.iterdir() if has_namespace_name(path)]
 
 
@@ -127,12 +127,12 @@ def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbou
     Args:
         found: The namespace.
         is_locked: Whether another process has it locked.
-        patient: Whether a holder whose process is not found counts as the I/O process of an
-            engine that died. Otherwise it counts as an engine, because it may run in another
-            container.
+        patient: Whether a holder that is not among the visible processes counts as the I/O
+            process of a dead engine. If False, such a holder counts as an engine, because it
+            may run in another container.
 
     Raises:
-        OSError: Its files cannot be looked at.
+        OSError: The namespace's files cannot be accessed.
     """
     directory, layout = found.directory, found.layout
     state, holder = State.OTHER_VERSION if found.is_other_version else State.IDLE, ""

@@ -101,9 +101,9 @@ def open_store(
 
     Raises:
         ConfigError: The options cannot work here.
-        StoreLockedError: The namespace is open already, or a tool keeps a namespace open that
-            must be removed.
-        StoreDamagedError: The path has no store of this layout.
+        StoreLockedError: The namespace is open already, or a namespace that must be removed
+            stays open in another process.
+        StoreDamagedError: The namespace has foreign files or another layout.
         TierUnavailableError: The medium failed.
     """
     spec = SlotFileSpec(
@@ -158,7 +158,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
 
 
 def release_store(store: OpenStore) -> None:
-    """Release the files without a final write, as if the engine had been killed.
+    """Close the files and release the lock; commit nothing more.
 
     Raises:
         OSError: The file system failed; all files are released.
@@ -196,9 +196,10 @@ def _make_room(
     spec: SlotFileSpec,
     io: BlockIo,
 ) -> None:
-    """Remove other namespaces; wait for short-lived processes that have one of them open.
+    """Remove other namespaces until the slot files fit the capacity.
 
-    The store's lock is released between attempts, because those processes may need it.
+    A short-lived process may have such a namespace open; this function waits until it ends. The
+    store's lock is released between attempts, because that process may need it.
 
     Raises:
         StoreLockedError: A process takes longer than PATIENCE.
@@ -261,11 +262,11 @@ def _remove_others(
     io: BlockIo,
     around: _Surroundings,
 ) -> Neighbour | None:
-    """Remove idle namespaces until the slot files, with that of ``own``, fit the capacity.
+    """Remove idle namespaces until the slot file of ``own`` fits the capacity too.
 
-    The capacity limits the slot files. The index beside each takes some 120 bytes a slot and 20
-    MiB, which must be free when a slot file is created or grows. Nothing is removed if the disk
-    could not hold the file anyway.
+    The capacity limits the slot files only. Each index needs some 120 bytes a slot and 20 MiB
+    besides. This room must be free when a slot file is created or grows. Nothing is removed if
+    the disk could not hold the slot file even then.
 
     Returns:
         None if everything is within the capacity now. Otherwise nothing was removed, and the
@@ -316,7 +317,7 @@ def _open_index(
     file: SlotFile,
     io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
-    """Open the index; start an empty one if it cannot be used.
+    """Open the index; if it cannot be used, start an empty index.
 
     Raises:
         ConfigError: The index is of another version of kvtier, and ``on_mismatch`` is
@@ -416,8 +417,8 @@ def _load_trusted(
 def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
     """Record a reset in the index now or, if the disk is full, before the next change.
 
-    Stored chunks may be served before the reset is recorded, because the record concerns later
-    chunks.
+    Stored chunks may be served before the reset is recorded, because the record concerns only
+    chunks that are stored later.
     """
     if database.has_reset_record():
         return

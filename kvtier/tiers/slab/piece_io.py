@@ -6,8 +6,8 @@ thread.
 xxhash releases the interpreter lock for buffers above some 64 KiB. In the engine's process that
 costs more than it saves: a slot takes tens of microseconds to hash, and getting the lock back
 from a busy engine thread takes the switch interval, 5 ms. So the engine's process hashes slices
-small enough to keep the lock. In a process of its own, large slots are hashed in large slices.
-That takes a seventh less time for 2 MiB, because memory is read faster in long sequences.
+small enough to keep the lock. A tier in a process of its own hashes large slots in large
+slices. That takes a seventh less time for 2 MiB, because long sequences are read faster.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """The removal log: why chunks are gone, for the operator who asks.
 
-It is a table in the index with a limit in bytes. A row has one reason and the marks of all keys
-removed for it in one commit, so evicting a thousand chunks writes one row of 8 KB. A row's
-number, ``end``, is the total size of all rows ever written, this one included. So "all but the
-newest N bytes" is a range of numbers, and trimming needs no scan.
+It is a table in the index with a limit in bytes. A row has a reason and the marks of all keys
+that one commit removed for this reason, so evicting a thousand chunks writes one row of 8 KB. A
+row's number, ``end``, is the total size of all rows written so far, including this row. So "all
+but the newest N bytes" is a range of numbers, and trimming needs no scan.
 
-A mark is 8 bytes instead of the 36 or so of a key: the key's first 8 bytes, whose first 4 are
-exclusive-ored with the group. Unlike a hash, a mark follows from what people see of a key,
-``f5b165224a58b791/0``. The group tells apart the chunks of one block hash. Because it is in the
-first half, 8 digits of a key are enough to decode group and short form from a mark.
+A mark identifies a key with 8 bytes instead of some 36. It is the key's first 8 bytes, whose
+first 4 are exclusive-ored with the group. Unlike a hash, a mark can be computed from the short
+form of a key that people see, ``f5b165224a58b791/0``. The group distinguishes the chunks of one
+block hash. The group is in the first half of the mark. So the first 8 digits of a key are
+enough to decode the group and the short form from a mark.
 
-Block hashes are spread evenly, so one in 2^64 pairs of keys shares a mark, and a key that was
-never stored shares one with a key of a full log once in 2^44. A collision only makes one answer
-wrong: marks are shown to people, and no lookup uses them.
+Block hashes are uniform, so two keys have equal marks with probability 2^-64. A key that was
+never stored matches a mark in a full log with probability 2^-44. Such a collision makes one
+answer to the operator wrong, and nothing else: no lookup of chunks uses marks.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class MarkPattern:
     group: int | None
 
     def matches(self, marks: KeyMarks) -> npt.NDArray[np.bool_]:
-        """Return which of ``marks`` match."""
+        """Return a mask that is True for each of ``marks`` that matches."""
         digits = self.digits[:_MARK_DIGITS]
         unknown_bits = np.uint64(4 * (_MARK_DIGITS - len(digits)))
         difference = marks ^ np.uint64(self._begin())
@@ -123,7 +124,7 @@ class MarkPattern:
         return found
 
     def short_of(self, mark: int) -> str:
-        """Return the short form of the key of ``mark``, which must match this pattern."""
+        """Return the short form of a key from ``mark``; the mark must match this pattern."""
         group = (mark ^ self._begin()) >> _GROUP_SHIFT
         return f"{mark ^ group << _GROUP_SHIFT:016x}/{group}"
 
@@ -132,7 +133,7 @@ class MarkPattern:
 
 
 def mark_keys(keys: Sequence[ChunkKey]) -> KeyMarks:
-    """Return a 64-bit mark per key, which names it in the log; short keys are padded."""
+    """Return the 64-bit marks that identify ``keys`` in the log; short keys are padded."""
     lengths = set(map(len, keys))
     if len(lengths) != 1 or min(lengths) < MARKED_NBYTES:
         return np.fromiter(map(_mark, keys), dtype=np.uint64, count=len(keys))

@@ -1,4 +1,4 @@
-"""The index's tables, and which errors say that the file is damaged."""
+"""The tables of the index, and the classification of SQLite errors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def is_full(error: sqlite3.Error) -> bool:
 
 
 def lacks_shared_memory(error: sqlite3.Error) -> bool:
-    """Return whether the disk has no room for SQLite's shared-memory file."""
+    """Return whether ``error`` says that the disk has no room for SQLite's ``-shm`` file."""
     return _code_of(error) == sqlite3.SQLITE_IOERR_SHMSIZE
 
 

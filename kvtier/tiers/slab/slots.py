@@ -104,7 +104,7 @@ class SlotFile:
 
         Raises:
             ConfigError: The disk has too little room, or O_DIRECT is required and unsupported.
-            OSError: The file system failed otherwise.
+            OSError: The file system failed for another reason.
         """
         _resize(spec, self._io, self._fd)
         if spec.direct_io != "off":
@@ -112,10 +112,10 @@ class SlotFile:
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
-        """Open a slot file for reading beside an engine, with O_DIRECT if possible.
+        """Open a slot file for reading, with O_DIRECT if possible; an engine may have it open.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         fd = io.open(path, os.O_RDONLY)
         found_nbytes = os.fstat(fd).st_size
@@ -168,7 +168,8 @@ class SlotFile:
 
         Raises:
             OSError: Some bytes were not written, perhaps another caller's. The kernel reports a
-                failure to one caller only, so the others compare :attr:`failed_syncs`.
+                failure to one caller only. So every caller compares :attr:`failed_syncs` before
+                its writes and after the sync.
         """
         try:
             self._io.sync_data(self._fd)
@@ -177,7 +178,7 @@ class SlotFile:
             raise
 
     def is_removed(self) -> bool:
-        """Return whether the file has no name left, so that closing it deletes it.
+        """Return whether the file has no directory entry left, so that closing it deletes it.
 
         Raises:
             OSError: The file system failed.

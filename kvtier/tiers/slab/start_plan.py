@@ -1,11 +1,12 @@
-"""Plan, with pure functions, what a starting engine does with the other caches of a store.
+"""Pure functions that plan what a starting engine does with the other caches of a store.
 
 All namespaces of a store share the capacity, so a cache with a new identity needs the room of
 another cache. This module decides which caches to remove and whether that is allowed. The start
 executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
 
 A cache that holds chunks and was used within ``keep_for`` is removed only with
-``on_mismatch: remove``, because a typing error in a command line also gives a new identity.
+``on_mismatch: remove``. A typing error in a command line also gives a new identity, and must
+not delete such a cache.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
-    """Plan of a start.
+    """What a starting engine does with the other namespaces of its store.
 
     Attributes:
-        removed: Namespaces to remove, in this order. With refusals nothing is removed.
+        removed: Namespaces to remove, in this order. If there are refusals, none is removed.
         refusals: Reasons not to start.
         warnings: Warnings for the operator.
     """
@@ -62,7 +63,7 @@ class StartPlan:
 
     @property
     def awaited(self) -> Neighbour | None:
-        """Namespace to wait for, because it must be removed and is still open."""
+        """First namespace that must be removed but is still open; None if there is none."""
         return next((each for each in self.removed if each.state is State.PASSING), None)
 
     @property
@@ -77,7 +78,8 @@ def plan_start(
     """Plan what a starting engine does with ``neighbours``, the store's other namespaces.
 
     The least recently opened namespace is removed first. A namespace stays if an engine has it
-    open or another version made it. The rest of an interrupted removal is always removed.
+    open or another version made it. An idle namespace without a slot file is always removed,
+    because an earlier removal of it was interrupted.
     """
     warnings = [
         _side_by_side(each, options) for each in neighbours if each.state is State.ENGINE
@@ -102,10 +104,10 @@ def plan_start(
 
 
 def slab_options(options: TierConfig) -> NvmeTierConfig:
-    """Return ``options`` if they are a slab tier's.
+    """Check that ``options`` are those of a slab tier, and return them.
 
     Raises:
-        ConfigError: They are another tier's.
+        ConfigError: They are the options of another kind of tier.
     """
     if not isinstance(options, NvmeTierConfig):
         raise ConfigError(f"a slab tier takes NvmeTierConfig, not {type(options).__name__}")
@@ -130,7 +132,7 @@ def room_needed(
 
 
 def describe_difference(theirs: Fields | None, ours: Fields) -> str:
-    """Return a message with the fields of ``ours`` whose values differ in ``theirs``.
+    """Return a message on the fields of ``ours`` that differ in ``theirs``; empty if none does.
 
     >>> describe_difference({"model": "a", "ranks": 1}, {"model": "b", "ranks": 1})
     "model is 'a' there and 'b' here"
@@ -149,7 +151,8 @@ def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
 
     Args:
         neighbours: The other namespaces of the store.
-        excess: Bytes of the new slot file beyond the capacity; negative if the file is smaller.
+        excess: Bytes by which the new slot file and those of other versions exceed the
+            capacity; negative if they are smaller.
     """
     candidates = [each for each in neighbours if each.state in {State.IDLE, State.PASSING}]
     removed = [

@@ -106,8 +106,8 @@ class _Batch:
 class _SlotTable:
     """The key hash, key mark and checksum of every slot that is known to hold a chunk.
 
-    It takes 25 bytes per slot and has no Python objects. Hashes tell keys apart; marks go to
-    the removal log when a chunk is removed, because its key is not kept.
+    The table uses 25 bytes per slot and has no Python objects. It does not keep keys: hashes
+    distinguish them, and marks stand for them in the removal log.
 
     Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
     called from different threads.
@@ -151,7 +151,10 @@ class _SlotTable:
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> KeyMarks:
-        """Return the marks of the keys in ``slots`` that the keys of ``key_hashes`` replace."""
+        """Return the marks of the old keys in ``slots``.
+
+        A key is old if its hash differs from ``key_hashes`` at the same position.
+        """
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
         removed: KeyMarks = self._key_marks[slots][others]
         return removed
@@ -177,7 +180,7 @@ class _SlotTable:
 class SlabTier(StorageTier):
     """A tier that keeps chunks in a directory on a local disk.
 
-    Only the event loop's thread uses the state; calls on the pool take and return values.
+    Only the event loop's thread accesses the tier's state; pool threads get and return values.
 
     Args:
         options: The tier's section of the configuration.
@@ -242,8 +245,9 @@ class SlabTier(StorageTier):
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
-            StoreLockedError: Another engine has this model's part of the store open.
-            StoreDamagedError: The path has no store of this layout.
+            StoreLockedError: The namespace is open already, or a namespace that must be removed
+                stays open in another process.
+            StoreDamagedError: The namespace has foreign files or another layout.
             TierUnavailableError: The medium fails.
         """
         options = slab_options(options)
@@ -332,7 +336,7 @@ class SlabTier(StorageTier):
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.touch`; committed with the next change."""
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; committed in about a second."""
         self._index.use_nowait(self._checked(slots).tolist())
 
     @override
@@ -432,7 +436,7 @@ class SlabTier(StorageTier):
                 batch.fail(done, "the tier was reset meanwhile")
 
     def _per_piece(self, chunks: int) -> int:
-        """Return how many chunks one system call moves at most in a read of ``chunks`` chunks.
+        """Return the maximum number of chunks per system call in a read of ``chunks`` chunks.
 
         A read that fits one call is split between all threads, so that it ends sooner and the
         next read begins while this one is verified. Longer reads have several pieces anyway.

@@ -1,8 +1,9 @@
-"""Verify a namespace: compare every chunk with its checksum, also beside a running engine.
+"""Verify a namespace: compare every chunk with its checksum, even while an engine runs.
 
-A running engine overwrites slots, and between writing a payload and its row the two do not
-match. That looks like damage. So a chunk with a wrong checksum is a suspect. A suspect is bad
-if a moment later its row is the same and its bytes are still wrong.
+A running engine overwrites slots. Between the write of a payload and the commit of its row, the
+slot does not match the index, which looks like damage. So a chunk with a wrong checksum is only
+a suspect. The suspect is bad if a moment later its row is unchanged and its bytes are still
+wrong.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Verification:
         chunks: Number of checked chunks.
         nbytes: Payload bytes of the chunks that could be read whole.
         seconds: How long reading took.
-        changed: Chunks that an engine replaced or removed meanwhile.
+        changed: Number of suspects that an engine replaced or removed before the next check.
         bad: Bad chunks.
     """
 
@@ -84,13 +85,13 @@ def verify(
 
     Args:
         space: The namespace.
-        reader: Its open index.
-        on_progress: Called with the number of slots passed since the last call.
-        pause: Sleeps for some seconds.
+        reader: The open index of ``space``.
+        on_progress: Called with the number of slots finished since the last call.
+        pause: Sleeps for the given seconds.
 
     Raises:
         IndexDamagedError: The index cannot be used.
-        OSError: The files cannot be opened, or were removed meanwhile.
+        OSError: The files cannot be opened, or were removed during the verification.
         sqlite3.Error: The index cannot be read now.
     """
     found = Verification()
@@ -132,7 +133,7 @@ _Call = Callable[[], tuple[_Progress, list[BadChunk]]]
 
 
 class _Checker:
-    """Reads and verifies; callable from several threads."""
+    """Reads and verifies chunks; several threads may use it at once."""
 
     def __init__(self, file: SlotFile, slot_nbytes: int) -> None:
         self._file = file
@@ -167,7 +168,7 @@ class _Checker:
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
 ) -> Iterator[_Call]:
-    """Yield calls that each check one piece of the slot file; read the index in windows."""
+    """Yield functions that each check one piece of the slot file; read the index in windows."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
@@ -207,7 +208,7 @@ def _classify(
     checker: _Checker,
     pause: Callable[[float], None],
 ) -> None:
-    """Sort suspects into bad chunks and chunks that an engine changed meanwhile."""
+    """Check ``suspects`` again; add bad ones to ``found`` and count those that changed."""
     left = _unchanged(suspects, found, reader, checker)
     if left and reader.live:
         pause(_SETTLE_S)
@@ -218,7 +219,7 @@ def _classify(
 def _unchanged(
     suspects: Sequence[BadChunk], found: Verification, reader: IndexReader, checker: _Checker
 ) -> list[BadChunk]:
-    """Read ``suspects`` again; return those that are unchanged in the index and still bad."""
+    """Check ``suspects`` again; return those with an unchanged row that are still bad."""
     left: list[BadChunk] = []
     for suspect in suspects:
         slot = suspect.entry.slot
