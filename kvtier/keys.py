@@ -28,7 +28,7 @@ ChunkKey = bytes
 GROUP_NBYTES = 4
 
 hash_part: Final[Callable[[ChunkKey], bytes]] = operator.itemgetter(slice(-GROUP_NBYTES))
-"""Returns a key without its group: the hash, which chunks of other groups share.
+"""Returns the block hash of a key: the key without its group.
 
 >>> hash_part(make_key(b"abc", 1))
 b'abc'
@@ -69,7 +69,9 @@ def group_of(key: ChunkKey) -> int:
 
 
 def group_filter(group: int) -> Callable[[ChunkKey], bool]:
-    """Return a C function that tells whether a key belongs to KV cache group ``group``.
+    """Return a predicate that tells whether a key belongs to KV cache group ``group``.
+
+    The predicate runs in C, so it is fast.
 
     >>> list(map(group_filter(1), [make_key(b"a", 1), make_key(b"a", 0)]))
     [True, False]

@@ -114,7 +114,7 @@ class ModelGeometry:
 
 
 def read_model_geometry(path: Path) -> ModelGeometry:
-    """Read the geometry of the model in directory ``path``.
+    """Read a model's geometry from its ``config.json``.
 
     Args:
         path: A Hugging Face model directory, or its ``config.json``.
@@ -149,7 +149,7 @@ class _Fields:
         return value
 
     def optional(self, *names: str) -> int | None:
-        """Return the value of the first of ``names`` that is set, or None."""
+        """Return the value of the first of ``names`` that is set; None if none is set."""
         for name in names:
             value = self.values.get(name)
             if value is None:

@@ -122,7 +122,7 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
 
 
 def parse_percentage(text: str) -> float:
-    """Return the percentage ``text`` as a share, 0 to 1.
+    """Return the percentage ``text`` as a fraction, 0 to 1.
 
     Raises:
         UnitError: Not a percentage, no percent sign, or outside 0% to 100%.

@@ -27,7 +27,7 @@ __all__ = ["build_manager", "build_tiers", "check_policies"]
 
 _MAX_QUEUE_S: Final = 1.0
 _RESERVE: Final = 0.1
-"""Share of a tier's slots that write-on-evict keeps free, for the stores of a few steps."""
+"""Fraction of a tier's slots that write-on-evict keeps free, enough for a few steps' stores."""
 _JOB_CHUNKS: Final = 256
 _JOB_NBYTES: Final = 64 << 20
 """Bytes of one job. Larger jobs need fewer I/O calls; smaller jobs delay an urgent job less,
@@ -35,7 +35,7 @@ and leave time to queue the next job before the current one ends."""
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
-    """Build the tiers that ``config`` describes, empty, fastest first.
+    """Build the empty tiers that ``config`` describes, fastest first.
 
     Args:
         config: The configuration.
@@ -72,11 +72,11 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     Args:
         config: The configuration.
         tiers: The tiers that :func:`build_tiers` made.
-        slot_nbytes: Bytes a chunk takes in a tier.
+        slot_nbytes: Bytes of one slot.
         chunk_tokens: Tokens of a chunk of the counting group.
         slot_status: The workers' reports about RAM slots.
-        record_events: Whether to record residency events, which the caller must then take.
-        track_reuse: Whether to record reuse gaps, which the caller must then take.
+        record_events: Whether to record residency events; if so, call ``take_events``.
+        track_reuse: Whether to record reuse gaps; if so, call ``take_reuse_gaps``.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
 

@@ -2,12 +2,14 @@
 
 A prefix is useful only up to its first missing chunk in any KV cache group. So when chunks of
 one request are evicted, the deepest should go first, and all groups should become shorter
-together. Engines name the chunks of a request group by group, each root
-to leaf. *Prompt order* is root to leaf across the groups.
+together.
 
-Groups may have chunks of different lengths. The chunks that an engine names in one call cover
-the same tokens in every group. So a chunk's position in its group, as a share of the group's
-chunks, tells where the chunk ends.
+For each request, an engine lists the chunks of one KV cache group after another, each from root
+to leaf. *Prompt order* merges the groups: all chunks from root to leaf.
+
+Groups may have chunks of different lengths. The chunks of one call are assumed to cover the
+same tokens in every group. So a chunk's relative position in its group (``i`` of ``n``) gives
+the token where the chunk ends.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class CopyList(NamedTuple):
     drops: int
 
     def part(self, copies: Sequence[ChunkCopy]) -> CopyList:
-        """Return a list of only ``copies``, which this list contains in the same order."""
+        """Return a list of ``copies``, which must be a subsequence of this list."""
         if copies == self.copies:
             return self
         keys = [copy.key for copy in copies]
@@ -66,7 +68,7 @@ class CopyList(NamedTuple):
         return CopyList(self.copies[part], self.keys[part], self.slots[part], self.drops)
 
     def cut(self, chunks: int) -> tuple[CopyList, CopyList]:
-        """Return the first ``chunks`` copies and the other copies."""
+        """Split the list after its first ``chunks`` copies; return both parts."""
         return self.between(0, chunks), self.between(chunks)
 
     def head(self, chunks: int) -> CopyList:
@@ -75,7 +77,7 @@ class CopyList(NamedTuple):
 
     @staticmethod
     def join(lists: Sequence[CopyList]) -> CopyList:
-        """Return ``lists``, at least one, as one list."""
+        """Return the concatenation of ``lists``; there must be at least one list."""
         if len(lists) == 1:
             return lists[0]
         return CopyList(
@@ -97,7 +99,7 @@ def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[
 
 
 def by_group(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
-    """Split copies that are sorted by KV cache group into one sequence per group."""
+    """Return one sequence per KV cache group; ``copies`` must be sorted by group."""
     parts: list[Sequence[ChunkCopy]] = []
     begin = 0
     while begin < len(copies):
@@ -112,7 +114,7 @@ def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     """Return the copies of one prompt from root to leaf, with all KV cache groups merged.
 
     Args:
-        copies: Group by group, each group root to leaf.
+        copies: Sorted by group, and within a group from root to leaf.
     """
     if not copies or is_single_group((copies[0].key, copies[-1].key)):
         return copies
@@ -123,7 +125,7 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
     """Return the sorted positions of the ``count`` keys that are closest to the prompt's root.
 
     Args:
-        keys: Keys of one prompt, group by group, each group root to leaf.
+        keys: Keys of one prompt, sorted by group, and within a group from root to leaf.
         count: At most the number of keys.
     """
     if is_single_group(keys):
@@ -136,10 +138,10 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
 def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     """Return the copies of each prompt, in prompt order.
 
-    Chunks behind a gap count as another prompt.
+    Chunks after a gap count as another prompt.
 
     Args:
-        copies: Prompt after prompt, each group by group and root to leaf.
+        copies: Sorted by prompt, then by group, then from root to leaf.
     """
     if not copies:
         return []

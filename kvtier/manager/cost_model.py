@@ -6,22 +6,21 @@ chunks are promoted for a request, the time to load them is compared with the ti
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
 **Which head.** The head that is loaded minimizes its load time minus ``margin`` x its compute
-time. A loaded head saves its tokens whatever happens to the tail; a tail without its head saves
-none. Chunks in RAM cost nothing, but are useless without all chunks before them. The times of
-several tiers are added although loads may overlap: with a sum, a tier that slows down never
-makes the chosen head longer; with a maximum it could. A head is cut so that the load from each
-tier ends well before the deadline, because a request waits in vain for chunks that miss the
+time. A loaded head saves its tokens even if the tail is not loaded; a tail without its head
+saves none. Chunks in RAM cost nothing, but are useless without all chunks before them. The
+times of several tiers are added although loads may overlap. With a sum, a tier that slows down
+never makes the chosen head longer; with a maximum it could. A head is cut so that the load from
+each tier ends well before the deadline. A request would wait in vain for chunks that miss the
 deadline.
 
 **Unknown costs.** While nothing is known about a tier, its chunks are loaded, because the
-deadline bounds the cost. An estimate without new samples is trusted less and less: to decide
-about a new sample, it is halved for every ten seconds of age. A sample is a load of at most 16
-MiB, or of one larger chunk, while nothing else is loaded from the tier. So a tier that was slow
-for a while is found to have recovered, and a tier that is always slow is sampled ever less
-often.
+deadline bounds the cost. A *sample* measures a tier again: a load of at most 16 MiB, or of one
+larger chunk, while nothing else is loaded from the tier. To decide about a sample, the estimate
+is halved for every ten seconds since the last measurement. So the recovery of a tier is
+noticed, and the slower a tier is, the less often it is sampled.
 
 If the estimate of a tier is only a lower bound, only samples are loaded from the tier until a
-sample arrives. Otherwise ever smaller loads would have to miss their deadlines first. With
+sample arrives. Otherwise a series of ever smaller loads would miss their deadlines. With
 several KV cache groups a sample does not help the request, but still measures the tier.
 """
 
@@ -40,7 +39,7 @@ __all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
 
 _SAMPLE_NBYTES: Final = 16 << 20
 _DEADLINE_SHARE: Final = 0.8
-"""Longest planned load time, as a share of the deadline. The rest is a margin, because an
+"""Longest planned load time, as a fraction of the deadline. The rest is a margin, because an
 estimate is a mean, and even a slightly late job moves its bytes in vain."""
 
 
@@ -63,7 +62,7 @@ class LoadChoice:
         cause: Reason for the decision.
         kept: Number of leading chunks that are loaded.
         tokens_per_chunk: Prompt tokens per chunk, on average.
-        skipped: Skipped chunks of each slower tier, by its index.
+        skipped: Number of skipped chunks, by the index of their tier.
         tokens: Prompt tokens that are computed although their chunks were found.
         load_s: Estimated time to load all chunks.
         recompute_s: Estimated time to compute all chunks.
@@ -90,7 +89,7 @@ class CostFigures:
 
     Attributes:
         load_costs: Cost of a load per tier; None where nothing was measured.
-        recompute_s_per_token: Time to compute a token; None where nothing was measured.
+        recompute_s_per_token: Time to compute a token; None if nothing was measured.
         skipped_chunks: Chunks skipped, per tier.
         skipped_tokens: Prompt tokens of these chunks, per tier.
         last: The latest decision to skip or cut a load.
@@ -104,7 +103,7 @@ class CostFigures:
 
 
 class CostModel:
-    """Decides how much of a prefix is loaded, from the times of earlier loads and steps.
+    """Decides how much of a prefix to load, using the times of earlier loads and steps.
 
     It reads no clock: the caller passes the time. One object serves one manager.
 
@@ -188,7 +187,7 @@ class CostModel:
 
     @property
     def recompute_s_per_token(self) -> float | None:
-        """Seconds to compute a prompt token; None where nothing was measured."""
+        """Seconds to compute a prompt token; None if nothing was measured."""
         if self._fixed_s_per_token is not None:
             return self._fixed_s_per_token
         return self._computing.s_per_token
@@ -202,8 +201,8 @@ class CostModel:
             sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
                 RAM or on their way there.
             counted: Number of chunks in the counting group. If ``sources`` has more, there are
-                several KV cache groups. Then all chunks are loaded, or only a sample, because a
-                head of one group is useless.
+                several KV cache groups. Then all chunks are loaded, a sample, or none, because
+                a head of one group is useless.
             now: Seconds on a monotonic clock.
 
         Returns:

@@ -2,13 +2,13 @@
 
 A chunk that a slower tier must still receive is dirty and cannot be evicted. With write-through
 the chunk is dirty from the end of its store until the slower tier has it. With write-on-evict
-the chunk is dirty from the same moment on, but is copied only when free slots are low
+the chunk also becomes dirty at the end of its store, but is copied only when free slots are low
 (:class:`_Reclaimer`). Either way an eviction never waits for a disk, and a chunk that could not
 be copied is counted as lost.
 
 When a slower tier cannot keep up with new chunks, its backlog grows. Beyond a bound the newest
 chunks are not queued: they stay hits in RAM, but are lost when evicted. The bound protects the
-heads of prefixes, because tails are useless without heads, and leaves RAM to the chunks in use.
+heads of prefixes, because tails are useless without heads, and it keeps RAM for chunks in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEMOTE = Purpose.DEMOTE
 
 
 class Demoter:
-    """Queues RAM copies for slower tiers, and plans their jobs within the queue limits."""
+    """Queues RAM copies for slower tiers, and plans demotion jobs within the queue limits."""
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
@@ -52,7 +52,7 @@ class Demoter:
         return self._reclaimer.is_needed
 
     def publish(self, listed: CopyList) -> None:
-        """Make ``listed`` resident in RAM, and queue copies that slower tiers must receive."""
+        """Make ``listed`` resident in RAM; queue the copies that slower tiers must receive."""
         copies = listed.copies
         self._stack.publish(self._ram, copies)
         if len(self._stack.tiers) == 1 or not copies:
@@ -65,7 +65,7 @@ class Demoter:
             self._place(copies)
 
     def add_sole_copies(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Mark ``copies`` dirty if a slower tier must receive them.
+        """Mark as dirty each of ``copies`` that a slower tier must receive.
 
         Args:
             tier: The tier of the copies.
@@ -78,7 +78,7 @@ class Demoter:
                 tier.mark_dirty(group)
 
     def add_recovered(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Mark copies that survived a restart dirty if a slower tier must receive them."""
+        """Mark as dirty each recovered copy that a slower tier must still receive."""
         if tier not in self._reclaimer.tiers:
             return
         slower = self._stack.tiers[tier.index + 1 :]
@@ -146,7 +146,10 @@ class Demoter:
         self.add_sole_copies(self._ram, others)
 
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
-        """Return the head of ``listed`` for which the backlog of tier ``target`` has space."""
+        """Return the head of ``listed`` that fits in the backlog of tier ``target``.
+
+        The other copies are counted as dropped and lost. Returns None if no copy fits.
+        """
         stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
         fits = max(stack.limits.backlog - backlog, 0)
@@ -181,8 +184,8 @@ class Demoter:
         """Return whether one call may free slots for the whole queue of tier ``index``.
 
         Otherwise slots are freed for one job at a time, so that a lack of slots loses only the
-        chunks of that job. A policy that tracks misses or evicts leaves only depends on the
-        order.
+        chunks of that job. A policy that tracks misses or evicts only leaves always gets one
+        job at a time, because the order of misses and evictions matters to it.
         """
         target = self._stack.tiers[index]
         policy = target.eviction
@@ -190,7 +193,11 @@ class Demoter:
         return is_order_free and self._queued[index] <= target.available
 
     def _dequeue(self, index: int, chunks: int) -> CopyList | None:
-        """Take up to ``chunks`` of the oldest queued copies that tier ``index`` still needs."""
+        """Dequeue up to ``chunks`` of the oldest copies that tier ``index`` still needs.
+
+        Returns:
+            The copies; None if nothing was dequeued.
+        """
         queue = self._queues[index]
         taken: list[CopyList] = []
         while queue and chunks > 0:
@@ -223,7 +230,7 @@ class Demoter:
 class _Targets:
     """Asks the placement policy which slower tiers must receive copies.
 
-    One question covers many copies, because the answer is nearly always the same.
+    One call covers many copies, because nearly always all of them get the same answer.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -235,7 +242,8 @@ class _Targets:
         """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
-            The parts to demote now, each with its target tier, and the other sole copies.
+            The parts to demote now, each with its target tier; and the other copies of chunks
+            that no slower tier has.
         """
         stack, new = self._stack, listed.copies
         if stack.has_any(listed.keys, slower_than=0):
@@ -318,10 +326,11 @@ class _DemotionJobs:
             source: Tier of the copies.
             listed: The copies to demote.
             index: Index of the receiving tier.
-            is_eviction: Whether the copies are evicted, in this order, from ``source``.
+            is_eviction: Whether the copies are victims of ``source``, in eviction order.
 
         Returns:
-            How many leading copies have a job; each of them needs a pin for the job.
+            The number of leading copies that have a job. The caller must provide one pin per
+            copy, which the job releases at its end.
         """
         stack = self._stack
         target = stack.tiers[index]
@@ -379,7 +388,7 @@ class _DemotionJobs:
         return arrived
 
     def release(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` need no job; evict the copies that were leaving."""
+        """Record that ``copies`` need no job; evict those that waited in ``tier.leaving``."""
         tier.mark_clean(copies)
         if tier.leaving and copies:
             self._evict_leaving(tier, tier.list_of(copies))
@@ -407,7 +416,10 @@ class _DemotionJobs:
                 self._stack.drop_corrupt(source_tier, source)
 
     def _evict_leaving(self, tier: TierState, listed: CopyList) -> None:
-        """Evict the clean copies that are leaving, but restore each copy that is pinned."""
+        """Evict the clean, unpinned copies of ``listed`` that are in ``tier.leaving``.
+
+        Clean but pinned copies return to the eviction order; dirty copies stay in ``leaving``.
+        """
         are_needed = [copy.pins or copy.dirty for copy in listed.copies]
         if not any(are_needed) and tier.leaving.issuperset(listed.copies):
             self._stack.evict_leaving(tier, listed)
@@ -520,9 +532,10 @@ class _Reclaimer:
     def _room(self, target: TierState) -> int:
         """Return how many chunks may be sent to ``target`` now.
 
-        A target whose slots are all pinned receives none, so the victims wait. They also wait
-        for slots of ``target`` whose chunks are moving to RAM. A target without any slots is
-        sent chunks all the same: they are lost, because waiting would not help.
+        If all slots of ``target`` are pinned, no chunk is sent and the victims wait. While
+        chunks are moving from ``target`` to RAM, only free slots count: the victims wait for
+        the slots of these chunks. If ``target`` has no slots at all, chunks are sent and lost,
+        because waiting would not help.
         """
         queue = self._stack.limits.queue - self._jobs.in_flight[target.index]
         if not target.slots.capacity:

@@ -1,25 +1,25 @@
 """Estimates of how long loading and computing take, from measurements.
 
 *Loading.* The time from the submission of a job to its result is modelled as a start time plus
-a time per byte. The bytes are the job's own and the bytes queued in its tier before the job: a
-request waits for both. Each sample counts by its relative error, so that small and large jobs
-weigh the same, and samples fade with every new one and with time (least squares with
-forgetting; of Ljung, "System Identification", 1999, chapter 11, the scalar case). A load that
+a time per byte. The bytes include those queued in the tier before the job, because a request
+waits for them too. Each sample counts by its relative error, so small and large jobs have equal
+weight. The weight of a sample falls with every later sample and with time (least squares with
+forgetting: the scalar case in Ljung, "System Identification", 1999, chapter 11). A load that
 missed its deadline gives only a lower bound (it is censored, as in Tobin, "Estimation of
 relationships for limited dependent variables", 1958). As a plain sample, such a load would mean
-that any number of bytes takes no longer than the deadline. So the load only raises an estimate
-that is below the deadline, start time and rate alike. A job that never left the queue gives no
-measurement.
+that any number of bytes takes no longer than the deadline. So it only scales up start time and
+rate, and only if the estimate for it is below the deadline. A job that never left the queue
+gives no measurement.
 
 *Computing.* The time per token is the seconds of engine steps divided by their prompt tokens;
 recent steps weigh most. The last tokens of long prompts take longer because of attention. The
 mean covers that if prompts have similar lengths; for a prompt much longer than usual the
 estimate is too low. The engine is shared: work of ``s`` seconds takes ``s / (1 - u)`` on an
-engine that is busy for a share ``u`` of the time, as under processor sharing (Kleinrock,
+engine that is busy for a fraction ``u`` of the time, as under processor sharing (Kleinrock,
 "Time-shared Systems", 1967). Without this factor, loads would be skipped where they help most:
-a load that takes slightly longer than computing still leaves the engine to the requests that
-wait for it. With the factor, the requests of replayed traces wait least, or nearly so, at every
-speed of the disk.
+even a load that takes slightly longer than computing keeps the engine free for other waiting
+requests. In replayed traces the factor gave the shortest waits, or nearly so, at every speed of
+the disk.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _MIN_SPREAD: Final = 1e-2
 """Relative variance of sizes below which start time and rate cannot be distinguished."""
 _BUSY_HALF_LIFE_S: Final = 30.0
 _MAX_BUSY: Final = 0.9
-"""Upper limit of the busy share ``u``, because ``1 / (1 - u)`` is unbounded."""
+"""Upper limit of the busy fraction ``u``, because ``1 / (1 - u)`` is unbounded."""
 _HALF_LIFE_TOKENS: Final = 32_768
 _MIN_TOKENS: Final = 128
-"""Fewest prompt tokens of a sample; weights and launches dominate smaller steps."""
+"""Fewest prompt tokens of a sample. In smaller steps, reading weights and launching kernels
+dominates the time."""
 _MAX_SPECULATED: Final = 16
 
 
@@ -122,7 +123,10 @@ class LoadEstimate:
         return LoadCost(start_s, s_per_byte)
 
     def optimistic_cost(self, now: float) -> LoadCost | None:
-        """Return the fitted cost, reduced as the fit ages, so that new loads are tried."""
+        """Return the fitted cost, halved every ten seconds after the last sample.
+
+        So a tier that was slow is tried again. Returns None before the first sample.
+        """
         cost = self.cost()
         if cost is None:
             return None
@@ -174,5 +178,5 @@ def prompt_tokens(scheduled: Iterable[int]) -> int:
 
 
 def _halved(age_s: float, half_life_s: float) -> float:
-    """Return the share of a weight that is left after ``age_s`` seconds."""
+    """Return the fraction of a weight that is left after ``age_s`` seconds."""
     return math.pow(0.5, max(age_s, 0.0) / half_life_s)

@@ -8,11 +8,11 @@ request starts without a load, is preempted or ends. They also end after a numbe
 without a lookup: the engine may have forgotten the request silently.
 
 The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
-promotions, and *reservations* for direct loads of this step. So a tier that hangs leaves RAM to
-other requests. A reservation is only a number of slots: nothing is evicted yet, because the
-request may not be scheduled. RAM copies that other requests of the step will read count as
-taken, but are not pinned. So an engine should plan each load right after its lookup. If a chunk
-has no slot when its load is planned, only that load fails.
+promotions, and *reservations* for direct loads of this step. So even if a tier hangs, other
+requests get RAM slots. A reservation is only a number of slots: nothing is evicted yet, because
+the request may not be scheduled. The RAM copies that a reserved load will read are not pinned
+either, but count as unavailable. So an engine should plan each load right after its lookup. If
+a chunk has no slot when its load is planned, only that load fails.
 
 Only :class:`Grants` changes a request's phase, a copy's grants and the use of the pin budget.
 """
@@ -42,7 +42,7 @@ _BudgetUse: TypeAlias = tuple[int, int, int]
 
 
 class LookupPhase:
-    """Where a request stands between its first lookup and its load."""
+    """The phases of a request between its first lookup and its load."""
 
     OPEN: ClassVar[int] = 0
     """Lookups see every tier."""
@@ -72,17 +72,19 @@ class RequestState:
         wanted: Chunks that the request waits for, in the order of its load.
         wanted_since_s: Time when the request was queued.
         deferred_steps: Steps since the request entered its phase.
-        looked_up_at: Step of the last lookup, or the step in which the request settled.
+        looked_up_at: Step of the last lookup, or of settling if that was later.
         granted: RAM copies that are pinned for the request.
         pending: Number of ``granted`` copies that are not whole yet.
         jobs: Promotion jobs planned for the request.
-        refused_at: The budget's use when the chunks did not fit; None if they fit.
+        refused_at: Use of the pin budget when the chunks did not fit; None if the chunks fit.
         refusals: Stores refused since the last accepted store.
         is_miss_counted: Whether the request's first miss was counted.
-        has_kv: Whether the engine has computed or loaded KV for it.
-        is_stale: Whether some of that KV is older than a reset, so that nothing is stored.
-        has_gap: Whether an offered chunk was in no tier, so that later chunks were stranded.
-        tails: Last chunk stored or loaded, and its depth, per KV cache group.
+        has_kv: Whether the engine has computed or loaded KV for the request.
+        is_stale: Whether some of the request's KV is older than a reset; then nothing is
+            stored.
+        has_gap: Whether an offered chunk was in no tier, so that the engine computed all later
+            chunks.
+        tails: Per KV cache group, the last chunk that was stored or loaded, and its depth.
     """
 
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
@@ -131,10 +133,10 @@ class RequestState:
     def _extend_group(self, copies: Sequence[ChunkCopy]) -> None:
         """Record that ``copies`` follow the earlier chunks of the request in the same group.
 
-        The depth of a chunk that survived a restart is unknown, and the engine itself may have
-        had part of the prefix. So the larger of two depths counts: that of the last copy, and
-        that of the earlier chunks plus ``copies``. Loaded chunks that are offered again count
-        once.
+        The depth of a chunk that survived a restart is unknown, and part of the prefix may have
+        been in the engine's own cache. So the new depth is the larger of two: the depth of the
+        last copy, and the depth of the earlier chunks plus the number of ``copies``. Loaded
+        chunks that are offered again count once.
         """
         last = copies[-1]
         group = group_part(last.key)
@@ -149,7 +151,7 @@ _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
 class _Reservation(NamedTuple):
-    """RAM slots that a load of this step will take.
+    """RAM slots that are reserved for a load of this step.
 
     Attributes:
         fills: Slots that the load fills from slower tiers.
@@ -169,7 +171,7 @@ class Grants:
     """Keeps the requests that wait for chunks, and the requests to which chunks were granted.
 
     Attributes:
-        queued: Requests that wait for their turn, first come first.
+        queued: Requests that wait for their turn, in the order in which they were queued.
         waiting: Requests with granted chunks on their way.
         settled: Requests whose granted chunks have arrived or failed.
         granted: RAM slots held by grants.
@@ -214,17 +216,16 @@ class Grants:
         return self._changes, self._direct, self._stack.jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
-        """Return whether ``slots`` of the budget are left; record a refusal in ``request``."""
+        """Return whether ``budget_left`` covers ``slots``; record the answer in ``request``."""
         fits = slots <= self.budget_left
         request.refused_at = None if fits else self._budget_use
         return fits
 
     def is_refused(self, request: RequestState) -> bool:
-        """Return whether the budget refused ``request`` and has not changed since then.
+        """Return whether the budget refused ``request`` and the budget's use is still the same.
 
-        Computing the cost of thousands of chunks takes long. While the budget's use is
-        constant, the cost is computed only every few steps, because evictions may change the
-        cost too.
+        Such a request is not tried again, because computing the cost of thousands of chunks
+        takes long. Every few steps the answer is False, because evictions may change the cost.
         """
         if request.deferred_steps % _RECHECK_STEPS == 0:
             return False
@@ -354,8 +355,8 @@ class Grants:
         Args:
             request: The request.
             copies: RAM copies.
-            job_id: The job planned to fill ``copies``; None if none was planned for
-                ``request``.
+            job_id: The job that was planned for ``request`` to fill ``copies``; None if there
+                is none.
         """
         self._changes += 1
         if job_id is not None:
@@ -467,9 +468,8 @@ class Grants:
     ) -> None:
         """Apply ``change`` to the requests that wait for each of ``copies``.
 
-        Chunks with the same waiting requests share one tuple, before and after the change. So a
-        chunk that many requests wait for costs no more per request than a chunk that only one
-        request waits for.
+        Chunks that the same requests wait for have one common tuple, before and after the
+        change. So ``change`` is called once per tuple, not once per chunk.
         """
         waiters = list(map(self._waiters.get, copies, repeat(())))
         if not any(waiters):

@@ -12,11 +12,11 @@ reach       chunks that a group needs
 ``STATE``   the one that ends at ``end``: recurrent layers have one state
 ==========  ======================================================================
 
-A hit ends where a chunk of every group ends, at a multiple of the least common multiple of the
-groups' chunk lengths, as in vLLM's own prefix cache. Anything shorter is a miss. The search
-only shortens the prefix: ``PREFIX`` groups cut it to their first missing chunk, and a chunk
-that another group misses cuts it to the start of that chunk. Then all groups are checked again,
-so the search ends after at most as many rounds as there are chunks.
+A hit ends where a chunk of every group ends, as in vLLM's own prefix cache: at a multiple of
+the least common multiple of the groups' chunk lengths. Anything shorter is a miss. The search
+only shortens the prefix. ``PREFIX`` groups cut it to their first missing chunk. If another
+group lacks a chunk that it needs, the prefix is cut to the start of that chunk. Then these
+other groups are checked again, so there are at most as many rounds as chunks.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class HitRules:
         return needed
 
     def _missing_before(self, end: int, prompt: Prompt, presence: Presence) -> int | None:
-        """Return the first token of a missing chunk that a hit of ``end`` tokens needs."""
+        """Return the first token of a missing chunk of a hit that ends at ``end``, or None."""
         for number, group in self._others:
             size, keys = group.chunk_tokens, prompt.keys[number]
             last = end // size

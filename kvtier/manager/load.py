@@ -1,8 +1,8 @@
-"""Plans loads, and pins their copies until the last worker acknowledged the load.
+"""Plans loads, and pins their copies until every worker has acknowledged the load.
 
-Loads are kept per request rather than per chunk, because a chunk may be dropped, stored again
-and loaded by another request while workers still read its former slot for the first request.
-Each load must take back its own pins.
+Loads are recorded per request, not per chunk. A chunk may be dropped, stored again and loaded
+by another request, while workers still read its former slot for the first request. Each load
+must release exactly its own pins.
 
 **Direct loads** (:mod:`kvtier.manager.promote`). The plan tells the workers the RAM slot of
 each chunk, and the generation that the slot will have, before the slots are filled. A worker
@@ -245,10 +245,10 @@ class Loader:
             self._stack.slot_status.forgive([copy.slot for copy in late if copy not in shared])
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Return those ``late`` copies that other loads in flight also include.
+        """Mark ``late`` copies as late in other loads in flight; return the copies found there.
 
-        The slot status does not tell which load failed. So a shared copy counts as late for all
-        of them, and the last load to complete forgets the failure.
+        The slot status does not tell which load failed. So a copy of several loads counts as
+        late in all these loads, and the last of them to complete forgets the failure.
         """
         shared: set[ChunkCopy] = set()
         for loads in self._loads.values():
@@ -275,10 +275,10 @@ def _load_of(
 
 
 def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
-    """Return ``copy`` if it is resident or being promoted, so that a direct load can use it.
+    """Return ``copy`` if it is resident or being promoted, else None.
 
-    A copy that a worker is storing is excluded: workers waiting for it would not learn of a
-    failed store.
+    A direct load cannot use a copy that a worker is storing: workers that wait for the copy
+    would not learn of a failed store.
     """
     if copy is None or copy.state == _RESIDENT:
         return copy

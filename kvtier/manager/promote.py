@@ -1,24 +1,24 @@
 """Promotes chunks of slower tiers to RAM for waiting requests.
 
 :mod:`kvtier.manager.lookup` finds a hit; :meth:`Promoter.prepare` decides how its chunks reach
-RAM. The placement policy then decides what becomes of each chunk's copies
+RAM. The placement policy then decides which tiers keep a copy of each chunk
 (:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
 
 **Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
 Its load, planned in the same step, allocates the slots and plans the jobs that fill them.
 
 **Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. The
-chunks must stay there until the load. Otherwise one promotion evicts the chunks of another, and
-a prefix larger than RAM is promoted for ever while its request never runs. So:
+chunks must stay there until the load. If they did not, one promotion could evict the chunks of
+another, and a prefix larger than RAM would be promoted for ever without being loaded. So:
 
 * A request is queued once, with all chunks of its hit. They are granted together at the end of
   a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing ones promoted
   into pinned slots.
 * A budget bounds the grants. A request that fits the budget, but not the unused part of the
-  budget, waits for a bounded number of steps and seconds, first come first served. A request
-  that never fits or waited too long is granted the head of its prefix that fits; the rest is
-  recomputed. With several KV cache groups nothing is promoted then, because a head of one group
-  is useless.
+  budget, waits for a bounded number of steps and seconds. Requests are served in order. A
+  request that never fits or waited too long is granted the head of its prefix that fits; the
+  rest is recomputed. With several KV cache groups nothing is promoted then, because a head of
+  one group is useless.
 * When all its chunks have arrived or failed, the request is settled: only RAM counts from then
   on. So every request has its result within a bounded number of lookups.
 """
@@ -78,7 +78,7 @@ class _Hit(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Number of RAM slots of the pin budget that are taken if the chunks are granted."""
+        """Number of slots of the pin budget that a grant of the chunks would use."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> _Hit:
@@ -92,7 +92,7 @@ class _Hit(NamedTuple):
     def affordable(self, budget: int) -> _Hit:
         """Return the longest useful head with a cost of at most ``budget``.
 
-        With several groups a head is useless, except for the chunks in RAM.
+        With several groups a head is useless, so only the chunks in RAM are considered.
         """
         hit = self
         if self.groups != 1:
@@ -142,8 +142,8 @@ class Promoter:
             readable: The slower tiers that the request may read.
 
         Returns:
-            Whether the request can load now. Until the step ends, the slots of the load are
-            reserved.
+            True if the request can load now; the slots are reserved until the step ends. False
+            if the request was queued.
         """
         stack, ram = self._stack, self._ram
         copies = ram.leading(keys)
@@ -247,7 +247,7 @@ class Promoter:
         return self._worthwhile(hit)[1] is None
 
     def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
-        """Return the head of ``hit`` that is worth loading, and the decision to cut ``hit``."""
+        """Return the head of ``hit`` to load, and the decision to cut it (None if uncut)."""
         if not any(hit.tiers):
             return hit, None
         now = self._stack.ctx.now
@@ -261,7 +261,8 @@ class Promoter:
 
         Args:
             request: The request.
-            may_wait: Whether to wait rather than cut the prefix to the part that fits now.
+            may_wait: Whether the request may wait; if not, only the part that fits now is
+                granted.
         """
         stack, grants = self._stack, self._grants
         readable = stack.readable(request.terms.load_tiers)
@@ -394,7 +395,7 @@ class Promoter:
                 self._grants.record_missing(copy)
 
     def _drop_moved(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Drop the sources of moved chunks; return the RAM copies that replace them."""
+        """Drop the source copies of moved chunks; return the RAM copies of these chunks."""
         moved: list[ChunkCopy] = []
         if not record.moved:
             return moved

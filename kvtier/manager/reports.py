@@ -41,8 +41,8 @@ class TierCounters:
     prompt_hits: int = 0
     """Hits of the counting group, which is used to count prompt tokens."""
     misses: int = 0
-    """Requests that needed a chunk in no tier, each counted once. In RAM, also promoted
-    chunks."""
+    """Requests that needed a chunk that no tier had, each counted once. RAM also counts
+    promoted chunks."""
     stored: int = 0
     """Chunks that became resident, from any source."""
     evicted: int = 0
@@ -195,7 +195,7 @@ class EventLog:
             at += room
 
     def take(self) -> list[ResidencyEvent]:
-        """Return the oldest events; none if all were taken."""
+        """Remove and return the oldest events; the list is empty if there are none."""
         taken: list[ResidencyEvent] = []
         chunks = 0
         while self._events and chunks < _MAX_TAKEN_CHUNKS:
@@ -235,7 +235,7 @@ class ReuseGaps:
 
     Attributes:
         is_changed: Whether :meth:`end_step` has anything to do.
-        mask: Bits of a key's :data:`SAMPLING_BYTE` that are 0 in the sample.
+        mask: A key is in the sample if these bits of its :data:`SAMPLING_BYTE` are 0.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,9 +1,9 @@
 """Keeps chunks in RAM until a deadline, whatever the eviction policy would do.
 
 A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
-The sender of the request knows that, but the chunks look unused to the cache. A deadline,
-unlike a flag, needs no second message to end it (Mooncake's soft pins and Continuum's, arXiv
-2511.02230, are of this kind).
+The sender of the request knows that, but the chunks look unused to the cache. Unlike a flag, a
+deadline needs no second message that ends it (Mooncake's soft pins and Continuum's pins, arXiv
+2511.02230, also have deadlines).
 
 A quota bounds the retained chunks. Beyond the quota, more chunks are refused; they do not
 replace retained ones. Chunks are released early only for a store or a promotion that has waited
@@ -110,7 +110,7 @@ class Retention:
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Release ``copy`` if ``until`` is still its deadline."""
+        """Release ``copy`` if ``until`` is still its deadline; return whether it is."""
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]

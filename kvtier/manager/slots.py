@@ -109,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent that has ``wanted`` slots, or else of a long extent."""
+        """Return the start of an extent with ``wanted`` slots, else of one of the longest."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()
@@ -125,7 +125,7 @@ class SlotAllocator:
         return next(iter(self._bins[number]))
 
     def _extent_around(self, slot: int) -> int | None:
-        """Return the start of the free extent that holds ``slot``."""
+        """Return the start of the free extent that holds ``slot``; None if it is not free."""
         if slot in self._end_of:
             return slot
         # Recovery takes slots in ascending order, so the extent is nearly always the last one

@@ -2,9 +2,9 @@
 
 A store is planned before a byte moves: slots are allocated and the chunks are added as
 *writing*. Chunks become hits once every rank has recorded that its bytes are whole. The engine
-offers a request's chunks at every step until they are accepted. So a store that finds too few
-slots is refused a few times, and only then cut to the chunks that fit, because the engine
-forgets the chunks that an accepted store leaves out.
+offers a request's chunks at every step until a store is accepted. Then it forgets the chunks
+that the store leaves out. So a store that finds too few slots is first refused a few times.
+Only then is it cut to the chunks that fit.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Storer:
     ) -> tuple[Sequence[int], bool]:
         """Count the ``keys`` that had to be computed because an earlier chunk is in no tier.
 
-        In the simulator this is ``hits - lead_chunks`` of a tier. Only the counting group
-        counts, because a sliding window may have gaps.
+        The simulator reports the same as ``hits - lead_chunks`` of a tier. Only keys of the
+        counting group are counted, because a sliding window may have gaps.
 
         Returns:
             The count of each tier, and whether the chunks after ``keys`` are stranded too.
@@ -157,7 +157,10 @@ class Storer:
             request.has_gap = has_gap
 
     def _is_whole_store(self, listed: CopyList, keys: Collection[ChunkKey]) -> bool:
-        """Return whether ``keys`` equal ``listed.keys`` and RAM dropped no chunk meanwhile."""
+        """Return whether ``listed``, made when the store was planned, still matches ``keys``.
+
+        It does if the keys are equal and RAM has dropped no chunk since the store was planned.
+        """
         if listed.drops != self._ram.drops or len(keys) != len(listed.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may pass a set
@@ -181,7 +184,7 @@ class Storer:
     def _store(
         self, new: Sequence[ChunkKey], offered: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
-        """Plan a store of ``new``, which are the chunks of ``offered`` that RAM lacks."""
+        """Plan a store of ``new``, the ``offered`` keys that RAM lacks; None to postpone it."""
         stack, ram = self._stack, self._ram
         fits = self._fitting(len(new), request)
         if fits is None:
@@ -221,7 +224,7 @@ class Storer:
         return None
 
     def _count_refused(self, chunks: int) -> None:
-        """Count refused chunks, and chunks refused because dirty copies hold the slots."""
+        """Count ``chunks`` as refused and, up to the number of dirty copies, as dropped."""
         ram = self._ram
         ram.counters.refused += chunks
         ram.counters.dropped += min(chunks, ram.dirty)
@@ -249,7 +252,7 @@ def _places(
     Args:
         new: Chunks to store, those of each group root to leaf.
         offered: All offered chunks, ``new`` included.
-        tails: Last earlier chunk of each group, and its depth; updated.
+        tails: Last earlier chunk of each group, and its depth; this function updates it.
     """
     group = group_part(offered[0])
     if len(new) == len(offered) and is_single_group(new):

@@ -33,8 +33,8 @@ _PREALLOCATED_COPIES = 1 << 18
 class TierState:
     """Slots, copies, eviction order and counters of one tier.
 
-    When a chunk is evicted, its slot keeps the copy object for the next chunk, because making
-    an object costs more than all other work for a chunk here. Nothing refers to an evicted
+    When a chunk is evicted, its slot keeps the copy object for the next chunk. Making a new
+    object would cost more than all other work for a chunk here. Nothing refers to an evicted
     copy. A dropped copy may still have references, so its slot gets a new object. RAM's objects
     are made at start, so that the scheduler does not pay for them later.
 
@@ -56,7 +56,7 @@ class TierState:
             they are hits outside the eviction order.
         drops: Number of copies dropped so far. While the number is constant, pinned copies stay
             in the tier.
-        requested_slots: Most slots that were requested in vain since the last reclaim.
+        requested_slots: Largest number of slots requested in vain since the last reclaim.
         counters: What happened in the tier.
     """
 
@@ -194,12 +194,13 @@ class TierState:
     def publish(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext, *, is_ordered: bool = False
     ) -> None:
-        """Make written copies resident and take back their writer's pin.
+        """Make written copies resident and remove their writer's pin.
 
         Args:
-            copies: Prompt after prompt, each group by group and root to leaf.
+            copies: Sorted by prompt, then by group, then from root to leaf.
             ctx: The information that policies may use.
-            is_ordered: Whether ``copies`` are in another tier's eviction order instead.
+            is_ordered: Whether ``copies`` are instead in the order in which another tier picked
+                them as victims.
         """
         self.idle += self._end_writing(copies)
         if self._children is not None:
@@ -228,7 +229,7 @@ class TierState:
         return was_writing
 
     def abort(self, copy: ChunkCopy) -> None:
-        """Drop a copy whose bytes did not arrive, and take back its writer's pin."""
+        """Drop a copy whose bytes did not arrive, and remove its writer's pin."""
         self.drop(copy)
         self.unpin((copy,))
 
@@ -244,7 +245,7 @@ class TierState:
         self.idle -= busied
 
     def unpin(self, copies: Iterable[ChunkCopy]) -> None:
-        """Take back one pin of each copy; the last pin of a dropped copy frees its slot."""
+        """Remove one pin of each copy; the last pin of a dropped copy frees the copy's slot."""
         freed = 0
         for copy in copies:
             copy.pins = pins = copy.pins - 1
@@ -257,7 +258,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Increment the dirty count of resident ``copies``: they now wait for one more tier."""
+        """Increment the dirty count of resident ``copies``: one more tier must receive each."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -269,7 +270,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Decrement the dirty count of ``copies``: they now wait for one tier fewer."""
+        """Decrement the dirty count of ``copies``: one tier fewer must receive each."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -342,7 +343,7 @@ class TierState:
         self.eviction.on_hit_many(copies, ctx)
 
     def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Put ``copies`` that are leaving back into the eviction order."""
+        """Return those of ``copies`` that are in :attr:`leaving` to the eviction order."""
         if self.leaving.isdisjoint(copies):
             return
         for copy in copies:
@@ -377,13 +378,13 @@ class TierState:
         return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        """Pick up to ``count`` unpinned victims, clean or dirty, and mark them as leaving."""
+        """Move up to ``count`` unpinned victims, dirty or not, to ``leaving``; return them."""
         victims = self._pick(count, is_unpinned, is_unpinned_leaf, ctx)
         self.leaving.update(victims)
         return victims
 
     def evict_leaving(self, listed: CopyList) -> None:
-        """Evict unpinned copies that are leaving, clean or dirty."""
+        """Evict ``listed``: unpinned copies in :attr:`leaving`, clean or dirty."""
         victims = listed.copies
         dirty = 0
         for victim in victims:
@@ -397,7 +398,7 @@ class TierState:
         self.slots.release(listed.slots)
 
     def drop(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` a miss; its slot is free once nothing pins it."""
+        """Make ``copy`` a miss; its slot becomes free when the copy has no pin."""
         if copy.state == _GONE:
             return
         was_resident = copy.state == _RESIDENT
@@ -426,7 +427,7 @@ class TierState:
         return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
 
     def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
-        """Unpin ``copies`` and make them resident; return how many nothing else pins."""
+        """Unpin ``copies`` and make them resident; return how many have no other pin."""
         if self.index:
             for copy in copies:  # in a slower tier only the writer pins a copy
                 copy.state = _RESIDENT
@@ -468,7 +469,7 @@ class TierState:
     def _pick(
         self, count: int, evictable: Evictable, evictable_leaf: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
-        """Take up to ``count`` victims out of the eviction order."""
+        """Remove up to ``count`` victims from the eviction order and return them."""
         if self._children is None:
             return self.eviction.pick_many(count, evictable, ctx)
         # One by one: a parent becomes a candidate when its last child was picked.
@@ -519,7 +520,7 @@ class _ChildCounts:
         self._of_absent: dict[ChunkKey, int] = {}
 
     def arrive(self, copies: Sequence[ChunkCopy]) -> None:
-        """Count each of ``copies`` as a child of its parent, and restore its own count."""
+        """Count each of ``copies`` as a child of its parent, and restore its child count."""
         for copy in copies:
             copy.child_count += self._of_absent.pop(copy.key, 0)
             self.add(copy)

@@ -42,21 +42,21 @@ class ManagerLimits:
 
     Attributes:
         pin_budget: RAM slots that may be held for waiting requests.
-        reserve: Share of a tier's slots that write-on-evict keeps free.
+        reserve: Fraction of a tier's slots that write-on-evict keeps free.
         queue: Chunks that may be on their way to one slower tier at a time.
-        batch: Most chunks of one job.
+        batch: Largest number of chunks in one job.
         retained: RAM slots that may be retained until a deadline.
         backlog: Chunks that may be queued for one slower tier or on their way there. Beyond
             that, new chunks stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
-        max_queue_steps: Steps that a request waits at most for its promotions to start.
-        max_queue_s: Seconds that the same wait may take; the wait ends once both limits have
-            passed.
+        max_queue_steps: Limit, in steps, of a request's wait for its promotions to start.
+        max_queue_s: Limit of that wait in seconds; the wait ends once both limits have passed.
         max_arrival_steps: Steps that a request may wait for chunks on their way.
         max_idle_grant_steps: Steps without a lookup after which a request's grants end.
         max_store_refusals: Refusals after which a store is cut to the chunks that fit.
-        direct_loads: Whether chunks in slower tiers are hits at once and loaded as they arrive.
+        direct_loads: Whether chunks in slower tiers may be loaded directly; else all loads are
+            staged.
     """
 
     pin_budget: int
@@ -79,8 +79,8 @@ class SlotStatus(Protocol):
     """The workers' reports about RAM slots, read from shared memory.
 
     An acknowledgement says that a job ended in every rank, not which of its chunks are whole.
-    The workers write that per slot into memory that they share with the scheduler. Both entry
-    points into vLLM use it.
+    The workers write that status per slot into memory that they share with the scheduler. Both
+    entry points use this interface.
     """
 
     def issue(self, slots: Sequence[int]) -> None:
@@ -93,10 +93,13 @@ class SlotStatus(Protocol):
         """Return for each slot whether every rank stored all bytes of the slot's generation."""
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether no rank failed to load the slot's generation."""
+        """Return for each slot whether all loads of its generation succeeded on every rank.
+
+        True if there were no such loads.
+        """
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Forget failed loads from ``slots`` that no load is using."""
+        """Forget failed loads from ``slots``; no load may be using these slots."""
 
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""
@@ -105,7 +108,7 @@ class SlotStatus(Protocol):
 def first_resident(
     tiers: Iterable[TierState], key: ChunkKey
 ) -> tuple[TierState, ChunkCopy] | None:
-    """Return the first of ``tiers`` with a resident copy of ``key``, and the copy."""
+    """Return the first of ``tiers`` with a resident copy of ``key``, and the copy; or None."""
     for tier in tiers:
         copy = tier.copies.get(key)
         if copy is not None and copy.state == _RESIDENT:
@@ -134,7 +137,7 @@ class TierStack:
         corrupt: Slots that a restart must not recover, as (tier index, slot).
         gaps: Per tier, how soon evicted chunks were looked up again.
         tracks_reuse: Whether ``gaps`` are recorded.
-        restricts_stores: Whether a request ever restricted the tiers of its chunks.
+        restricts_stores: Whether any request so far has limited the tiers to store in.
         events: Residency events that were not taken yet.
     """
 
@@ -186,7 +189,7 @@ class TierStack:
         self.ctx.session = terms.session
 
     def end_reuse_step(self) -> None:
-        """Let the :class:`ReuseGaps` of every tier end the current step."""
+        """End the current step in the :class:`ReuseGaps` of every tier."""
         for gaps in self.gaps:
             if gaps.is_changed:
                 gaps.end_step(self.ctx.now)
@@ -294,7 +297,7 @@ class TierStack:
         return taken
 
     def evict_leaving(self, tier: TierState, listed: CopyList) -> None:
-        """Evict the leaving copies of ``listed`` and record the evictions."""
+        """Evict ``listed``, all in ``tier.leaving``, and record the evictions."""
         tier.evict_leaving(listed)
         self._record_evicted(tier, listed.keys)
 
@@ -315,7 +318,7 @@ class TierStack:
         tier.drop(copy)
 
     def unpin(self, copies: Sequence[ChunkCopy]) -> None:
-        """Take back one pin of each RAM copy; drop transient copies with their last pin."""
+        """Remove one pin of each RAM copy; drop transient copies that lose their last pin."""
         self.ram.unpin(copies)
         self.drop_transient(copies)
 
@@ -369,7 +372,7 @@ class JobRecord:
         epoch: The cache epoch of the job; after a reset its result only frees slots.
         is_late: Whether its deadline passed.
         moved: The sources to drop once their bytes arrive.
-        is_eviction: Whether the sources are evicted, in this order, to free slots.
+        is_eviction: Whether the sources are victims, in eviction order.
     """
 
     source: int
@@ -387,7 +390,7 @@ class JobRecord:
         return not self.destination
 
     def split(self, outcomes: Sequence[Outcome]) -> tuple[Sequence[ChunkCopy], list[Failure]]:
-        """Return the copies whose bytes arrived, and the failures."""
+        """Return the destination copies whose bytes arrived, and the failures."""
         if outcomes.count(_DONE) == len(self.destinations):
             return self.destinations, []
         moves = list(zip(self.sources.copies, self.destinations, outcomes, strict=True))
@@ -442,7 +445,7 @@ class _StorageJobs:
         timeout_s: float,
         generations: Sequence[int] | None = None,
     ) -> JobId:
-        """Number a job, remember it and queue it for the engine.
+        """Record a job and queue it for the engine; return the job's new id.
 
         Args:
             record: The job.
@@ -493,7 +496,7 @@ class _StorageJobs:
         return planned
 
     def take_cancelled(self) -> list[JobId]:
-        """Return the jobs to cancel since the last call."""
+        """Return the ids of the jobs to cancel that were queued since the last call."""
         cancelled = self._cancelled
         if cancelled:
             self._cancelled = []

@@ -1,15 +1,15 @@
 """The manager of all tiers: decides where every chunk is, and moves no bytes.
 
 It knows the state of all tiers and answers the engine's scheduler from it. It does no I/O,
-never waits and never reads a clock. What should happen leaves as :class:`~kvtier.types.Job`
-values, and what happened returns as :class:`~kvtier.types.TransferResult` values. So the same
-object serves a live engine and a simulator.
+never waits and never reads a clock. It returns :class:`~kvtier.types.Job` values, which the
+caller runs, and is given their :class:`~kvtier.types.TransferResult` values. So a live engine
+and a simulator use the same class.
 
 Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill the slot, and
 ``complete_store`` makes it a hit if the workers recorded that its bytes are whole. The
-:class:`~kvtier.manager.demote.Demoter` then copies it to slower tiers. A later request that
-finds it there waits while the :class:`~kvtier.manager.promote.Promoter` brings it to RAM and
-pins it for that request. ``prepare_load`` pins it until ``complete_load``.
+:class:`~kvtier.manager.demote.Demoter` then copies it to slower tiers. If a later request finds
+the chunk only there, the :class:`~kvtier.manager.promote.Promoter` promotes it to RAM and pins
+it for that request. ``prepare_load`` pins it until ``complete_load``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class TieredOffloadingManager:
         placement: Decides what moves between tiers.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
-        record_events: Whether :meth:`take_events` is called.
-        track_reuse: Whether :meth:`take_reuse_gaps` is called.
+        record_events: Whether the caller calls :meth:`take_events`.
+        track_reuse: Whether the caller calls :meth:`take_reuse_gaps`.
         cost_model: Decides which loads are worth their time; if omitted, all loads are.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
@@ -102,7 +102,7 @@ class TieredOffloadingManager:
             self._grants.release(request)
 
     def fail_request(self, req_id: str) -> None:
-        """Answer every lookup of a request with a miss until it ends."""
+        """Make every further lookup of a request a miss, until the request ends."""
         request = self._requests.get(req_id)
         if request is not None:
             self._grants.fail(request)
@@ -172,8 +172,8 @@ class TieredOffloadingManager:
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
         """Allocate RAM slots for the ``keys`` that RAM lacks, evicting idle copies as needed.
 
-        An offer counts as a use of the chunks that are in RAM. If only some fit, the tail is
-        refused, because a suffix is useless without its prefix.
+        An offer counts as a use of the chunks that are in RAM. If only some of the others fit,
+        their tail is refused, because a suffix is useless without its prefix.
 
         Returns:
             The chunks to store, possibly none. None if there are too few slots now: nothing
@@ -188,7 +188,7 @@ class TieredOffloadingManager:
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Let lookups find each stored chunk for which every worker recorded a complete store.
+        """Make each of ``keys`` a hit if every worker recorded that its bytes are whole.
 
         Keys that are not being stored are ignored.
         """
@@ -197,7 +197,7 @@ class TieredOffloadingManager:
     # -- retention --------------------------------------------------------------------------
 
     def retain(self, keys: Iterable[ChunkKey], until: float) -> int:
-        """Protect ``keys`` that are resident in RAM from eviction until the deadline ``until``.
+        """Protect the resident RAM copies of ``keys`` from eviction until time ``until``.
 
         Retained chunks count against ``limits.retained``, and a reset releases them. They are
         released early only for a store or promotion that has waited and finds no other slots.
@@ -267,7 +267,7 @@ class TieredOffloadingManager:
         """Set the indices of slower tiers that are out of service; nothing is read from them.
 
         Chunks in no other tier are misses; promotions in flight fail on their own.
-        Do not call it between a lookup and the ``prepare_load`` that relies on it.
+        Do not call this between a lookup and the ``prepare_load`` that relies on the lookup.
         """
         self._stack.out_of_service = tiers
 
@@ -294,8 +294,8 @@ class TieredOffloadingManager:
     def apply(self, result: TransferResult) -> None:
         """Apply the result of a storage job; results of unknown jobs are ignored.
 
-        Do not call it between a lookup and the ``prepare_load`` that relies on it, because this
-        call evicts victims that arrived in a slower tier.
+        Do not call this between a lookup and the ``prepare_load`` that relies on the lookup,
+        because this call evicts victims that arrived in a slower tier.
         """
         stack = self._stack
         record = stack.jobs.find(result.job_id)
@@ -407,9 +407,9 @@ class TieredOffloadingManager:
         """Make every chunk in every tier a miss, because weights may have changed.
 
         Slots that a storage job or a worker may still touch stay out of use until both are
-        done. Loads and stores prepared before need no ``complete_*`` call. A request with KV
-        from before the reset stores nothing until it loses its blocks, because the KV may be
-        outdated.
+        done. Loads and stores prepared before the reset need no ``complete_*`` call. A request
+        with KV from before the reset stores nothing until it loses its blocks, because the KV
+        may be outdated.
         """
         stack = self._stack
         stack.epoch += 1
@@ -450,12 +450,12 @@ class TieredOffloadingManager:
 
 
 class _Quarantine:
-    """RAM copies from before a reset that a worker may still touch.
+    """RAM copies that a reset dropped but a worker may still touch.
 
-    A reset makes every chunk a miss at once, but does not stop bytes in flight: a storage job
-    may be reading or writing a slot, and so may a worker, although the engine no longer reports
-    when the worker is done. Such a slot stays pinned until its job has settled and the workers
-    acknowledged their jobs.
+    A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job
+    may be reading or writing a slot. So may a worker, and after a reset the engine no longer
+    reports when the worker is done. Such a slot stays pinned until its job has settled and the
+    workers acknowledged their jobs.
     """
 
     def __init__(self, stack: TierStack) -> None:

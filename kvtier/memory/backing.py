@@ -29,7 +29,7 @@ _PREFAULT_PIECE_NBYTES = 1 << 30
 
 
 def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
-    """Create an anonymous memory file with every page in place.
+    """Create an anonymous memory file with every page allocated.
 
     Args:
         name: Shown in ``/proc/PID/maps``.
@@ -82,7 +82,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now, because later it would delay requests or kill the engine."""
+    """Allocate every page now; a later allocation would delay requests or kill the engine."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 

@@ -16,11 +16,11 @@ memory that both sides map, *before* it acknowledges a job:
     ``generation``, which others may write at the same moment. If the bytes were only late, the
     scheduler clears the word after the load.
 
-Each number is an aligned machine word. A worker writes a slot's words while the worker has a
-job on the slot, the scheduler while no worker has one, so no lock is needed. A worker writes
-before the engine reports the job as finished, and the scheduler reads after that report. Only
-acknowledgements are incremented. The increments take a lock, because two loads of one slot may
-end at once in two threads of a rank.
+Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
+slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
+worker writes before the engine reports the job as finished, and the scheduler reads after that
+report. Only acknowledgements are incremented. The increments need a lock, because two loads of
+one slot may end at the same time in two threads of a rank.
 
 The storage engine writes ``generation`` when a chunk was promoted or the promotion failed, and
 workers may be polling that word. The chunk's bytes are written before the word; if another
@@ -92,7 +92,7 @@ class ControlBlock:
         self._generation[rank, index[borne]] = 0
 
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
-        """Record that this rank finished one job on each of ``slots``, which all differ."""
+        """Record that this rank finished one job on each of ``slots``, all distinct."""
         index = _index(slots)
         with self._acknowledging:
             self._acknowledged[rank, index] += _ONE
@@ -109,11 +109,11 @@ class ControlBlock:
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have their required stamp and which slots will never get one.
+        """Return which slots have their required stamp and which slots will never get it.
 
         Returns:
-            Per slot, whether its bytes are whole, and whether they are lost because the write
-            failed or the slot has another stamp.
+            Two lists with one entry per slot: whether its bytes are whole, and whether its
+            bytes are lost because the write failed or the slot has another stamp.
         """
         # A copy: a stamp published between two reads of one word would look like another one.
         words = self._generation[rank, _index(slots)].copy()
@@ -135,7 +135,7 @@ class ControlBlock:
     # -- scheduler ----------------------------------------------------------------------------
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Add one to the number of jobs issued on each of ``slots``, which all differ."""
+        """Add one to the number of jobs issued on each of ``slots``, all distinct."""
         self._issued[_index(slots)] += _ONE
 
     def withdraw(self, slots: Sequence[int]) -> None:
@@ -150,7 +150,10 @@ class ControlBlock:
         return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether every rank's loads under the given stamp succeeded."""
+        """Return for each slot whether all loads with its given stamp succeeded on every rank.
+
+        True if there were no such loads.
+        """
         if not slots:
             return []
         return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
@@ -185,7 +188,7 @@ def _refused_at(slots: int, ranks: int) -> int:
 
 
 def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:
-    """Return ``slots`` as a slice if they are consecutive, which numpy indexes fastest."""
+    """Return a numpy index of ``slots``: a slice (fastest) if consecutive, else an array."""
     if slots and slots[-1] - slots[0] == len(slots) - 1:
         extent = range(slots[0], slots[-1] + 1)
         if list(slots) == list(extent):

@@ -1,10 +1,10 @@
 """Copies between an engine's KV blocks and RAM slots.
 
 A slot holds one chunk for all ranks, in stripes (:mod:`kvtier.memory.slot_layout`). A stripe
-holds its part of ``blocks_per_chunk`` blocks in order, and within a block its part of all
-layers' pages in order.
+holds a part of each of the chunk's ``blocks_per_chunk`` blocks, in order. Within a block it
+holds a part of each layer's page, in order.
 
-The engine keeps the same pages layer by layer. Copying page by page would take one call per
+The engine keeps these pages layer by layer. Copying page by page would take one call per
 page. So blocks are gathered into a staging tensor on their device, one call per layer, and
 whole rows of that tensor are copied to consecutive slots.
 """
@@ -39,13 +39,14 @@ Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _STAGING_NBYTES = 64 << 20
-"""Most device memory that a copy uses, because the engine leaves little of it."""
+"""Limit of the device memory that a copy uses, because the engine leaves little memory."""
 _KEPT_NBYTES = 8 << 20
 """Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
 than the copy. A small buffer also stays in the processor's caches."""
 _SHORTEST_NBYTES = 64 << 10
-"""Shortest contiguous range with a copy call of its own between host and device. A call takes
-some microseconds, enough to copy a range of this length through memory not page-locked."""
+"""Shortest contiguous range that gets its own copy call between host and device. In the few
+microseconds of a call, torch can copy a range of this length through memory that is not
+page-locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class GroupCopy:
     subs: Indices
 
     def part(self, which: slice | Flags) -> GroupCopy:
-        """Return some of these copies, in the same order."""
+        """Return the copies that ``which`` selects, without changing their order."""
         return GroupCopy(self.group, self.blocks[which], self.slots[which], self.subs[which])
 
 
@@ -119,9 +120,10 @@ class BlockCopyPlan:
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
         """Return the slots that certainly receive every block of their chunk in a store.
 
-        The first chunk of a group may lack its head: the index of its first block says so. The
-        engine does not say which other blocks are missing. Later blocks then move up into wrong
-        places, and the group's last chunk lacks its end. Then no slot counts as filled.
+        The first chunk of a group may lack its head; the index of the group's first block shows
+        this. If other blocks are missing, the engine does not say which. The later blocks then
+        move up into wrong places, and the group's last chunk lacks its end. In this case no
+        slot of the group counts as filled.
         """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots
@@ -146,7 +148,7 @@ def plan_copy(
     Args:
         block_ids: Block numbers, group after group.
         group_sizes: How many of ``block_ids`` belong to each group.
-        block_indices: Logical index in the request of each group's first block. If it is not
+        block_indices: Index, within the request, of each group's first block. If it is not
             a multiple of ``blocks_per_chunk``, the group's first chunk is partial. The last
             chunk may be partial too.
         slots: RAM slots of the chunks, group after group.
@@ -202,7 +204,7 @@ class BlockCopier:
     Args:
         kv: The rank's KV memory.
         region: The RAM slots.
-        share: Which stripes of each slot are the rank's.
+        share: The stripes of each slot that belong to the rank.
         blocks_per_chunk: Blocks of a chunk.
 
     Raises:
@@ -290,7 +292,7 @@ class BlockCopier:
     def _places(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of ``staged``, each with the view of the slots for the same bytes."""
+        """Yield pairs of views: a part of ``staged``, and its place in the slots."""
         words = slice(staged.shape[2])
         for rows, slots, sub in _runs(copy):
             for parts, stripes in self._share.runs():
@@ -339,8 +341,8 @@ def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
 
     If one side is not contiguous, torch copies in two steps through its own memory, which on
     the host is not page-locked. That is slow, so long contiguous ranges are copied one by one,
-    and only shorter ranges go that way. These copies wait, because otherwise the second step
-    might use bytes that the first has not delivered.
+    and only shorter ranges are copied in two steps. Such a copy waits, because otherwise the
+    second step might use bytes that the first has not delivered.
 
     Args:
         destination: A tensor on the device or the host.

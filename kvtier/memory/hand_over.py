@@ -2,12 +2,12 @@
 
 vLLM's processes are not kvtier's children, so they inherit nothing. The descriptor is sent
 through a Unix socket in a directory that only this user may enter, below the directory for
-temporary files. So the file system keeps out other users and containers with another directory
-for temporary files. An abstract socket would be open to everybody on the same network
+temporary files. So the file system keeps out other users, and containers that have another
+directory for temporary files. An abstract socket would be open to everybody in the same network
 namespace.
 
-A process that is killed while it serves leaves only the socket's name. The next server removes
-it, with the directory locked for that moment.
+A process that is killed while it serves leaves only the socket's file. The next server removes
+this file, and locks the directory while it does so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOT_SERVED: Final = (
     TimeoutError,
     EOFError,
 )
-"""Errors of :func:`receive_region` that a later attempt may not have."""
+"""Errors of :func:`receive_region` after which a later attempt may succeed."""
 
 _HELLO_NBYTES = 4096
 _THANKS = b"+"
@@ -150,7 +150,7 @@ class RegionServer:
                     served += self._hand_over(peer)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Send ``peer`` the descriptor if it has the same user; return whether it confirmed."""
+        """Send ``peer`` the descriptor, except to other users; return whether it confirmed."""
         if self._stopping or _uid_of(peer) != os.geteuid():
             return False
         try:
@@ -165,7 +165,7 @@ class RegionServer:
 def receive_region(
     name: str, geometry: RegionGeometry | None, deadline: float
 ) -> tuple[int, RegionGeometry]:
-    """Return a descriptor of the region, which the caller closes, and the region's shape.
+    """Return the region's descriptor and shape; the caller must close the descriptor.
 
     Args:
         name: Unique to the engine on this host.
@@ -278,7 +278,7 @@ def _require_shape(name: str, served: RegionGeometry, geometry: RegionGeometry |
 
 
 def _uid_of(peer: socket.socket) -> int:
-    """Return the user id of the other end, from the kernel."""
+    """Return the user id of the process at the other end, as the kernel reports it."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return int(uid)

@@ -68,7 +68,7 @@ class HostRegion:
         timeout_s: float,
         huge_pages: HugePages = "auto",
     ) -> Self:
-        """Create the region, with every page in place, and serve it under ``name``.
+        """Create the region, with every page allocated, and serve it under ``name``.
 
         Args:
             name: Unique to the engine on this host.

@@ -39,7 +39,7 @@ class PagedMemory:
         ConfigError: The layers' pages are not whole words.
 
     Attributes:
-        kv: The same memory, as the argument that the worker side takes.
+        kv: The same memory, in the form that the worker side expects.
     """
 
     def __init__(self, *, layers: int, blocks: int, block_nbytes: int) -> None:
@@ -56,13 +56,13 @@ class PagedMemory:
         self.kv = KVBlocks(tensors, [pages])
 
     def fill(self, blocks: Sequence[int], seeds: Sequence[int]) -> None:
-        """Write the content of ``blocks``, as if they had been computed."""
+        """Write into each of ``blocks`` the content that its seed determines."""
         for layer, memory in enumerate(self._words):
             for block, seed in zip(blocks, seeds, strict=True):
                 np.add(self._places, _first_word(layer, seed), out=memory[block])
 
     def holds(self, blocks: Sequence[int], seeds: Sequence[int]) -> bool:
-        """Return whether every byte of ``blocks`` is right."""
+        """Return whether ``blocks`` hold exactly what :meth:`fill` writes for ``seeds``."""
         return all(
             np.array_equal(memory[block], self._places + _first_word(layer, seed))
             for layer, memory in enumerate(self._words)

@@ -2,10 +2,10 @@
 
 With tensor parallelism every rank keeps the KV of its own attention heads. The simple layout
 gives each rank one contiguous range of the slot, its *shard*, with blocks and layers in any
-order. Only an engine with as many ranks can read a shard.
+order. Only an engine with the same number of ranks can read a shard.
 
 A page holds one layer of one block. The pages of all ranks together form the *canonical page*,
-which an engine with one rank has. If an engine keeps heads outermost within a page (vLLM's
+the page of an engine with one rank. If an engine keeps heads outermost within a page (vLLM's
 ``LBHNC``), the canonical page is the ranks' pages in order. Then each eighth of the canonical
 page has the same bytes for one, two, four and eight ranks. So a slot has eight *stripes*, and
 stripe ``s`` holds the ``s``-th eighth of every canonical page, by block and then by layer::
@@ -18,12 +18,12 @@ order with the heads innermost, ``[block][layer][rank]``, would be as portable, 
 a rank's part into one range per layer.
 
 There are eight stripes, and not one per head, because the engine describes its pages by bytes
-and does not say which bytes are a head. Stripes require that every rank's part of every page is
-whole eighths. That is true for 1, 2, 4 and 8 ranks with heads outermost. It is also true with
-more ranks than heads, if several ranks then have the same head. And it is true if all ranks
-have the same KV (multi-head latent attention), which is then stored once. Engines with three
-ranks, with sixteen ranks of a head each, or with tokens outermost get slots with shards from
-:mod:`kvtier.vllm.pages`.
+and does not say which bytes are a head. Stripes require that a rank's page is a whole number of
+eighths of the canonical page. That is true for 1, 2, 4 and 8 ranks with heads outermost. It is
+also true with more ranks than heads, if several ranks then have the same head. And it is true
+if all ranks have the same KV (multi-head latent attention), which is then stored once. For
+engines with three ranks, with sixteen ranks of one head each, or with tokens outermost,
+:mod:`kvtier.vllm.pages` chooses shards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STRIPES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RegionGeometry:
-    """Shape of a host region; every process of an engine must use an equal one.
+    """Shape of a host region; all processes of an engine must use the same shape.
 
     Attributes:
         slots: Slots of the RAM tier.

@@ -1,14 +1,14 @@
 """Copy streams: where copies run, and which point in the compute stream they must follow.
 
-On a GPU a copy runs on a stream of its own, after a fence in the engine's compute stream. The
-thread that asked for the copy waits for it. On a CPU the engine's thread has finished before it
-submits, so nothing needs ordering.
+On a GPU a copy runs on its own stream, after a fence in the engine's compute stream. The thread
+that asked for the copy waits for it. On a CPU the engine's thread has finished computing when
+it submits a copy, so no fence is needed.
 
 **One torch thread.** torch spreads an operation over OpenMP threads, and every calling thread
-gets a team of its own. Two teams have more threads than the machine has processors, and GNU's
-OpenMP then lets no team spin. So each of the model's few hundred parallel loops per step sleeps
-and wakes, and steps of a small model took 1.5 times as long. One thread is enough for a copy,
-because memory limits its speed.
+gets its own team of threads. Two teams have more threads than the machine has processors, and
+GNU's OpenMP then disables spinning. So threads sleep and wake in each of the model's few
+hundred parallel loops per step. Steps of a small model took 1.5 times as long. One thread is
+enough for a copy, because memory limits its speed.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class CopyStream(ABC):
     def mark(self) -> Fence | None:
         """Return the current point of the compute stream; called on the engine's thread.
 
-        Copies must follow this point, because a store reads blocks that the forward pass has
-        just written, and a load overwrites blocks that the engine may still be clearing.
+        Copies must follow this point. A store reads blocks that the forward pass has just
+        written, and a load overwrites blocks that the engine may still be clearing.
         """
 
     @abstractmethod
     def after(self, fence: Fence | None) -> contextlib.AbstractContextManager[None]:
         """Make a ``with`` block run its copies after ``fence`` and wait for the copies.
 
-        The calling thread copies for this device only.
+        The calling thread must not copy for another device.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class CudaStream(CopyStream):
         host: The host memory to page-lock; None to page-lock nothing.
 
     Raises:
-        UnsupportedError: The driver refuses to page-lock it.
+        UnsupportedError: The driver refuses to page-lock ``host``.
     """
 
     def __init__(self, device: torch.device, host: torch.Tensor | None) -> None:
@@ -140,7 +140,7 @@ def open_stream(device: torch.device, host: torch.Tensor) -> CopyStream:
 
 
 def _pin(host: torch.Tensor) -> int:
-    """Page-lock ``host``; returns its address."""
+    """Page-lock ``host`` and return its address."""
     address = host.data_ptr()
     error = torch.cuda.cudart().cudaHostRegister(address, host.numel(), 0)  # type: ignore[no-untyped-call]
     if int(error) != 0:
@@ -154,7 +154,7 @@ def _pin(host: torch.Tensor) -> int:
 def use_one_torch_thread() -> None:
     """Limit torch operations of the calling thread to one thread.
 
-    The limit is the thread's own, but torch also applies it to threads that have not computed
+    torch keeps a limit per thread, but also applies this one to threads that have not computed
     yet. So this function starts a thread that restores the old limit for those threads.
     """
     others = torch.get_num_threads()

@@ -1,13 +1,14 @@
 """Moves chunks from one slower tier to another through a bounce buffer in RAM.
 
-A tier in a process of its own moves chunks only to and from the memory it shares with the
+A tier that has its own process moves chunks only to and from the memory that it shares with the
 engine. So a chunk that moves between two storage tiers is first read into a bounce slot and
 verified, then written from there. Bounce slots are no part of the RAM tier: the manager counts
 no RAM for such a move and evicts nothing, and a full RAM tier cannot make the move fail.
 
-The buffer has two lanes of one I/O piece each, so one piece is written while the next is read.
-A job takes one lane per piece, and frees the lane when neither tier touches it any more. A disk
-that hangs therefore blocks only the moves between storage tiers, which no request waits for.
+The buffer has two lanes, groups of slots for one I/O piece each. So one piece is written while
+the next is read. A job uses one lane per piece, and frees the lane when neither tier touches it
+any more. A disk that hangs therefore blocks only the moves between storage tiers, which no
+request waits for.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
     """Return how many bounce slots the tiers of ``config`` need.
 
     Returns:
-        0 if no chunk moves between storage tiers, because there is at most one, or because
-        RAM writes through to all of them.
+        The number of slots; 0 if no chunk moves between storage tiers. That is the case if
+        there is at most one storage tier, or if RAM writes through to all of them.
     """
     if config.placement.writes_through or len(config.tiers) <= 2:
         return 0
@@ -72,8 +73,8 @@ class BounceBuffer:
 class BetweenTiers(Route):
     """Moves chunks from one storage tier to another; the source tier verifies every byte.
 
-    When a job is abandoned, or a tier raises, the route starts no further read or write for the
-    job, because a reset may follow and nothing may be written after a reset.
+    If a job is abandoned or a tier raises, the route starts no further read or write for the
+    job. A reset may follow, and nothing may be written after a reset.
 
     Args:
         source: The tier to read from.

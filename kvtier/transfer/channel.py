@@ -17,7 +17,7 @@ class EngineLimits:
     """Limits of one transfer engine.
 
     Attributes:
-        queued_bytes: Bytes that may be queued or running per channel; more is refused.
+        queued_bytes: Bytes that may be queued or running per channel; further jobs are refused.
         running_bytes: Bytes that may be running per channel; one job may always run.
         breaker_failures: Consecutive failed jobs that open a channel's breaker.
         breaker_backoff_s: Seconds until an open breaker lets one job probe.
@@ -56,12 +56,13 @@ class ChannelStatistics(NamedTuple):
 class Breaker:
     """A circuit breaker, which takes a failing channel out of service for a while.
 
-    From Nygard, "Release It!" (2007): closed normally, open after some consecutive failures,
-    half open after a back-off, when a single probe decides. Callers pass the current time.
+    The breaker is normally closed, and opens after some consecutive failures. After a back-off
+    it is half open, and a single probe decides (Nygard, "Release It!", 2007). Callers pass the
+    current time.
 
     Args:
-        failures: Consecutive failures that open it.
-        backoff_s: Seconds it stays open before it lets a probe through.
+        failures: Consecutive failures that open the breaker.
+        backoff_s: Seconds that the breaker stays open before it lets a probe through.
     """
 
     def __init__(self, *, failures: int, backoff_s: float) -> None:
@@ -140,9 +141,8 @@ class Channel:
     def should_log_failure(self, now: float) -> bool:
         """Return whether to log a failure at ``now``.
 
-        The caller asks before it records the failure in the breaker.
-
-        Every failure is logged until the breaker trips, then one a minute.
+        Call this before recording the failure in the breaker. Every failure is logged until the
+        breaker trips, then one per minute.
         """
         if self.breaker.tripped and now < self.quiet_until_s:
             return False

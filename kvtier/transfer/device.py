@@ -26,9 +26,9 @@ __all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
 _PAUSE_SHARE: Final = 1 / 8
-"""Pause between two checks of a slot's stamp, as a share of the time waited so far.
+"""Pause between two checks of a slot's stamp, as a fraction of the time waited so far.
 
-A disk read takes 0.1 ms or more; a check takes a few microseconds of the interpreter lock."""
+A disk read takes 0.1 ms or more; a check holds the interpreter lock for a few microseconds."""
 _CHECKED_AT_ONCE: Final = 256
 _UNBLAMED: Final = (Outcome.DONE, Outcome.CANCELLED)
 _OVERWRITTEN: Final = "a slot was reused while it was read"
@@ -69,13 +69,13 @@ class _DeviceRoute(Route):
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One copy of KV blocks to RAM slots; a store job carries out one or several.
+    """A request to copy KV blocks to RAM slots; a store job carries out one or several.
 
     Attributes:
         job_id: The submitter's id for the store.
         plan: The block copies.
         after: Point in the compute stream that the copies must follow; None on a CPU.
-        generations: Stamp to leave on each slot; the same on all.
+        generations: Stamp to write for each slot; all are equal.
     """
 
     job_id: JobId
@@ -93,7 +93,7 @@ class DeviceStore(_DeviceRoute):
 
     A chunk that lacks blocks is never stamped, because a later hit would load the slot's former
     content. An engine may offer such a chunk if a sliding window is shorter than a chunk. The
-    engine does not say which blocks are missing, so the group's other chunks are not stamped
+    engine does not say which blocks are missing. So the group's other chunks are not stamped
     either, unless only the head of the first chunk is missing.
     """
 
@@ -159,7 +159,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Make running and later loads fail at once the chunks that have not arrived."""
+        """Stop waiting: chunks that have not arrived fail, in running and in later loads."""
         self._waits = False
 
     @override
@@ -176,7 +176,7 @@ class DeviceLoad(_DeviceRoute):
     async def _load(
         self, payload: LoadRequest, outcomes: list[Outcome], *, priority: int
     ) -> str:
-        """Copy chunks as they arrive; return the first error, empty if there is none."""
+        """Copy chunks as they arrive; return the first error, or an empty string."""
         began_s = time.monotonic()
         deadline = began_s + payload.wait_s
         waiting = list(range(len(outcomes)))
@@ -206,7 +206,7 @@ class DeviceLoad(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return the positions in ``waiting`` of two kinds of chunks: arrived and lost."""
+        """Return two lists of positions from ``waiting``: arrived chunks and lost chunks."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
         stamps = [payload.generations[at] for at in near]

@@ -1,7 +1,7 @@
 """Runs jobs on an event loop of its own, without blocking its callers.
 
-The engine's scheduler and the model runner are synchronous and must not block, so every
-engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Five rules hold:
+vLLM's scheduler and model runner are synchronous and must not block. So every transfer engine
+has a thread with an event loop, and ``submit`` and ``poll`` only touch queues. Five rules hold:
 
 * **One settled result per job.** Every submitted job ends in exactly one settled
   :class:`~kvtier.types.TransferResult`, also when it is refused or the engine shuts down.
@@ -11,7 +11,7 @@ engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Five
 * **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. Running bytes per
   channel are limited, so few bytes of less urgent work are ever ahead of a load.
 * **A tier's fault is a job's failure.** If a tier raises, or does not return one outcome per
-  chunk, one job fails. If the engine's thread dies, that thread first answers every job.
+  chunk, only that job fails. If the engine's thread dies, it first answers every job.
 * **A failing tier is left alone.** After some consecutive failures a channel's breaker opens:
   jobs are refused for a back-off time, then one job is let through to probe.
 
@@ -45,7 +45,7 @@ _START_TIMEOUT_S: Final = 60.0
 """Longest wait for the thread to start; a tier takes less to get ready for its first call."""
 
 _DRAINING_SHARE: Final = 0.75
-"""Share of the closing time that queued jobs may take."""
+"""Fraction of the closing time in which queued jobs may still run."""
 
 
 class TransferEngine:
@@ -209,7 +209,7 @@ class TransferEngine:
         """Block until :meth:`poll` has a result to return, or every job is settled.
 
         Returns:
-            False when ``timeout_s`` passed first.
+            True, or False if ``timeout_s`` passed first.
         """
         return self._results.wait_any(timeout_s=timeout_s)
 

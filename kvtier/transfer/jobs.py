@@ -53,7 +53,7 @@ class JobQueue:
         return pending.job.job_id in self._queued
 
     def __iter__(self) -> Iterator[Pending]:
-        """Yield the queued jobs in any order; the caller may remove them meanwhile."""
+        """Yield the queued jobs in any order; the caller may remove jobs while iterating."""
         return iter(list(self._queued.values()))
 
     def get(self, job_id: JobId) -> Pending | None:
@@ -89,7 +89,8 @@ class JobResults:
     """Passes results from the engine's thread to the threads that submit jobs.
 
     Attributes:
-        changed: Held while jobs are submitted; notified when a result is posted.
+        changed: A condition variable, locked while jobs are submitted; notified when a result
+            is posted.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class JobResults:
         return results
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
-        """Block until ``job_ids`` are settled; return whether they are."""
+        """Block until ``job_ids`` are settled; return False on a timeout."""
         wanted = set(job_ids)
         with self.changed:
             return self.changed.wait_for(
@@ -129,7 +130,7 @@ class JobResults:
             )
 
     def wait_all(self, *, timeout_s: float) -> bool:
-        """Block until every job is settled; return whether they are."""
+        """Block until every job is settled; return False on a timeout."""
         with self.changed:
             return self.changed.wait_for(lambda: self.complete, timeout=timeout_s)
 

@@ -29,7 +29,8 @@ _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
 """Smallest part of a split job: a disk reads it in about a millisecond."""
 _MOST_NBYTES_IN_PARTS: Final = 16 << 20
-"""Longer jobs are read in one part: parts took 0.19 instead of 0.17 core-seconds per GiB."""
+"""Larger jobs are read in one part, because parts take more processor time: 0.19 instead of
+0.17 core-seconds per GiB."""
 
 
 class SlotMemory(Protocol):
@@ -40,14 +41,14 @@ class SlotMemory(Protocol):
 
 
 class Route(ABC):
-    """Moves the chunks of one job; one object per (source, destination) pair."""
+    """Moves the chunks of jobs; there is one object per (source, destination) pair."""
 
     @abstractmethod
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
         """Move every chunk of ``job`` and return each one's outcome.
 
-        A coroutine function, or a function that starts at once and returns a coroutine for the
-        rest. The engine awaits the coroutine in a task that is never cancelled.
+        This is a coroutine function, or a function that starts at once and returns a coroutine
+        for the rest. The engine awaits the coroutine in a task that is never cancelled.
 
         Cancellation:
             Deferred until no thread touches the job's slots.
@@ -113,9 +114,9 @@ class FromTier(Route):
     whole chunks are published (stamped as whole) and lost chunks poisoned (stamped as lost)
     before the job's result is posted.
 
-    A job of some MiB is read in a few parts that are published one by one, so a worker copies
-    the first while the last are still being read. Abandoning the job poisons all parts; the
-    whole chunks are published again at the end.
+    A job of some MiB is read in a few parts that are published one by one. So a worker copies
+    the first parts while the last are still being read. Abandoning the job poisons all parts;
+    the whole chunks are published again at the end.
     """
 
     def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:

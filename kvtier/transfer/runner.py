@@ -28,8 +28,9 @@ Action = Callable[[], Awaitable[None]]
 class Runner:
     """Starts queued jobs, the most urgent first, and posts the final result of each job.
 
-    Only the engine's thread uses it, except for :meth:`enqueue`, :meth:`cancel`, :meth:`close`
-    and :meth:`wake`, and for :meth:`answer_all` after that thread has died.
+    Other threads than the engine's may only call :meth:`enqueue`, :meth:`cancel`,
+    :meth:`close` and :meth:`wake`, and read :attr:`running`. :meth:`answer_all` may only be
+    called after the loop has died.
 
     Args:
         results: Where results are posted.
@@ -163,8 +164,9 @@ class Runner:
     def _schedule(self) -> None:
         """Queue submitted jobs and start those that may start.
 
-        This is a callback and not a task, because each switch between tasks is a turn of the
-        loop. Beside a thread that runs Python code, a turn waits 5 ms for the interpreter lock.
+        This is a callback and not a task, because each switch between tasks needs another
+        iteration of the loop. While another thread runs Python code, an iteration waits 5 ms
+        for the interpreter lock.
         """
         self._wake_pending = False  # first, so that later submissions wake this thread again
         self._admit()
