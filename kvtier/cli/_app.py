@@ -108,7 +108,7 @@ def run() -> int:
     """Run the command line and return the exit code.
 
     Raises:
-        BrokenPipeError: The reader of the output closed it.
+        BrokenPipeError: The reader of the output closed the pipe.
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
     try:

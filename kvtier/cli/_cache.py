@@ -77,10 +77,10 @@ class _Selection:
 
         Args:
             reader: The namespace's index.
-            note: Called with each selected key and its matching chunk.
+            note: Called with each selected key and the matching chunk, None without a match.
 
         Raises:
-            ConfigError: The selection is invalid, or not exactly one attribute is set.
+            ConfigError: No attribute or several attributes are set, or a value is invalid.
         """
         ways = [bool(self.keys), self.older_than is not None, self.everything]
         if sum(ways) != 1:
@@ -241,9 +241,9 @@ def evict(  # noqa: PLR0913 - each is an option of the command
 
 @cache.command()
 def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
-    """Rewrite the index of a store without gaps.
+    """Remove unused space from the index of a store.
 
-    No engine may be using the store.
+    Rewrites the whole index. Stop the engine that uses the store first.
     """
     spaces = find_namespaces(directory, namespace)
     done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
@@ -276,7 +276,7 @@ def _report(space: StoredNamespace) -> render.Report:
 
 
 def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
-    """Return the problem if the slot file lacks chunks of the index; empty if it lacks none."""
+    """Return an error text if the slot file lacks chunks of the index, else an empty text."""
     path = space.directory / SLOTS
     lost = reader.chunks_from(_slots(space))
     if not lost:

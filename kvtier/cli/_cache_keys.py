@@ -27,7 +27,7 @@ class KeyPattern:
 
     Attributes:
         digits: Prefix of the key, in lower-case hex.
-        group: Its KV cache group; None for any.
+        group: The key's KV cache group; None for any group.
     """
 
     digits: str
@@ -65,10 +65,10 @@ class KeyPattern:
         return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
-        """Return the pattern that matches marks, the short form of keys in the removal log.
+        """Return a pattern for marks, which are short forms of keys in the removal log.
 
-        A whole key ends with its group number. One in 16 million block hashes without a group
-        ends like a group number, and is then read as a whole key.
+        A whole key ends with its group number. A block hash has no group number. But one hash
+        in 67 million ends like a group number, and is then read as a whole key.
         """
         group, digits = self.group, self.digits
         if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):

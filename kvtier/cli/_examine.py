@@ -70,8 +70,8 @@ def doctor(
     """Check FILE and measure its disks.
 
     Does what 'kvtier check' does, tries O_DIRECT and measures each disk. The measurement uses
-    up to half of the free space, 4 GiB at most, and frees it. Of several data-parallel ranks
-    only the disks of the first are measured. Exits with 1 if there is a problem, and with 2 if
+    up to half of the free space, 4 GiB at most, and frees it. With several data-parallel ranks,
+    only the first rank's disks are measured. Exits with 1 if there is a problem, and with 2 if
     FILE is invalid. Run it before the engine runs.
     """
     _examine(file, ranks, model, seconds, as_json=as_json)

@@ -1,7 +1,7 @@
-"""Options that several commands share, and how a command's help reads.
+"""Options that several commands share, and the format of a command's help.
 
 typer prints the Python type of an argument, braces around optional arguments, and limits as
-``x>=1``. The classes here print them in words.
+``x>=1``. The classes here remove types and braces, and print limits in words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvtier plan``: a configuration counted in tokens of a model."""
+"""``kvtier plan``: prints the capacity of each tier in tokens of a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LIMITS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _TierPlan:
-    """One tier, counted in chunks."""
+    """The capacity of one tier, and the time to fill it."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class _TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A configuration, counted in tokens; sizes are sums over all tensor-parallel ranks.
+    """The capacities of all tiers; sizes are sums over all tensor-parallel ranks.
 
     Attributes:
         model: The model's type.
@@ -56,7 +56,7 @@ class _Plan:
         layers: Layers that keep KV.
         kv_dtype: Element type of the KV cache.
         tp: Tensor-parallel ranks.
-        copies: How many ranks hold each byte.
+        copies: Number of ranks that hold the same bytes.
         token_nbytes: Bytes of one token, copies included.
         chunk_tokens: Tokens of one chunk.
         chunk_nbytes: Bytes of one chunk.
@@ -64,7 +64,7 @@ class _Plan:
         fill_bytes_per_s: Rate at which new KV arrives.
         fill_tokens_per_s: The same rate in tokens.
         tiers: The tiers, fastest first.
-        notes: What the numbers leave out.
+        notes: Remarks on what the numbers include and exclude.
     """
 
     model: str
@@ -124,7 +124,9 @@ def _make_plan(
     block_tokens: int,
     rate: int,
 ) -> _Plan:
-    """Count ``config`` in tokens of ``model``; ``rate`` is in bytes per second.
+    """Return how many chunks and tokens each tier holds, and how long it takes to fill.
+
+    ``rate`` is the fill rate in bytes per second.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or the model's heads cannot be split

@@ -34,7 +34,7 @@ def show_bars() -> Progress:
 
 @contextmanager
 def show_progress(what: str) -> Iterator[Callable[[float], None]]:
-    """Show one bar; yield a function that sets its completed share, 0 to 1."""
+    """Show one bar; yield a function that sets the bar's completed share, 0 to 1."""
     with show_bars() as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share: progress.update(task, completed=share)

@@ -36,7 +36,7 @@ __all__ = ["replay"]
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
 _LATE = 0.1
-"""Most lateness of steps, as a share of the replay's time, with which times are reliable."""
+"""Times are reliable if steps are late by at most this share of the replay's time."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command
@@ -64,9 +64,10 @@ def replay(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Replay TRACE through real tiers, beside a simulation.
 
-    Runs an engine without a model in real time: it looks up, stores and loads, and compares
-    every loaded byte with the stored one. Its stores are temporary directories beside those of
-    the configuration. Disks without --tier-speed are measured first, for the simulation.
+    Runs an engine without a model in real time. The engine looks up, stores and loads chunks,
+    and compares every loaded byte with the stored one. Its stores are temporary directories
+    beside those of the configuration. Disks without --tier-speed are measured first, for the
+    simulation.
     """
     _check_torch()
     # Importing torch takes seconds, and only this command needs it.
@@ -117,7 +118,7 @@ def _check_beside(config: KvtierConfig) -> None:
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
-    """Measure the disks whose speed is not given, as ``kvtier doctor`` does."""
+    """Measure each disk that is not in ``given``, as ``kvtier doctor`` does; return speeds."""
     from kvtier.doctor.rates import measure_store  # noqa: PLC0415
 
     speeds = {}

@@ -126,7 +126,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Simulate TRACE with one policy or a whole configuration.
 
-    With --config kvtier's own manager decides, in simulated time. No bytes move.
+    With --config, the manager of a live engine runs in simulated time. No bytes are moved.
     """
     if (policy is None) == (config is None):
         raise ConfigError("give either --policy or --config")
@@ -252,7 +252,7 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
 
 
 def chunk_bytes_of(trace: Trace, text: str | None) -> int:
-    """Return the chunk size that ``--chunk-bytes`` gives, in bytes."""
+    """Return the chunk size in bytes: ``--chunk-bytes``, or the default for ``trace``."""
     return chunk_nbytes(trace) if text is None else parse_chunk_bytes(text)
 
 
@@ -262,7 +262,7 @@ def _refuse_others(
     """Refuse options that have no effect in this kind of run.
 
     Args:
-        context: Parameters of the command line.
+        context: The command line with its parameters.
         used: Parameters that the run uses, besides ``as_json``.
         kind: The option that chose the kind of run.
         remedy: How to use the refused option.

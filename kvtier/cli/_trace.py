@@ -97,7 +97,7 @@ def info(
     tokens_per_id: TokensPerId = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what TRACE holds, and what an infinite cache would hit."""
+    """Print figures of TRACE and the highest possible hit ratios."""
     loaded = read(trace, format_name, tokens_per_id)
     facts = describe(loaded)
     if as_json:
@@ -212,7 +212,7 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def _obstacle(path: Path) -> str:
-    """Return why ``path`` cannot be written; empty if it can."""
+    """Return why ``path`` cannot be written; an empty text if it can be."""
     if path.is_dir():
         return "is a directory"
     if not path.parent.is_dir():

@@ -1,8 +1,8 @@
 """Conditions for writing a chunk to a slower tier.
 
 A refused chunk stays in its tier until it is evicted, and is then lost. So every condition
-trades hits for wear: on chat traffic second-touch writes a fifth as much and loses a quarter of
-the hits.
+reduces both the wear of the drive and the hits. On chat traffic ``second-touch`` writes a fifth
+of what ``all`` writes, and loses a quarter of the hits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Admission(ABC):
     reads copies; it neither changes nor keeps them.
 
     Args:
-        capacity: Chunks of RAM and of the largest tier together. A condition remembers at most
+        capacity: Slots of RAM plus slots of the largest tier. A condition remembers at most
             ``capacity`` keys for each tier.
 
     Attributes:
-        capacity: Chunks of RAM and of the largest tier together.
+        capacity: Slots of RAM plus slots of the largest tier.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,9 +75,9 @@ class AdmitAll(Admission):
 class SecondTouch(Admission):
     """Refuses a chunk until its second use.
 
-    A chunk was used again if its copy was loaded, or if an earlier copy was refused or
-    admitted. This is CacheLib's reject-first with whole keys. A copy in a slower tier is always
-    admitted, because the chunk was admitted before.
+    A load of the copy is a second use. So is a new copy of a chunk whose earlier copy was
+    refused or admitted. This is CacheLib's reject-first policy, but with whole keys. A copy in
+    a slower tier is always admitted, because the chunk was admitted before.
 
     Args:
         capacity: Most keys to remember for each tier; the oldest are forgotten first.
@@ -105,11 +105,13 @@ class TinyLfu(Admission):
     """Refuses a chunk with fewer than two recent uses, counted in a sketch that ages.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
-    Transactions on Storage 13(4), 2017. A tier's writes have no single victim to compare with,
-    so a threshold decides. Unlike :class:`SecondTouch` it keeps no keys and forgets old uses.
+    Transactions on Storage 13(4), 2017. The paper compares a new key with the victim. Here a
+    write has no single victim, so a threshold decides. Unlike :class:`SecondTouch`, this class
+    keeps no keys and forgets old uses.
 
     Args:
-        capacity: Chunks of the tiers together; the sketch covers twice as many uses.
+        capacity: Slots of RAM plus slots of the largest tier. After twice as many uses, the
+            sketch halves its counts.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,9 +1,10 @@
 """The interfaces of policies, and the values that policies see.
 
-An :class:`Eviction` orders the copies of *one* tier and picks victims. A :class:`Placement`,
-one per cache, decides which chunks move between tiers. Policies do no I/O, do not await,
-and take time and random numbers from a :class:`PolicyContext`. So a live engine and a simulator
-run the same code, and a policy tuned on a trace is deployed as is.
+An :class:`Eviction` orders the copies of *one* tier and picks victims. A cache has one
+:class:`Placement`, which decides which chunks move between tiers. The *driver*, which calls the
+policies, is the manager of a live engine or a simulator. Policies do no I/O, do not await, and
+get time and random numbers from a :class:`PolicyContext`. So a live engine and a simulator run
+the same code, and a policy tuned on a trace is deployed as is.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RequestTerms:
         load_tiers: Tiers to load from, None for any. Chunks in other tiers are misses.
         store_tiers: Tiers to store new chunks in, None for any. RAM is always included,
             because chunks reach every other tier through RAM.
-        session: The request's session, for policies; empty if unknown.
+        session: The request's session, for policies; an empty string if unknown.
     """
 
     load_tiers: frozenset[int] | None = None
@@ -53,7 +54,7 @@ class RequestTerms:
     session: str = ""
 
     def may_store_in(self, tier: int | None) -> bool:
-        """Return whether new chunks may enter ``tier``; None asks about all tiers at once."""
+        """Return whether ``tier`` may store new chunks; for None, whether all tiers may."""
         return self.store_tiers is None or tier in self.store_tiers
 
 
@@ -84,8 +85,8 @@ _WRITING = CopyState.WRITING
 class ChunkCopy:
     """One chunk's copy in one tier.
 
-    The manager owns the copy. A policy reads it, and owns :attr:`queued` and :attr:`policy` of
-    the copies in its tier.
+    The driver sets the attributes, and policies read them. Only :attr:`queued` and
+    :attr:`policy` are set by the eviction policy of the copy's tier.
 
     Attributes:
         key: The chunk's key.
@@ -93,7 +94,8 @@ class ChunkCopy:
         state: One of :class:`CopyState`.
         pins: Number of transfers and waiting requests that need the copy. A copy with pins
             cannot be evicted.
-        dirty: Number of slower tiers that must receive the copy before it may be evicted.
+        dirty: Number of slower tiers that must receive the chunk before this copy may be
+            evicted.
         hits: Loads from this copy, and promotions begun from this copy.
         parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
         depth: Number of chunks before this chunk in the prefix.
@@ -101,10 +103,11 @@ class ChunkCopy:
         child_count: Number of children in this tier; kept only for ``leaf_only`` policies.
         queued: An integer for the eviction policy's own use, such as a count of stale entries.
         policy: Any object, for the eviction policy's own use.
-        grants: Number of waiting requests that keep the copy; each is also a pin.
-        origin: Index of the tier the bytes came from, until the first load.
-        transient: Whether the copy is dropped after the request that waits for it has loaded
-            it.
+        grants: Number of waiting requests that keep the copy in RAM; :attr:`pins` counts them
+            too.
+        origin: Index of the tier from which a RAM copy was promoted, until its first load; else
+            0.
+        transient: Whether RAM drops the copy once the waiting request has loaded it.
         generation: Number of the write to RAM that filled the slot; never repeats. 0 in a
             slower tier.
     """
@@ -155,7 +158,7 @@ class ChunkCopy:
 
     @property
     def session(self) -> str:
-        """The session of the request that stored the chunk; empty if unknown."""
+        """The session of the request that stored the chunk; an empty string if unknown."""
         return self.terms.session
 
     def __repr__(self) -> str:
@@ -171,8 +174,8 @@ class PolicyContext:
         now: Seconds on a monotonic clock. The driver advances it once per step; an engine may
             skip steps without decisions.
         rng: The only source of randomness; seeded by the driver.
-        request: Id of the request being served; empty if there is none.
-        session: The request's session; empty if unknown.
+        request: Id of the request being served; an empty string if there is none.
+        session: The request's session; an empty string if unknown.
     """
 
     now: float = 0.0
@@ -211,7 +214,7 @@ def is_unpinned_leaf(copy: ChunkCopy) -> bool:
 def pick_leaf(
     eviction: Eviction, ctx: PolicyContext, *, spared: ChunkCopy | None
 ) -> ChunkCopy | None:
-    """Return a victim for a new chunk, but never the parent of the new chunk.
+    """Return a victim that makes room for a new chunk, but never that chunk's parent.
 
     Args:
         eviction: A policy that evicts leaves only.
@@ -219,7 +222,7 @@ def pick_leaf(
         spared: The new chunk's parent, which must stay; None for a root.
 
     Returns:
-        The victim; None if only ``spared`` is evictable.
+        The victim; None if no other leaf is evictable.
     """
     if spared is None:
         return eviction.pick(is_unpinned_leaf, ctx)
@@ -232,22 +235,23 @@ def pick_leaf(
 class Eviction(ABC):
     """Orders the copies of one tier and picks victims.
 
-    For a resident chunk the driver calls :meth:`on_hit`. For an absent one it calls
+    For a resident chunk the driver calls :meth:`on_hit`. For an absent chunk the driver calls
     :meth:`on_miss` once, then :meth:`pick` until a slot is free, then :meth:`on_insert` if the
-    bytes arrive. Several chunks may be between their miss and their insertion at a time.
+    bytes arrive. Several chunks may be between ``on_miss`` and ``on_insert`` at a time.
 
     Every method is O(1) amortised, or O(log n) where copies have scores. A policy may remember
-    keys of evicted chunks (ghosts), at most two per slot. A policy drops every reference to a
-    picked copy: the driver may reuse the object for another chunk, with ``queued`` and
+    keys of evicted chunks (ghosts), at most two per slot. A policy must drop every reference to
+    a picked copy: the driver may reuse the object for another chunk, with ``queued`` and
     ``policy`` unchanged.
 
     Args:
-        capacity: Slots of the tier, at least 1; ``kvtier check`` makes a policy for 1.
+        capacity: Slots of the tier, at least 1; ``kvtier check`` builds each policy with 1.
 
     Attributes:
         capacity: Slots of the tier.
         surplus: Number of members to evict although slots are free; see :attr:`sheds`.
-        tracks_misses: Whether the class overrides :meth:`on_miss`; else a driver may skip it.
+        tracks_misses: Whether the class overrides :meth:`on_miss`; if not, a driver need not
+            call it.
     """
 
     leaf_only: ClassVar[bool] = False
@@ -256,8 +260,8 @@ class Eviction(ABC):
     child was picked or removed."""
 
     insert_first: ClassVar[bool] = False
-    """Whether a new chunk competes with the residents. A simulator then inserts before it
-    picks, and may get the new chunk back; a live tier, whose slots are in use, picks first."""
+    """Whether the new chunk itself may be the victim. A simulator then inserts before it picks.
+    A live tier always picks first, because the new chunk needs the victim's slot."""
 
     sheds: ClassVar[bool] = False
     """Whether a hit may set ``surplus``, the number of members that should leave. A simulator
@@ -265,7 +269,7 @@ class Eviction(ABC):
     request."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
-    """Order in which the manager reports the chunks that a request used or stored at once.
+    """Order in which the manager reports chunks that a request used or stored together.
     ``reverse`` is leaf to root, so that the root of a prefix stays longest; ``forward`` is root
     to leaf. Chunks of several KV cache groups are merged by depth."""
 
@@ -277,8 +281,8 @@ class Eviction(ABC):
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Record that a request missed ``key``, which is about to be inserted.
 
-        Called once for each insertion, before room is made for the chunk.
-        With ``leaf_only`` a live tier may call this after the victims were picked.
+        Called once for each insertion, before room is made for the chunk. One exception: with
+        ``leaf_only`` a live tier may pick the victims first.
         """
 
     @abstractmethod
@@ -313,13 +317,13 @@ class Eviction(ABC):
         next pick tests other members, and scans stay O(1) amortised.
 
         Returns:
-            A copy with ``evictable(copy)``, or None if there is none.
+            A copy that ``evictable`` accepts; None if it rejects all members.
         """
 
     def pick_many(
         self, count: int, evictable: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
-        """Return up to ``count`` victims, by calls of :meth:`pick`."""
+        """Return up to ``count`` victims, by repeated calls of :meth:`pick`."""
         victims: list[ChunkCopy] = []
         while len(victims) < count:
             victim = self.pick(evictable, ctx)
@@ -393,7 +397,7 @@ class Placement(ABC):
         :attr:`places_used` is true, also called at each load from RAM.
 
         Args:
-            copy: The chunk's copy in RAM, whole.
+            copy: The chunk's complete copy in RAM.
             ctx: The context.
 
         Returns:
@@ -453,7 +457,7 @@ class Placement(ABC):
 
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
-        """Return the tier that must have the chunk before ``source`` evicts ``copy``, or None.
+        """Return the tier that must receive the chunk before ``source`` evicts ``copy``.
 
         Called only for chunks in no slower tier, perhaps several times for one chunk: when the
         chunk is new in ``source``, when it is picked as a victim, and at shutdown.

@@ -1,7 +1,7 @@
 """Counters of recent uses by key, exact or in a sketch.
 
-Both halve all counts after a sample of uses, by default ten per slot of the tier, so that old
-uses fade. The exact counter keeps a key until its count is zero, up to ten keys a slot. The
+Both halve all counts after a number of uses, by default ten per slot of the tier. So old uses
+count less. The exact counter keeps a key until its count is zero, up to ten keys a slot. The
 sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows of
 one-byte counters, and a key's estimate is the least of its four counters. A use raises only the
 least counters, so keys that share a counter inflate each other less (Estan and Varghese,
@@ -33,7 +33,7 @@ class Frequency(Protocol):
         """Count one use of ``key``."""
 
     def of(self, key: ChunkKey) -> int:
-        """Return the recent uses of ``key``, or an estimate."""
+        """Return the number of recent uses of ``key``, exact or estimated."""
 
 
 class ExactFrequency:
@@ -59,7 +59,7 @@ class ExactFrequency:
             self._counts = {key: uses // 2 for key, uses in self._counts.items() if uses > 1}
 
     def of(self, key: ChunkKey) -> int:
-        """Return the recent uses of ``key``."""
+        """Return the number of recent uses of ``key``."""
         return self._counts.get(key, 0)
 
 
@@ -100,7 +100,7 @@ class SketchFrequency:
         return min([cells[place] for place in self._places(key)])
 
     def _places(self, key: ChunkKey) -> tuple[int, int, int, int]:
-        """Return the counter of ``key`` in each row, by double hashing."""
+        """Return, for each row, the index of the counter of ``key``; uses double hashing."""
         digest = xxhash.xxh3_64_intdigest(key)
         mask, width, step = self._mask, self._width, (digest >> 32) | 1
         return (

@@ -16,18 +16,18 @@ __all__ = ["ConditionalPlacement", "TieredPlacement"]
 class TieredPlacement(Placement):
     """Demotes chunks when they are stored or evicted; copies or moves every hit to RAM.
 
-    Keeping the slower copy on promotion writes nothing. Moving a chunk means another write at
-    the next demotion: on agent traffic an exclusive pair writes four to ten times as
-    much for at most 1.6 points of hit ratio. Moving pays where the tiers have similar sizes,
-    because second copies then waste much of the capacity.
+    If a promotion keeps the slower copy, the next demotion writes nothing. If it moves the
+    chunk, the next demotion writes the chunk again. On agent traffic moves cause four to ten
+    times as many writes as copies, for at most 1.6 points of hit ratio. Moves are worthwhile if
+    the tiers have similar sizes, because second copies then waste much of the capacity.
 
     Args:
         tiers: Number of tiers, RAM included.
         write: ``through`` copies a chunk to every slower tier as soon as it is stored, so the
             chunk survives a killed process; ``evict`` copies a victim to the next tier if no
             slower tier has it.
-        write_after: With ``through``, a chunk is copied at its n-th use; the store is the
-            first.
+        write_after: With ``through``, the number of the use at which a chunk is copied; use 1
+            is the store.
         promote: ``copy`` keeps the copy in the slower tier, ``move`` removes it.
     """
 
@@ -103,8 +103,8 @@ class TieredPlacement(Placement):
 class ConditionalPlacement(Placement):
     """A placement with conditions on writes to slower tiers.
 
-    So a budget holds for every placement. Each condition sees only the chunks that earlier
-    conditions admitted.
+    So conditions, such as a write budget, work with any placement. Each condition sees only the
+    chunks that the placement and earlier conditions admitted.
 
     Args:
         placement: The placement, which makes all other decisions.

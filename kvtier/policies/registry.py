@@ -1,11 +1,11 @@
 """Policies by name: built in, from installed packages, or any class as ``module:Class``.
 
-A new eviction policy of kvtier's own is a module in ``kvtier/policies/eviction`` and a line in
-:data:`EVICTIONS`; nothing else lists the names. Classes are named as text, so that
-reading a configuration does not import policies.
+To add a built-in eviction policy, add a module to ``kvtier/policies/eviction`` and a line to
+:data:`EVICTIONS`; nothing else lists the names. Classes are named as text, so that reading a
+configuration does not import policies.
 
-The constructor of every policy takes one number: the size of the tier or cache. There are no
-options: a variant is a class of its own. Only ``tiered`` also takes settings.
+The constructor of every policy has one argument: the size of the tier or cache. There are no
+options: a variant is a separate class. Only ``tiered`` also has settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def path_remedy(point: EntryPoint, error: Exception) -> str:
-    """Return how to make the module of a ``module:Class`` importable; "" for other errors."""
+    """Return a remedy if Python did not find the module of a ``module:Class``, else ""."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
         return f"put the directory of {point.module} on PYTHONPATH, the engine's too"
@@ -53,8 +53,8 @@ class PolicyRole(Generic[PolicyT]):
     """A kind of policy (eviction, placement or admission), and its policies by name.
 
     Attributes:
-        what: The name of such a policy in messages.
-        group: The group of entry points in which packages register such policies.
+        what: What messages call a policy of this kind, such as ``eviction policy``.
+        group: The group of entry points in which packages register policies of this kind.
         base: The class that every policy derives from.
         state: Attributes that the base's constructor sets.
         built_in: The built-in policies: name to ``module:Class``.
@@ -249,7 +249,7 @@ def build_admission(name: str, *, capacity: int) -> Admission:
 
     Args:
         name: As for :func:`build_eviction`.
-        capacity: Chunks of RAM and of the largest tier together.
+        capacity: Slots of RAM plus slots of the largest tier.
 
     Raises:
         ConfigError: There is no such policy, or it cannot be made.

@@ -1,17 +1,18 @@
 """Shadow tiers: simulate other eviction policies beside the live tiers.
 
-A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` of the live policy class. A
-shadow moves no bytes, inserts at once on a miss and pins nothing. So compare a shadow only with
-other shadows; each tier also has a shadow of its own policy.
+A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` with the same policy class
+as a live tier would have. A shadow moves no bytes, inserts at once on a miss and pins nothing.
+So compare a shadow only with other shadows. For this purpose each tier also has a shadow of its
+live policy.
 
 A large tier is simulated in miniature: a shadow sees only the chunks whose hash falls into a
 fixed share of all hashes, and its capacity is the same share of the tier's capacity. A chunk is
-always or never in the sample, so the sample keeps the reuse of the trace, and hit ratios are
+always or never in the sample. So the sample keeps the reuse of the trace, and hit ratios are
 close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; for policies
 that are not stack algorithms, "Cache Modeling and Optimization using Miniature Simulations",
 USENIX ATC 2017, which finds that a few thousand sampled chunks suffice). Sampling bounds memory
-and time: a shadow holds at most 4,096 chunks, and for a chunk outside the sample only one byte
-of its key is read. A sample leaves gaps in prefixes, so hits of single chunks are counted, not
+and time: a shadow holds at most 4,096 chunks, and for a chunk outside the sample only the first
+four bytes of its key are read. A sample has gaps in prefixes, so all hits are counted, not only
 leading hits.
 """
 
@@ -38,7 +39,7 @@ class ShadowTier:
         policies: Names of the policies, each once.
 
     Attributes:
-        references: Requested chunks in the sample since the start.
+        references: Number of requested chunks that were in the sample, since the start.
 
     Raises:
         ConfigError: There is no such policy.
@@ -55,13 +56,13 @@ class ShadowTier:
     def serve(
         self, chain: Sequence[ChunkKey], now: float, *, request: str = "", session: str = ""
     ) -> None:
-        """Show one request to every shadow.
+        """Simulate one request in every shadow.
 
         Args:
             chain: The requested chunks, root to leaf.
             now: Seconds on a monotonic clock.
             request: The request's id.
-            session: The request's session, empty if unknown.
+            session: The request's session; an empty string if unknown.
         """
         mask = self._mask
         if mask:

@@ -1,14 +1,14 @@
 """A tier without bytes: an eviction policy and its chunks.
 
 A simulated tier drives a policy in the simulator, in shadow tiers and in the contract tests.
-The cache starts empty and all chunks have one size. In *forward* order a request's chunks are
+The tier starts empty and all chunks have one size. In *forward* order a request's chunks are
 accessed root to leaf: a resident chunk is a hit, and an absent chunk is inserted after an
 eviction. In *reverse* order the leading hits are counted first and the chunks are then accessed
-leaf to root, so that the root stays longest. A policy that evicts leaves only gets its hits
-leaf to root and its new chunks root to leaf, because a child never precedes its parent.
+leaf to root, so that the root stays longest. One exception: for a ``leaf_only`` policy only the
+hits go leaf to root. New chunks go root to leaf, because a parent is inserted before its child.
 
 Creating Python objects dominates the cost, so a new chunk reuses its victim's object, and all
-leading hits are one call.
+leading hits are recorded in one call.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class SimulatedTier:
             chain: The chunks, root to leaf.
             now: Seconds on a monotonic clock.
             request: The request's id.
-            session: The request's session, empty if unknown.
+            session: The request's session; an empty string if unknown.
 
         Returns:
-            The leading hits, all hits, and the stranded chunks, which are resident behind a
-            missing chunk. Stranded chunks are counted at arrival in reverse order, and at their
-            turn in forward order.
+            Three counts: leading hits, all hits, and stranded chunks, which are resident behind
+            a missing chunk. In reverse order stranded chunks are counted when the request
+            arrives; in forward order, when each chunk is accessed.
         """
         ctx = self.ctx
         ctx.now, ctx.request, ctx.session = now, request, session
@@ -152,7 +152,7 @@ class SimulatedTier:
         return reused
 
     def _count_child(self, parent: ChunkKey | None, change: int) -> None:
-        """Update the child count of a parent, resident or absent."""
+        """Add ``change`` to the child count of ``parent``, which may be absent."""
         if parent is None or not self.eviction.leaf_only:
             return
         count = self._child_counts.pop(parent, 0) + change

@@ -1,6 +1,6 @@
 """Records the requests of a live engine for replay in a simulator.
 
-One line per request, in Mooncake's format, which any simulator reads.
+A recording has one line per request, in Mooncake's format, which other simulators read too.
 """
 
 from __future__ import annotations

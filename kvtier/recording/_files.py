@@ -45,7 +45,7 @@ class NumberedFiles:
             self._remove_if_idle(self._path(old))
 
     def write(self, line: bytes) -> None:
-        """Append ``line`` to the current file; start the first one if there is none.
+        """Append ``line`` to the current file; start the first file if there is none.
 
         Raises:
             OSError: The file cannot be written.

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 _STOP: Final = None
 _MOST_WAITING: Final = 4096
-"""Most records that wait for the disk, some seconds of a busy engine; others are dropped."""
+"""Most records that wait for the disk: some seconds of a busy engine. More are dropped."""
 
 
 @dataclass(frozen=True, slots=True)

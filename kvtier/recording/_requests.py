@@ -30,7 +30,7 @@ class RequestRecord:
         prompt: The whole chunks of the prompt, root to leaf.
         answer_chunks: Number of whole chunks that the answer added.
         chunk_tokens: Tokens of a chunk.
-        session: The request's session, empty if unknown.
+        session: The request's session; an empty string if unknown.
     """
 
     arrival_s: float
@@ -69,8 +69,8 @@ class RequestLog:
     """Converts events of requests into records, in order of arrival.
 
     With more than ``max_held`` requests in the buffer, the earliest finished record is emitted
-    before the records of earlier, unfinished requests. So only the record of a request that
-    thousands of others overtake is out of order.
+    before the records of earlier, unfinished requests. So a record is out of order only if
+    thousands of later requests overtake its request.
 
     Args:
         emit: Called with each record.

@@ -2,9 +2,9 @@
 
 As in vLLM's scheduler, running requests come first, in order, and get blocks as they grow. If
 no block is free, the last running request is preempted and begins again. Then requests with
-finished loads start, in the order of planning. Then waiting requests are looked up and get
-blocks, while there are tokens in the step and free blocks. Prefill is chunked to the step's
-remaining tokens.
+finished loads start, in the order in which the loads were planned. Then waiting requests are
+looked up and get blocks, while there are tokens in the step and free blocks. Prefill is chunked
+to the step's remaining tokens.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Batcher:
         return _PagedBlocks(([_PagedBlock(block) for block in blocks],))
 
     def computed(self, step: Step, now_s: float) -> None:
-        """Record that a step was computed, as of ``now_s``."""
+        """Record that ``step`` was computed, at time ``now_s``."""
         for req_id, tokens in step.num_scheduled_tokens.items():
             request = self.requests[req_id]
             request.num_computed_tokens += tokens
@@ -198,7 +198,7 @@ class Batcher:
         self._waiting.extendleft(reversed(put_off))
 
     def _start(self, request: ReplayRequest, left: int) -> int:
-        """Add a request with all its blocks; return the number of its scheduled tokens."""
+        """Start a request that has all its blocks; return the number of tokens to compute."""
         tokens = min(request.num_tokens - request.num_computed_tokens, left)
         self._running.append(request)
         self._tokens[request.request_id] = tokens

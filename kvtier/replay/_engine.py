@@ -1,14 +1,16 @@
-"""Implements the replay's engine, which makes steps in real time without a model.
+"""The replay's engine, which runs steps in real time without a model.
 
 The engine uses both sides of the connector.
 
 A step makes the same calls as a real engine, in the same order. In place of a model, the engine
-fills blocks with known bytes and sleeps for the rest of the step, which leaves the processor to
-the tiers' threads. Every loaded block is compared byte for byte with the stored block.
+fills blocks with known bytes and sleeps for the rest of the step. The sleep leaves the
+processor to the tiers' threads. Every loaded block is compared byte for byte with the stored
+block.
 
 In a real engine, the work between two sleeps would overlap with the GPU's work, and a sleep
-ends a little late. So a step begins when the previous step should have ended. If that time is
-long past, the machine is too slow, and the engine does not catch up.
+ends a little late. So a step counts from the planned end of the previous step, not from the
+real end, and its sleep is shorter. At most 50 ms are made up for in this way: if a step ends
+even later, the machine is too slow.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class ReplayCounts:
         loaded_tokens: Prompt tokens loaded.
         loaded_blocks: Blocks loaded and compared with what was stored.
         failed_loads: Incomplete loads; the engine computed these prompts.
-        late_s: Seconds by which computing steps exceeded the model's time.
+        late_s: Seconds by which steps that compute exceeded the model's time.
     """
 
     steps: int = 0
@@ -62,12 +64,12 @@ class ReplayCounts:
 
 
 class ReplayEngine:
-    """Serves requests at their times.
+    """Serves requests in real time, at their arrival times.
 
     Args:
-        cache: The cache; it records how long steps take.
-        worker: The worker side, with the KV memory registered.
-        batcher: Schedules the steps, and has the scheduler side.
+        cache: The cache, which records how long steps take.
+        worker: The connector's worker side, with the KV memory registered.
+        batcher: Schedules the steps, and has the connector's scheduler side.
         memory: The KV memory.
         model: The time of a step.
 

@@ -150,7 +150,11 @@ class ReplayResult:
     predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
-        """Return for each slot whether every rank's loads under the given stamp succeeded."""
+        """Return the relative error of the predicted times and hit ratio, by name.
+
+        The error is ``predicted / replayed - 1``. If the replayed value is 0, the error of a
+        time is 0, and the error of the hit ratio is the predicted ratio.
+        """
         shares = {
             name: self.predicted.ttft_s[name] / seconds - 1 if seconds else 0.0
             for name, seconds in self.ttft_s.items()

@@ -1,1 +1,1 @@
-"""Replays traces in model time with the same code as a live engine."""
+"""Replays traces in simulated time, through the code of a live engine."""

@@ -48,7 +48,7 @@ class ModelRequest:
         arrival_s: Time of the arrival.
         tokens: Length of the prompt.
         keys: The prompt's chunks, root to leaf.
-        session: The request's session, empty if unknown.
+        session: The request's session; an empty string if unknown.
         output_tokens: Tokens to generate; only :class:`StepEngine` models them.
         hits: Leading chunks that were loaded.
         first_token_s: Time of the first token.
@@ -88,13 +88,13 @@ class ModelRequest:
 
 
 class Engine(ABC, Generic[_Model]):
-    """Serves requests through a manager.
+    """A simulated engine, which serves requests through a manager.
 
     Args:
         manager: The manager.
         model: Speeds of the engine and the tiers.
         transfers: Decides when loads and storage jobs end.
-        slot_status: The manager's slot status; it records failed promotions.
+        slot_status: The manager's slot status, in which the engine records failed promotions.
         chunk_tokens: Tokens of a chunk.
         retain_s: Seconds for which chunks are retained in RAM after a use.
     """
@@ -353,7 +353,7 @@ class ReliableSlotStatus:
         return [True] * len(slots)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether no promotion into the slot failed."""
+        """Return for each slot False if the promotion of its generation failed, else True."""
         if not self._lost:
             return [True] * len(slots)
         return [place not in self._lost for place in zip(slots, generations, strict=True)]

@@ -1,13 +1,13 @@
-"""An engine in model time that batches requests and computes in steps.
+"""A simulated engine that batches requests and computes in steps, in simulated time.
 
-The tokens of a step decide its length. Requests are looked up when a step is scheduled, while
-the step has tokens left. A load begins after the step that planned the load, and its result
-counts at the end of a later step. Prefill is chunked: a prompt's first token comes with the
-last piece.
+The number of tokens in a step decides its duration. Requests are looked up when a step is
+scheduled, while the step has tokens left. A load begins after the step that planned the load.
+The engine uses a finished load at the end of a later step. Prefill is chunked: a prompt's first
+token comes with the last piece.
 
-:class:`~kvtier.sim._model_engine.ModelEngine` has no steps: it is twice as fast, needs no
-engine settings, and serves to compare policies. This engine predicts times from known step
-times; ``kvtier replay`` compares the prediction with real transfers.
+:class:`~kvtier.sim._model_engine.ModelEngine` has no steps. It is twice as fast, needs no
+engine settings, and is for comparing policies. :class:`StepEngine` predicts times from known
+step times; ``kvtier replay`` compares the prediction with real transfers.
 
 Not modelled: the GPU's own prefix cache, its memory (so no preemptions), and the time of a
 store to RAM, which ends within a step.
@@ -61,7 +61,7 @@ class _Served:
         request: The request.
         computed: Tokens with KV in the engine.
         generated: Tokens generated.
-        next_chunk: The first chunk not yet offered for storing.
+        next_chunk: Index of the first chunk that was not yet offered for storing.
     """
 
     request: ModelRequest
@@ -125,7 +125,7 @@ class StepEngine(Engine[StepModel]):
         )
 
     def _skip_idle_steps(self, coming: Sequence[ModelRequest]) -> None:
-        """Advance over steps without events."""
+        """Advance the clock by whole idle steps, to the next arrival or result."""
         times = [self._results[0][0]] if self._results else []
         if coming:
             times.append(coming[0].arrival_s)
@@ -280,7 +280,7 @@ class StepEngine(Engine[StepModel]):
     # -- jobs -------------------------------------------------------------------------------
 
     def _send_jobs(self) -> float:
-        """Run all planned jobs; return the time at which each has its first result."""
+        """Run all planned jobs; return the time at which every job has its first result."""
         known_s = self._now_s
         for job in self._manager.take_jobs():
             results = self._transfers.run(job, self._now_s)

@@ -1,8 +1,9 @@
-"""All tiers: replays a trace through the manager of a live engine, in model time.
+"""Simulates all tiers: replays a trace through the manager of a live engine.
 
-The same builder makes the manager from the same YAML file. Loads return correct bytes, and the
-time model decides when jobs end. So the manager decides as in a live engine at that load:
-requests arrive at their times and wait for promotions and demotions in flight.
+As in a live engine, :mod:`kvtier.manager.build` builds the manager from the YAML file. Time is
+simulated: a time model decides when jobs end. No bytes move, and no transfer returns wrong
+bytes. So the manager decides as in a live engine with the same traffic: requests arrive at
+their timestamps, and wait for promotions and demotions in flight.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 _DAY_S = 86_400.0
 _BUSY = 0.7
 _WINDOW = 0.1
-"""Length of the window with the peak load, as a share of the trace's time."""
+"""Length of the window in which the peak load is measured, as a share of the trace's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class TierTraffic:
         hits: Chunks loaded into the GPU from this tier, through RAM or directly.
         hit_ratio: ``hits`` as a share of all references.
         chunks_written: Chunks stored or demoted into the tier; promotions excluded.
-        chunks_promoted: Chunks promoted from the tier to stay in RAM.
+        chunks_promoted: Chunks promoted from the tier that stay in RAM.
         evictions: Chunks evicted from the tier.
     """
 
@@ -72,12 +73,13 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class TierResult(TierTraffic):
-    """The figures of one tier in model time, with the wear of its medium.
+    """The figures of one simulated tier, with the wear of its medium.
 
     Attributes:
         bytes_written_per_day: Bytes written per day at the trace's request rate; None for RAM
             or a trace without duration.
-        dwpd: Drive writes per day for a drive as large as the tier.
+        dwpd: Drive writes per day for a drive as large as the tier; None if
+            ``bytes_written_per_day`` is None.
     """
 
     bytes_written_per_day: float | None
@@ -103,10 +105,11 @@ class CacheResult:
         promotions_per_ref: Chunks promoted, per reference.
         ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
         ttft_no_cache_s: The same times for an engine that computes every prompt.
-        peak_load_no_cache: Load of an engine that computes every prompt, in the busiest tenth
-            of the trace's time. Above 1 its queue grows, and times are mostly waiting.
+        peak_load_no_cache: Prompt tokens that arrive in the busiest tenth of the trace's time,
+            divided by the tokens that the engine can compute in that time. Above 1, the queue
+            of an engine without a cache grows, and its times are mostly waiting.
         time_model: The speeds used.
-        seconds: Time of the simulation.
+        seconds: Real time that the simulation took.
         refs_per_second: ``refs / seconds``.
     """
 
@@ -131,10 +134,10 @@ class CacheResult:
 
 
 def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
-    """Return a default time model.
+    """Return the default time model for ``config`` and ``trace``.
 
-    The tiers have the usual speed of their kind. The engine's speed follows from the trace:
-    without a cache the engine would compute prompts 70 % of the time.
+    The tiers have the usual speed of their kind. The engine's speed is such that, without a
+    cache, the engine would compute prompts during 70 % of the trace's time.
     """
     duration_s = max(trace.duration_s, 1e-3)
     return TimeModel(
@@ -160,7 +163,7 @@ def simulate_cache(
         chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
         model: The speeds; by default :func:`default_time_model`. A :class:`StepModel` selects
             an engine that computes in steps.
-        progress: Called now and then with the finished share, 0 to 1.
+        progress: Called now and then with the finished share of the requests, 0 to 1.
 
     Raises:
         ConfigError: A tier holds less than one chunk, or a policy is not installed.

@@ -12,7 +12,7 @@ from kvtier.units import UnitError, parse_percentage, parse_size
 __all__ = ["NBYTES_PER_TOKEN", "chunk_nbytes", "parse_capacity", "parse_chunk_bytes"]
 
 NBYTES_PER_TOKEN: Final = 128 << 10
-"""Default KV size of a token: 8 billion parameters, grouped queries, 16 bits."""
+"""Default KV bytes of a token: a model of 8 billion parameters with GQA, in 16 bits."""
 
 
 def chunk_nbytes(trace: Trace) -> int:
@@ -21,10 +21,10 @@ def chunk_nbytes(trace: Trace) -> int:
 
 
 def parse_chunk_bytes(text: str) -> int:
-    """Return the number of bytes that ``text`` gives, with or without a unit.
+    """Return the bytes of a chunk size such as ``2MiB`` or ``2097152``.
 
     Raises:
-        ConfigError: ``text`` is neither, or is 0.
+        ConfigError: ``text`` is not a size, or is 0.
     """
     plain = text.strip()
     if plain.isascii() and plain.isdecimal():

@@ -3,8 +3,8 @@
 There are two stages, because simulating all tiers costs much more than simulating one tier. The
 first stage runs each eviction policy in a tier of RAM's size and in a tier of the disk's size.
 A policy replaces the default only if it hits clearly more. The second stage runs all tiers with
-the winners, and varies when to demote and when to keep promoted chunks. The configuration with
-the shortest waits wins. Among configurations with similar waits, the one that keeps most when a
+the winners, once with each value of ``placement.write``. The configuration with the shortest
+waits wins. Among configurations with similar waits, the one that keeps most chunks when a
 process is killed wins, unless another one wears the disk clearly less.
 """
 
@@ -42,7 +42,7 @@ _CLEARLY: Final = 0.003
 _ABOUT: Final = 1.02
 """Waits within this ratio count as equal, because the time model is no more exact."""
 _THRIFTY: Final = 0.8
-"""Less wear decides if a configuration writes less than this share of the safest's writes."""
+"""A configuration wins by less wear if it writes less than this share of the safest's."""
 _WRITES: Final = ("through", "evict")
 """Values of ``placement.write`` to try, the safest first."""
 
@@ -77,7 +77,7 @@ class _Tried:
 
 
 def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | None) -> str:
-    """Return the text of a YAML file, with comments that explain the choices.
+    """Return the recommended configuration as YAML text, with comments that explain it.
 
     Raises:
         ConfigError: RAM or disk is smaller than a chunk, or a speed's tier does not exist.
@@ -161,7 +161,7 @@ def _try(
 
 
 def _engine(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return the `engine` section with the trace's chunk length and 16-token blocks."""
+    """Return the ``engine`` section; empty if a chunk cannot be cut into 16-token blocks."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 

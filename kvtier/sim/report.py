@@ -88,13 +88,13 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return the requested size in percent, before rounding to whole chunks."""
+    """Return the size in percent: as requested, or computed for sizes in other units."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 
 
 def write_page(results: Sequence[SweepResult], path: Path) -> None:
-    """Write one page with interactive curves and the table; it loads no other files.
+    """Write a self-contained HTML page with interactive curves and the table.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""One tier: replays a trace against a live eviction policy, or against the optimum.
+"""Simulates one tier: replays a trace against a live eviction policy, or the optimum.
 
 The definitions are those of other cache simulators: the cache starts empty, the whole trace
 counts, and all chunks have the same size.
@@ -34,13 +34,13 @@ __all__ = [
 
 TouchOrder = Literal["policy", "forward", "reverse"]
 Progress = Callable[[float], None]
-"""Called now and then with the share done, 0 to 1."""
+"""Called now and then with the finished share, 0 to 1."""
 
 SEED: Final = 0
 """Seed of the random numbers that policies may draw."""
 
 BELADY: Final = "belady"
-"""The name of :class:`Belady`, which no live tier can have."""
+"""The name of :class:`Belady`; a live tier cannot use this policy."""
 
 _REPORTS: Final = 64
 
@@ -61,10 +61,10 @@ class SingleResult:
             request's leading hits are the hits before its first miss. A partial last chunk
             counts with its own tokens.
         lead_chunks: Leading hits.
-        stranded_hits: Chunks resident behind a missing ancestor: in forward order
-            ``hits - lead_chunks``; in reverse order the chunks resident at arrival, some of
-            which may be evicted before their turn.
-        seconds: Time taken, reading the trace excluded.
+        stranded_hits: Resident chunks behind a missing ancestor. In forward order, this is
+            ``hits - lead_chunks``. In reverse order, chunks count if they are resident when
+            their request arrives; some may be evicted before they are accessed.
+        seconds: Real time of the run, without reading the trace.
         refs_per_second: ``refs / seconds``.
     """
 
@@ -131,7 +131,7 @@ def simulate_single(
         policy: Name of an eviction policy, or :data:`BELADY`.
         capacity: Chunks the tier holds, at least 1.
         touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
-        progress: Called with the share done.
+        progress: Called now and then with the finished share.
 
     Raises:
         ConfigError: There is no such policy.

@@ -1,8 +1,8 @@
-"""Many policies at many sizes on many traces, in several processes.
+"""Simulates many policies at many sizes on many traces, in several processes.
 
 A cell of the grid is one single-tier run. Traces are read once and sent to every process once.
-A result has all inputs that reproduce it: the trace's hash, the seed of the policies' random
-numbers, every parameter and the version.
+A result contains everything needed to reproduce it: the trace's hash, the seed of the policies'
+random numbers, every parameter and the version.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Cell:
 class SweepResult:
     """One row of a sweep; the fields are the columns of its CSV file.
 
-    Fields of :class:`~kvtier.sim.single.SingleResult` have the same meaning. ``assumed`` and
-    ``warnings`` are the trace's.
+    :class:`~kvtier.sim.single.SingleResult` documents the fields that both classes have.
+    ``capacity`` is the size as written by the user. ``assumed`` and ``warnings`` are those of
+    the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
     """
 
     trace: str
@@ -106,7 +107,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         chunk_bytes: Bytes of a chunk of each trace.
         touch_order: The order of touches in every run.
         jobs: Number of processes; 1 runs in this process.
-        progress: Called with the share done after each run.
+        progress: Called with the finished share after each run.
 
     Returns:
         One result per cell, ordered by trace, policy and size as given.
@@ -174,7 +175,7 @@ def _run(
 
 @contextmanager
 def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
-    """Yield a function that runs cells and returns an iterator of results, in any order."""
+    """Yield a function from cells to an iterator of (cell, result) pairs, in any order."""
     run = partial(_run, traces, touch_order)
     if jobs <= 1:
         yield partial(map, run)

@@ -1,9 +1,8 @@
-"""Transfer times in model time: devices that serve one job after another.
+"""Simulated durations of transfers: devices that serve one job after another.
 
-A direction of a device (reading a disk, writing it, copying RAM to the GPU) is a server with a
-queue: a job begins when those before it are done, takes its bytes divided by the bandwidth,
-and is done one latency later. Sharing of bandwidth between jobs and directions is not
-modelled.
+Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
+A job begins when the device is free. It occupies the device for (bytes / bandwidth) seconds,
+and is done one latency later. Sharing of bandwidth between jobs and directions is not modelled.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class TimeModel:
 
     Attributes:
         prefill_tokens_per_s: Prompt tokens computed per second; one request at a time.
-        concurrency: Requests that are looked up ahead of their turn.
+        concurrency: Most requests in progress at a time, from their lookup on.
         speeds: Speed of every tier, by the tier's name.
     """
 
@@ -105,7 +104,7 @@ class Device:
         latency_s: Time from a job's last byte until the job is done.
 
     Attributes:
-        free_at_s: Time at which the queue is empty.
+        free_at_s: Time at which the device has transferred all queued bytes.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:

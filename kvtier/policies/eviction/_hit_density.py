@@ -1,27 +1,28 @@
 """Groups chunks in classes, and estimates how many hits a slot earns by class and by age.
 
-**Classes.** A chunk that was used twice comes back more often than one used once, the tail of a
-prompt hardly ever, a short prompt more often than a long one. So used chunks are classed by
-number of uses, which survives an eviction while the key is remembered (as in ARC: Megiddo and
-Modha, FAST 2003). New chunks are classed by length of the prompt, in powers of four. The last
-new chunk of a prompt has its own class, because the next turn continues in the middle of that
-chunk.
+**Classes.** A chunk that was used twice is used again more often than a chunk used once. The
+tail of a prompt is hardly ever used again. A short prompt is used again more often than a long
+one. So the class of a used chunk depends on its number of uses. This number survives an
+eviction while the key is remembered (as in ARC: Megiddo and Modha, FAST 2003). The class of a
+new chunk depends on the length of its prompt, in powers of four. The last new chunk of a prompt
+has a separate class, because the next turn continues in the middle of that chunk.
 
 A prefix is used whenever its continuation is used. So the class of a prefix never earns less
 than the class of its continuations (:data:`BELOW`). Among equals the deepest chunk of a prompt
 is evicted first, so a prefix outlives its continuations.
 
-**Density.** The age of a chunk is the number of uses of any chunk since its own last use, so
-ages need no clock and mean the same at any load. Two counts are kept for every class and octave
-of ages: the uses at that age, and the chunks that passed through the octave unused. Their ratio
-is the hazard. The *hit density* is the largest mean hazard over any range of ages from the
-present one on: the hits per slot and unit of time if the chunk is kept until the best moment.
-Idea and name are LHD's (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing
-Hit Density", NSDI 2018), which takes the mean over the whole rest of life instead.
+**Density.** The age of a chunk counts the uses of all chunks since its last use. So ages need
+no clock and do not depend on the load. An *octave* is a range of ages from one power of two to
+the next. Two counts are kept for every class and octave: the uses at these ages, and the chunks
+that passed through the octave unused. The ratio of the counts is the hazard. The *hit density*
+is the largest mean hazard over any range of ages that starts at the present age. It is the
+number of hits per slot and unit of time if the chunk is kept until the best moment. The idea
+and the name come from LHD (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by
+Maximizing Hit Density", NSDI 2018), which averages over all later ages instead.
 
 A prior decides until there is data. The prior is inversely proportional to the age, like LRU,
-and weighs as much as :data:`_PRIOR` observations. The mean of all classes is a prior of the
-same kind for classes with little data.
+and weighs as much as :data:`_PRIOR` observations. The mean of all classes is, with the same
+weight, the prior of each class.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ BELOW: Final = [
     list(range(_USED)),
     *([kind - 1] for kind in range(_USED + 1, KINDS)),
 ]
-"""For each class, the next lower classes of continuations; bounds are transitive."""
+"""For each class, the classes whose density is a lower bound; bounds are transitive."""
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -87,7 +88,7 @@ class HitDensity:
 
     Attributes:
         octaves: Octaves of the table.
-        table: Hit density by class and bits of the age, as of the last :meth:`renew`.
+        table: Hit density by class and bit length of the age, as of the last :meth:`renew`.
             Ages beyond the last octave count as the last.
         lowest: The lowest density by class.
     """
@@ -138,7 +139,7 @@ class HitDensity:
             self._waiting[since // self._width % self._parts * self._classes + kind] -= count
 
     def record_uses(self, kind: int, since: int, age: int, count: int) -> None:
-        """Remove ``count`` chunks from their class because they were used.
+        """Count the uses of ``count`` chunks, and remove these chunks from their class.
 
         Args:
             kind: The chunks' class before the use.
@@ -206,5 +207,5 @@ class HitDensity:
 
 
 def kind_of_new(length: int) -> int:
-    """Return the class of all new chunks but the last of a prompt with ``length`` chunks."""
+    """Return the class of new chunks, except the last, of a prompt with ``length`` chunks."""
     return _NEW + min(length.bit_length() // 2, _LENGTHS - 1)

@@ -1,9 +1,11 @@
 """The history that :mod:`.hedged_lhd` keeps: cohorts, evicted keys and the regret budget.
 
-Each call records many copies of one cohort, which move together. One use of ``count`` copies
-changes ages and classes (:class:`.HitDensity`), the order of uses and the part of the order
-that LRU would hold (:class:`Timeline`), and the hits won and lost against LRU
-(:class:`RegretBudget`).
+Each call records many copies of one cohort, which move together. A use of ``count`` copies
+changes three things:
+
+* ages and classes (:class:`.HitDensity`)
+* the order of uses, and the part of this order that LRU would hold (:class:`Timeline`)
+* the hits won and lost against LRU (:class:`RegretBudget`)
 """
 
 from __future__ import annotations
@@ -51,12 +53,13 @@ class Cohort:
     Attributes:
         kind: The class of the copies.
         since: Number of the use that began the cohort.
-        copies: The copies, oldest use first; None where one left. A copy's ``policy`` is its
+        copies: The copies, oldest use first; None where a copy left. A copy's ``policy`` is its
             cohort, and its ``queued`` is its index in this list.
         first: Index of the first entry that may be a copy.
         live: Number of copies.
         away: Number of remembered keys that were evicted from the cohort.
-        away_before: Number of those keys in :attr:`History.ghosts_before`, forgotten first.
+        away_before: Number of those keys that are in :attr:`History.ghosts_before`, which is
+            forgotten first.
         beyond: Whether LRU would have evicted all copies of the cohort.
     """
 
@@ -95,8 +98,8 @@ class Timeline:
 
     A cohort also counts its remembered evicted keys. LRU would hold the newest keys, as many as
     the tier has slots, so no list of LRU's keys is needed. LRU's *reach* is the cohort with the
-    oldest key that LRU would hold: the reach advances when a use adds a key from beyond it. Of
-    the cohort at the reach LRU may hold only the newer keys.
+    oldest key that LRU would hold: the reach advances when a use adds a key that LRU does not
+    hold. In the cohort at the reach, LRU may hold only the newer keys.
 
     Args:
         capacity: Slots of the tier.
@@ -139,7 +142,7 @@ class Timeline:
     def past_reach(self, cohort: Cohort) -> int:
         """Return the number of keys of ``cohort`` that LRU would have evicted by now.
 
-        The number is zero unless the LRU policy's last key is in ``cohort``.
+        The number is zero unless ``cohort`` is at LRU's reach.
         """
         if cohort is not self.cohorts[self._edge]:
             return 0
@@ -159,7 +162,7 @@ class Timeline:
             self.early_evicted -= count
 
     def remove(self, cohort: Cohort) -> None:
-        """Record that a copy in ``cohort`` was removed, which LRU would have lost too."""
+        """Record that a copy in ``cohort`` was removed; LRU would have lost it too."""
         if not cohort.beyond:
             self._held -= 1
 
@@ -199,8 +202,8 @@ class RegretBudget:
     possible losses together stay within that small share. Each win allows several early
     evictions, because chunks of many prompts are rarely all missed at once. So a winning policy
     departs further from LRU, and a losing policy soon returns to LRU. The budget turns the
-    regret of LeCaR (Vietri et al., HotStorage 2018) from a weight into a bound; for risking
-    wins see Kelly, Bell System Technical Journal 1956.
+    regret of LeCaR (Vietri et al., HotStorage 2018) from a weight into a bound. On how much of
+    its wins to risk, see Kelly, Bell System Technical Journal 1956.
 
     A missing chunk makes the rest of its prompt useless, half of the prompt on average. So a
     budget below half a prompt counts as zero. In a tier of a few prompts losses do not average

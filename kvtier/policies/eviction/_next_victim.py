@@ -1,16 +1,19 @@
-"""The base of policies that select victims one by one.
+"""The base class of policies that select victims one by one.
 
-A paper's policy names *the* victim; a live tier needs the next one that may leave. So a policy
-names its next candidate (:meth:`~NextVictimEviction._take`), takes back a candidate that must
-stay (:meth:`~NextVictimEviction._spare`), and records one that left
-(:meth:`~NextVictimEviction._record_evicted`). Candidates that must stay are held aside until a
-victim is found, so no candidate is asked for twice in one pick. They are then put where the
-policy puts a chunk that was just used.
+In a paper a policy names *the* victim. In a live tier that victim may be pinned, and the policy
+must name another one. So a policy has three methods:
 
-With one order this keeps scans O(1) amortised. A policy with two orders, new chunks and reused
-chunks, may select victims from reused chunks that are all pinned, and would scan all of them at
-every pick. So after a pick that spared n candidates, the next n victims come from the new
-chunks: ``_backoff`` counts these picks down.
+* :meth:`~NextVictimEviction._take` removes and returns the next candidate.
+* :meth:`~NextVictimEviction._spare` inserts a candidate that must stay, as if just used.
+* :meth:`~NextVictimEviction._record_evicted` records a candidate that is evicted.
+
+Candidates that must stay are inserted only after a victim was found. So no pick tests a
+candidate twice.
+
+If a policy has one list of copies, a pick is O(1) amortised. A policy may also have two lists,
+one of new and one of reused chunks, and select victims from the reused chunks. If all of these
+are pinned, every pick would scan their whole list. So after a pick that spared n candidates,
+the next n victims come from the new chunks; ``_backoff`` counts down these picks.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 __all__ = ["CopyOrder", "Ghosts", "NextVictimEviction"]
 
 CopyOrder = OrderedDict[ChunkCopy, None]
-"""Copies in an order, the next candidate first."""
+"""A list of copies, the next candidate first; a dict, to remove any copy in O(1)."""
 
 
 class NextVictimEviction(Eviction):
@@ -38,7 +41,7 @@ class NextVictimEviction(Eviction):
 
     @abstractmethod
     def _orders(self) -> tuple[CopyOrder, ...]:
-        """Return the orders that hold the members, such as two LRU lists."""
+        """Return the lists that :meth:`on_remove` searches, such as two LRU lists."""
 
     @abstractmethod
     def _take(self) -> ChunkCopy | None:
@@ -46,10 +49,10 @@ class NextVictimEviction(Eviction):
 
     @abstractmethod
     def _spare(self, copy: ChunkCopy) -> None:
-        """Make the candidate ``copy`` a member again, as if just used."""
+        """Insert the candidate ``copy``, which must stay, as if it was just used."""
 
     def _record_evicted(self, copy: ChunkCopy) -> None:
-        """Record that the candidate ``copy`` left."""
+        """Record that the candidate ``copy`` is evicted."""
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
@@ -101,7 +104,7 @@ class Ghosts:
             keys.popitem(last=False)
 
     def take(self, key: ChunkKey) -> bool:
-        """Remove ``key`` and return whether it was held."""
+        """Remove ``key`` if it is held; return whether it was."""
         if key in self._keys:
             del self._keys[key]
             return True

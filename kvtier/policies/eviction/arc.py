@@ -1,13 +1,13 @@
 """ARC: keeps a recency list and a frequency list; misses decide the length of each list.
 
-T1 holds chunks used once since they came, T2 chunks used again; both are LRU lists. B1 and B2
-hold the keys of chunks evicted from T1 and T2. A miss on a key in B1 means that T1 was too
-short, so the target length ``p`` of T1 grows; a miss on a key in B2 reduces ``p``. A returning
-chunk enters T2.
+T1 holds chunks used once since their insertion, T2 chunks used again; both are LRU lists. B1
+and B2 hold the keys of chunks evicted from T1 and T2. A miss on a key in B1 means that T1 was
+too short, so the target length ``p`` of T1 grows; a miss on a key in B2 reduces ``p``. A
+returning chunk enters T2.
 
-The paper trims the ghosts before it makes room; here the insertion trims the ghosts. The
-trimmed keys are not read in between, so the victims are the same. The bounds also hold in a
-tier that loses copies by other causes than evictions.
+The paper shortens B1 and B2 before it makes room; here the insertion shortens them. Nothing
+reads the dropped keys in between, so the victims are the same as in the paper. The lengths stay
+bounded even if the tier loses copies without evictions.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Least hit density hedged with LRU: evicts the chunk with the lowest hit density.
 
 LRU keeps every chunk for the same time. But some chunks are likelier to be used again than
-others, and the difference depends on the traffic. This policy sorts chunks into classes, learns
-how many hits a slot earns with each class at each age (:mod:`._hit_density`), and evicts from
-the class that earns least.
+others, and the difference depends on the traffic. This policy sorts chunks into classes. It
+learns how many hits a slot earns with each class at each age (:mod:`._hit_density`), and evicts
+from the class that earns least.
 
 Recency is hard to beat where sessions continue, and classes mislead when traffic changes. So
 the policy departs from LRU only within a regret budget
 (:class:`~._lhd_history.RegretBudget`). The order of all last uses shows which chunks LRU would
 hold (:class:`~._lhd_history.Timeline`).
 
-Updating that history for each chunk would cost too much, but chunks come and go by prompts.
-Copies stand in *cohorts*, move in batches (:class:`MoveBatch`) and leave in selections
-(:class:`Victims`). The history is updated once per batch and once per selection. A single chunk
-costs a few attribute writes.
+Updating this history for each chunk would cost too much. But the chunks of a prompt are
+inserted, used and evicted together. So copies are kept in *cohorts*, move in batches
+(:class:`MoveBatch`) and are evicted in selections (:class:`Victims`). The history is updated
+once per batch and once per selection. A single chunk costs a few attribute writes.
 
 A copy that must stay moves to the newest cohort, like a copy just used. If a whole class were
 pinned, each pick would scan the class. So after a pick that rejected n copies, the next n picks
@@ -258,7 +258,7 @@ class HedgedLhd(Eviction):
         return bool(victims.selected)
 
     def _search(self, refused: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
-        """Evict and return the oldest evictable copy, in place of the copy ``refused``."""
+        """Evict the oldest evictable copy instead of ``refused``; return the victim or None."""
         self._victims.selected.append(refused)
         self._stop()
         passed: list[ChunkCopy] = []
@@ -285,8 +285,8 @@ class HedgedLhd(Eviction):
 def _leaf_to_root(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     """Return ``copies`` with every prompt and KV cache group in order from leaf to root.
 
-    The prompts are all leaf to root, or all root to leaf. Depth also changes between prompts,
-    so the direction of most steps decides.
+    On entry all prompts are leaf to root, or all are root to leaf. Depths rise or fall within a
+    prompt. Between prompts they may do either, so the majority decides.
     """
     depths = [copy.depth for copy in copies]
     rises, falls = (sum(map(than, depths, depths[1:])) for than in (lt, gt))
@@ -294,24 +294,25 @@ def _leaf_to_root(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
 
 
 class MoveBatch:
-    """Copies that move from one place to the newest cohort and are recorded together.
+    """Moves of copies to the newest cohort that are recorded together.
 
-    A prompt's chunks come leaf to root, and many move from one cohort, or from outside, to the
-    newest cohort. Each move costs a few attribute writes; :meth:`flush` records all moves.
+    All copies of a batch come from one cohort, or from outside the tier. A prompt's chunks come
+    leaf to root. Each move costs a few attribute writes; :meth:`flush` records all moves.
 
-    The first new chunk is the last chunk of its prompt, so its depth is the prompt's length.
-    Last chunks have a class of their own, and a batch of them continues across prompts.
+    The first new chunk is the last chunk of its prompt, so its depth gives the prompt's length.
+    Last chunks have a separate class, and a batch of last chunks continues across prompts.
 
     Args:
         history: Where the moves are recorded.
 
     Attributes:
-        source: The copies' last cohort, or the cohort that stands for new chunks; None between
-            batches.
-        returning: The cohort that remembers the keys, if the chunks were evicted earlier.
+        source: The copies' last cohort, or the cohort that stands for new chunks; None for
+            chunks that were evicted earlier, and between batches.
+        returning: The cohort that remembers the keys of chunks that were evicted earlier; None
+            for other chunks.
         order: The copies of the newest cohort.
         expected_key: The parent of the new chunk inserted last.
-        is_prompt: Whether a prompt's batch continues with ``expected_key``.
+        is_prompt: Whether the batch consists of a prompt's chunks and ``expected_key`` is next.
     """
 
     __slots__ = (
@@ -368,8 +369,8 @@ class MoveBatch:
 
         Args:
             copy: The first copy of the batch.
-            source: The copies' last cohort, or the cohort that stands for new chunks.
-            returning: The cohort that remembers the keys, if the chunks were evicted earlier.
+            source: As for the attribute.
+            returning: As for the attribute.
             kind: The copies' new class.
         """
         self.source, self.returning = source, returning
@@ -433,9 +434,9 @@ class Victims:
     the order is LRU, so only the oldest chunks of the classes are compared. Without budget, or
     where the classes differ by little (:data:`_CLEARLY`), the victims are exactly LRU's.
 
-    A selection is expensive, so it takes as many copies of a cohort as the budget allows. The
-    next picks evict them. A use of the cohort, and any other event that could change the
-    selection, returns the rest to the cohort.
+    A selection is expensive, so each selects as many copies of a cohort as the budget allows.
+    Later picks evict these copies. If a copy of the cohort is used, or another event could
+    change the selection, the remaining copies return to the cohort.
 
     Args:
         capacity: Slots of the tier.
@@ -463,7 +464,7 @@ class Victims:
             self._history.record_evicted(self.cohort, picked)
 
     def next(self, count: int) -> list[ChunkCopy]:
-        """Take up to ``count`` selected copies, the next victim first."""
+        """Remove and return up to ``count`` selected copies, the next victim first."""
         selected = self.selected
         taken = selected[-count:]
         del selected[-count:]

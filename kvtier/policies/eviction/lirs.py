@@ -1,14 +1,14 @@
 """LIRS: ranks chunks by the time between their last two uses, not by their last use.
 
 That time, counted in other chunks, is the *inter-reference recency*. Copies with a low recency
-(LIR) own almost all of the tier. The others (HIR) share one hundredth, a FIFO queue Q, and
-leave soon. One stack S of keys in order of last use tells LIR from HIR. A HIR chunk that is
-used while in S was used twice within the span of the LIR copies, so it replaces the LIR copy at
-the bottom. S is pruned until a LIR copy is at the bottom: keys below all LIR copies cannot
-become LIR.
+(LIR) fill almost all of the tier. The other copies (HIR) are in a FIFO queue Q, which has one
+hundredth of the slots, and are evicted soon. A stack S holds keys in order of last use. If a
+HIR chunk is used while its key is in S, the chunk was used twice since the last use of the LIR
+copy at the bottom. So the chunk becomes LIR, and that LIR copy becomes HIR. S is pruned until a
+LIR copy is at the bottom: chunks whose keys are below all LIR copies cannot become LIR.
 
-S also keeps keys of HIR chunks that left. The paper sets no limit; here S has at most twice as
-many entries as the tier has slots, and the keys that left first are dropped first.
+S also keeps keys of evicted HIR chunks. The paper sets no limit. Here S has at most twice as
+many entries as the tier has slots, and the keys evicted first are dropped first.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Lirs(NextVictimEviction):
         self._stack.move_to_end(copy.key)
 
     def _raise(self, copy: ChunkCopy) -> None:
-        """Turn ``copy`` into a LIR copy; above the limit, turn the bottom LIR copy HIR."""
+        """Make ``copy`` a LIR copy; if there are too many, make the one at the bottom HIR."""
         copy.policy = _LOW
         self._low += 1
         self._use(copy)

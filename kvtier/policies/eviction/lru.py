@@ -1,11 +1,11 @@
 """Least recently used, as a lazily cleaned queue.
 
 A doubly linked list costs a dozen attribute writes per use in Python, and an ``OrderedDict``
-hashes every key again. Here a use appends the copy to a queue and leaves its older entries in
-place; ``copy.queued`` counts these stale entries. An entry at the old end is valid only if its
-copy has no stale entries; otherwise it is skipped. Every entry is appended once and removed
-once, so the cost is O(1) amortised. When stale entries outnumber live ones, the queue is
-rebuilt, so the queue has at most twice as many entries as copies.
+hashes every key again. Here a use appends the copy to a queue and does not remove the copy's
+older entries; ``copy.queued`` counts these stale entries. An entry at the old end is valid only
+if its copy has no stale entries; otherwise the entry is skipped. Every entry is appended once
+and removed once, so the cost is O(1) amortised. When stale entries outnumber live ones, the
+queue is rebuilt, so the queue has at most twice as many entries as copies.
 
 A request's chunks come, and mostly leave, together. So the queue is two lists: one for appends,
 and a reversed one for removals from its end (Hood and Melville, "Real-time queue operations in
@@ -13,12 +13,13 @@ pure LISP", 1981, but not in real time). Python appends or removes a range of en
 of a list in one call.
 
 A prompt reaches a tier in batches: the loaded chunks, then the chunks that each step computed.
-A chunk is useless without all chunks before it, so the last batch must leave first. A batch
-therefore waits in a list of its *prompt* before it enters the queue, and extends the prompt
-whose last chunk it continues. A prompt enters the queue leaf to root when the queue is empty,
-when too many prompts wait, or when a single chunk comes or is used. Prompts wait in the order
-of their last use and are younger than the queue. So only chunks of one prompt change places,
-and unrelated batches keep the order of single calls.
+A chunk is useless without all chunks before it, so the last batch must be evicted first. A
+batch therefore does not enter the queue at once. It waits in a list, its *prompt*. A batch
+extends the waiting prompt that ends with the parent of the batch's first chunk. A prompt enters
+the queue leaf to root in three cases: the queue is empty, too many prompts wait, or a single
+chunk is inserted or used. Prompts wait in the order of their last use and are younger than the
+queue. So only chunks of one prompt change places. Unrelated batches have the order that
+inserting chunk by chunk would give.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Lru(Eviction):
         return chain(reversed(self._older), self._newer, prompts)
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies``, leaf to root, to the prompt that the copies continue."""
+        """Append ``copies``, leaf to root, to the prompt they continue, or to a new prompt."""
         # Chunks of different KV cache groups that end at the same token have the same hash.
         prompts, last = self._prompts, hash_part(copies[0].key)
         before = copies[-1].parent
@@ -177,7 +178,7 @@ class Lru(Eviction):
     def _join(
         self, prompt: list[ChunkCopy] | None, last: bytes, copies: Sequence[ChunkCopy]
     ) -> list[ChunkCopy] | None:
-        """Join ``prompt`` and the waiting prompt that ends with the last chunk of ``copies``.
+        """Join ``prompt`` with the waiting prompt that ends with the leaf of ``copies``.
 
         Another request used the waiting prompt's chunks, so all of them were used again.
         """
@@ -244,7 +245,7 @@ class Fifo(Lru):
 
 
 def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
-    """Return the entries that are not stale; ``entries`` are oldest first."""
+    """Return the entries that are not stale, oldest first; uncount the stale entries."""
     kept: list[ChunkCopy] = []
     for copy in entries:
         if copy.queued:

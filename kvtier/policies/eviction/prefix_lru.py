@@ -6,10 +6,10 @@ children*; a parent becomes a candidate when its last child is evicted. This is 
 SGLang's radix cache (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
 Programs", NeurIPS 2024), which keeps the leaves in a heap.
 
-Here the copies stand in one lazily cleaned queue, as in :mod:`.lru`. A copy that reaches the
-old end while it has children is set aside, out of the queue. When one of its children leaves,
-the copy returns to the old end, because it is older than all entries left, and is checked
-again. An eviction brings back one copy at most, so the cost is O(1) amortised.
+Here the copies are in one lazily cleaned queue, as in :mod:`.lru`. A copy that reaches the old
+end while it has children is set aside, out of the queue. When one of its children leaves, the
+copy returns to the old end and is checked again; that copy is older than all entries in the
+queue. An eviction brings back one copy at most, so the cost is O(1) amortised.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ _MOST_USES = 3
 
 
 class S3Fifo(NextVictimEviction):
-    """The small queue holds 10 % of the capacity, the main queue 90 %, the ghosts another 90 %.
+    """S3-FIFO with 10 % of the slots in the small queue and 90 % in the main queue.
+
+    The number of remembered keys is at most 90 % of the number of slots.
 
     Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with two
     details of libCacheSim. Before the first eviction, new chunks enter the main queue if the

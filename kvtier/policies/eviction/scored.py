@@ -37,7 +37,7 @@ class ScoredEviction(Eviction):
     """
 
     falling: ClassVar[bool] = False
-    """Whether a use can lower a score; if not, it can only raise it."""
+    """Whether a use can lower a score; if False, a use never lowers it."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -110,7 +110,7 @@ class ScoredEviction(Eviction):
             self._bound()
 
     def _correct_top(self, copy: ChunkCopy) -> None:
-        """Replace the stale entry at the top."""
+        """Remove the stale entry at the top, or replace it by the copy's current entry."""
         if self.falling or copy.queued == _NOWHERE:
             heapq.heappop(self._heap)
         else:
@@ -147,7 +147,7 @@ class Lfu(ScoredEviction):
     """Evicts the copy used least often since its insertion; in a tie, the longest unused copy.
 
     Counts do not age, so chunks that were popular once stay, and on agent traffic the cache
-    freezes. Use ``lfu`` for comparison only; ``gdsf`` ages.
+    freezes. Use ``lfu`` for comparison only; with ``gdsf`` old uses count less.
     """
 
     @override

@@ -2,10 +2,10 @@
 
 The paper keeps one list, newest at the head, and a hand that moves from the tail to the head
 and starts over. The hand stops at the first copy that was not used since the hand's last pass,
-and clears the used marks on the way. The hand cuts the list in two: the copies it has passed,
-and those between it and the head. Here these are two queues: passing a copy moves it from the
-front of the second to the back of the first, a new chunk joins the back of the second, and
-starting over swaps the two.
+and clears the used marks on the way. The hand divides the list into two parts, which are two
+queues here: the copies that the hand has *passed*, and the copies *ahead*, up to the head. When
+the hand passes a copy, that copy moves from the front of *ahead* to the back of *passed*. A new
+chunk enters at the back of *ahead*. When the hand starts over, the queues are swapped.
 """
 
 from __future__ import annotations

@@ -64,14 +64,14 @@ class Slru(NextVictimEviction):
 class Slru4(NextVictimEviction):
     """Four LRU lists of a quarter of the tier each.
 
-    A new chunk enters the lowest list with room, else the lowest list. A use moves a copy one
-    list up, and that list's excess moves down. The victim is the least recently used copy of
-    the lowest list that is not empty.
+    A new chunk enters the lowest list that has room, or the lowest list if all are full. A use
+    moves a copy one list up. If a list is then too long, its least recently used copy moves
+    down. The victim is the least recently used copy of the lowest list that is not empty.
 
-    Huang et al., "An Analysis of Facebook Photo Caching", SOSP 2013 (S4LRU), with the details
-    of libCacheSim: the rule for new chunks, which matters while the tier is not full, and
-    shedding: if the capacity is no multiple of four, the lowest list may overflow, and another
-    copy then leaves.
+    Huang et al., "An Analysis of Facebook Photo Caching", SOSP 2013 (S4LRU), with two details
+    of libCacheSim. The rule for new chunks matters while the tier is not full. Shedding matters
+    if the capacity is no multiple of four: the lowest list may overflow, and another copy is
+    then evicted.
     """
 
     sheds: ClassVar[bool] = True

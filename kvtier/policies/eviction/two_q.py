@@ -1,4 +1,4 @@
-"""2Q: keeps a chunk for long only if a request comes after the chunk left a short queue.
+"""2Q: keeps a chunk for long only if it is requested again after it left a short queue.
 
 Uses shortly after the first belong to the same burst. So new chunks enter a FIFO queue, A1in,
 in which uses have no effect. The key of a chunk evicted from A1in enters a second queue, A1out.

@@ -1,9 +1,9 @@
 """W-TinyLFU: keeps a new chunk only if it is more popular than the main part's victim.
 
-New chunks enter a small LRU window. A chunk that leaves the window is a candidate for the
-main part, a segmented LRU. If the main part is full, the candidate is compared with the main
-part's victim by recent requests, hits and misses alike, and the more popular chunk stays. The
-resident wins a tie, so a scan cannot empty the main part.
+New chunks enter a small LRU window. A chunk that leaves the window is a candidate for the main
+part, a segmented LRU. If the main part is full, the candidate is compared with the *resident*,
+the main part's victim. The chunk with more recent requests, hits and misses alike, stays. In a
+tie the resident stays, so a scan cannot empty the main part.
 
 The comparison happens when room is needed, before the new chunk is inserted, and the loser is
 the victim. If the resident lost, the insertion pushes the candidate out of the window into the
@@ -26,7 +26,7 @@ __all__ = ["WTinyLfu", "WTinyLfuExact"]
 
 
 class WTinyLfu(NextVictimEviction):
-    """The window has 1 % of the slots, the main part 99 %; 80 % of the main part are protected.
+    """W-TinyLFU: a window with 1 % of the slots, a main part with 99 %, 80 % of it protected.
 
     A sketch counts the uses of each key.
 

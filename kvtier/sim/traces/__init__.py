@@ -1,4 +1,4 @@
-"""Traces of requests: read, generated, described and written."""
+"""Reads, generates, describes and writes traces of requests."""
 
 from __future__ import annotations
 

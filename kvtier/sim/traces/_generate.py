@@ -144,7 +144,7 @@ def _session(
 
 
 def _chain(turn: _Turn, shared: int, chunk_tokens: int) -> list[Hashable]:
-    """Return the ids of a prompt's full chunks: first shared chunks, then the session's own."""
+    """Return the ids of a prompt's full chunks: the shared prefix first, then the session's."""
     whole = turn.input_tokens // chunk_tokens
     own = range(shared, whole)
     return [

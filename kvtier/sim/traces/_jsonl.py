@@ -1,12 +1,12 @@
 """JSON Lines traces: Mooncake's, LMBench's variant of it, and Qwen-Bailian's.
 
-The formats share ``hash_ids``, ``input_length`` and ``output_length`` and differ in the unit of
-timestamps. The tokens per id differ even between traces of one format. A record may state them
-as ``block_tokens``, as kvtier's own recordings do. Otherwise they are estimated from the
-records: a request of ``length`` tokens and ``n`` ids of ``tokens`` tokens each has ``n =
-ceil(length / tokens)`` if the last, partial chunk has an id, and ``n = floor(length / tokens)``
-if it has none. Either equation gives a range per request, and the number that lies in most
-ranges fits most requests.
+All formats have ``hash_ids``, ``input_length`` and ``output_length``. They differ in the unit
+of timestamps. The number of tokens per id differs even between traces of one format. A record
+may state this number as ``block_tokens``, as kvtier's recordings do. Otherwise the number is
+estimated from the records. If the last, partial chunk has an id, a request of ``length`` tokens
+has ``n = ceil(length / tokens)`` ids of ``tokens`` tokens. If it has none, ``n = floor(length /
+tokens)``. Either equation gives a range of ``tokens`` for each request. A number that lies in
+most ranges fits most requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_TOKENS: Final = 1 << 40
 _MAJORITY: Final = 0.5
 _LATEST: Final = 1 << 63
 _NO_CHAT: Final = "-1"
-"""The parent of a chat that begins a conversation."""
+"""The ``parent_chat_id`` of a chat that begins a conversation."""
 _EXAMPLE: Final = (
     '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}'
 )
@@ -52,7 +52,7 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
     Args:
         source: The file.
         kind: One of the JSON formats.
-        tokens_per_id: Tokens per id; None to read or estimate it.
+        tokens_per_id: Tokens per id; None to read or estimate the number.
 
     Raises:
         TraceError: A line does not match the format; the message names the line.
@@ -181,7 +181,7 @@ class _Record:
         return ids
 
     def count(self, key: str, *, default: int | None = None) -> int:
-        """Return a number of tokens."""
+        """Return the number of tokens in the field ``key``, required without a ``default``."""
         value = self._values.get(key, default)
         if value is None:
             value = self._field(key)
@@ -201,7 +201,7 @@ class _Record:
         return tokens
 
     def name(self, key: str) -> str:
-        """Return a name, which is a text or a number; empty if absent."""
+        """Return the text or number in the field ``key`` as a string; "" if it is absent."""
         value = self._values.get(key)
         if value is None:
             return ""
@@ -264,7 +264,7 @@ def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[
 
 
 def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
-    """Return how many ranges overlap at most, and the first and last number of that overlap.
+    """Return the largest number of overlapping ranges, and the ends of their overlap.
 
     A range includes both ends; a range with an end below its start is empty.
     """

@@ -24,7 +24,7 @@ _FLAT: Final[Mapping[str, Callable[[Source, int], Trace]]] = {
     "keys": read_keys,
     "oracle": read_oracle,
 }
-"""Formats in which every id is a request of its own."""
+"""Formats in which every id is a separate request."""
 
 
 def read_trace(
@@ -35,7 +35,7 @@ def read_trace(
     Args:
         path: The file.
         format_name: Its format; ``auto`` detects it from the content, not from the name.
-        tokens_per_id: Tokens per id; None to read or estimate it.
+        tokens_per_id: Tokens per id; None to read or estimate the number.
 
     Raises:
         TraceError: The file cannot be read; the message has the line and a remedy.

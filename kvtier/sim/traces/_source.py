@@ -1,4 +1,4 @@
-"""Shared by all readers of trace files: formats, file contents, and a builder of traces."""
+"""Parts that all readers of trace files use: formats, file contents, a builder of traces."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class TraceBuilder:
         self._sessions.append(session)
 
     def build(self, source: Source, format_name: str) -> Trace:
-        """Return the trace.
+        """Return the trace of all added requests, named after ``source``.
 
         Raises:
             TraceError: No request refers to any chunk.
@@ -195,7 +195,7 @@ class TraceBuilder:
         return self.finish(name=source.name, format_name=format_name, sha256=source.sha256)
 
     def finish(self, *, name: str, format_name: str, sha256: str) -> Trace:
-        """Return the trace under ``name``; for traces without a file."""
+        """Return the trace of all added requests, which need not come from a file."""
         timestamps = np.array(self._timestamps, dtype=np.float64)
         return Trace(
             name=name,

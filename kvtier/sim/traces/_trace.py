@@ -40,8 +40,8 @@ class TraceError(KvtierError):
 class Trace:
     """Requests in order of arrival, with chunks numbered in order of first appearance.
 
-    So the numbers index lists and arrays of length :attr:`distinct`. The ids of the file are
-    not kept.
+    So a chunk's number is an index into lists and arrays of length :attr:`distinct`. The ids of
+    the file are not kept.
 
     Attributes:
         name: The file's name without its directory and suffixes.
@@ -49,12 +49,13 @@ class Trace:
         sha256: SHA-256 of the file on disk.
         ids: Chunk number of every reference, shape (references,).
         offsets: Index in ``ids`` of each request's first reference, shape (requests + 1,).
-        timestamps_s: Arrival of each request, shape (requests,), seconds from the first.
+        timestamps_s: Arrival of each request, shape (requests,), seconds since the earliest.
         input_tokens: Prompt length of each request, shape (requests,).
         output_tokens: Generated length of each request, shape (requests,); 0 where unknown.
         chunk_tokens: Tokens of one whole chunk.
         distinct: Number of distinct chunks.
-        sessions: The session of each request, empty if unknown; no items if none is known.
+        sessions: One session per request, an empty string if unknown; an empty sequence if all
+            are unknown.
         assumed: Choices in reading the file: its format, the unit of its times, the tokens of a
             chunk.
         warnings: Contradictions in the file, and corrections on reading.
@@ -90,7 +91,7 @@ class Trace:
         return float(self.timestamps_s.max() - self.timestamps_s.min())
 
     def session_names(self) -> Sequence[str]:
-        """Return the session of each request; empty if unknown."""
+        """Return one session per request, in order; an unknown session is an empty string."""
         return self.sessions or ("",) * self.requests
 
     def reading(self) -> dict[str, list[str]]:
@@ -112,8 +113,8 @@ class Trace:
             backwards: Whether each request's chunks are accessed leaf to root.
 
         Returns:
-            Shape (references,), in order of access; a chunk without another access
-            has position ``refs``, which is above every other position.
+            Shape (references,), in order of access. If there is no next access, the position is
+            ``refs``, which is above every other position.
         """
         ids = self.ids
         if backwards:
@@ -160,7 +161,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return how many prompt tokens an infinite cache would find in prefixes of the prompts."""
+    """Return the number of prompt tokens in leading hits of a cache that never evicts."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):
