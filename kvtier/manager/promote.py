@@ -364,7 +364,6 @@ class Promoter:
             ),
             slots,
             timeout_s=stack.limits.load_timeout_s,
-            generations=[generation] * len(copies),
         )
         stack.cost_model.record_job(job_id, index, len(copies))
         return job_id, copies

@@ -278,7 +278,8 @@ class SlowTruth(ControlBlock):
 
     @override
     def stored(self, slots: Any, generations: Any) -> list[bool]:
-        self._stage.meanwhile()
+        if not is_in_loop():  # else the storage engine asks
+            self._stage.meanwhile()
         return super().stored(slots, generations)
 
     @override

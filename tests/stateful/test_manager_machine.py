@@ -26,7 +26,7 @@ from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion
-from kvtier.types import Job, Outcome, TransferResult
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager, eviction_order
 from tests.support.workbench import TIER_NAMES, RarelyPromoting, Workbench, prefix
@@ -421,7 +421,7 @@ class ManagerMachine(RuleBasedStateMachine):
         op = data.draw(st.sampled_from([op for op in self.storage if not op.late]))
         op.late = True
         outcomes = [Outcome.EXPIRED] * len(op.job.keys)
-        if op.job.payload is not None:
+        if op.job.purpose is Purpose.PROMOTE:
             self.slot_status.poison(op.job.destination_slots, op.job.payload)
         self.manager.apply(TransferResult(op.job.job_id, outcomes, settled=False))
 
@@ -439,6 +439,9 @@ class ManagerMachine(RuleBasedStateMachine):
         source = TIER_NAMES.index(job.source)
         destination = TIER_NAMES.index(job.destination)
         corrupt = set()
+        if not source:
+            intact = self.slot_status.stored(job.source_slots, job.payload)
+            assert all(intact), "a slot was reused while it was demoted"
         for at, (key, src, dst) in enumerate(
             zip(job.keys, job.source_slots, job.destination_slots, strict=True)
         ):
@@ -449,7 +452,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 corrupt.add((source, src))
             done = outcomes[at] is Outcome.DONE
             self.contents[destination][dst] = (key, op.epoch) if done else None
-            if job.payload is not None:
+            if not destination:
                 (self.slot_status.publish if done else self.slot_status.poison)(
                     [dst], [job.payload[at]]
                 )
@@ -473,7 +476,7 @@ class ManagerMachine(RuleBasedStateMachine):
             op = StorageOp(job, self.epoch)
             source = TIER_NAMES.index(job.source)
             destination = TIER_NAMES.index(job.destination)
-            stamps = job.payload or [0] * len(job.keys)
+            stamps = [0] * len(job.keys) if destination else job.payload
             for slot in job.source_slots:
                 self.claim(source, slot, writes=False)
             for slot, stamp in zip(job.destination_slots, stamps, strict=True):
@@ -500,7 +503,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"
             if tier == TIER_NAMES.index(job.destination):
                 if stamp and (slot, stamp) in zip(
-                    job.destination_slots, job.payload or (), strict=False
+                    job.destination_slots, job.payload, strict=True
                 ):
                     continue
                 assert slot not in job.destination_slots, f"slot {slot} is being written"
