@@ -97,16 +97,6 @@ class DeviceStore(_DeviceRoute):
     either, unless only the head of the first chunk is missing.
     """
 
-    def __init__(
-        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
-    ) -> None:
-        super().__init__(copier, control, rank=rank, pool=pool)
-        self._revoked: set[JobId] = set()
-
-    def revoke(self, job_id: JobId) -> None:
-        """Leave the slots of store ``job_id`` unstamped: its blocks may change from now on."""
-        self._revoked.add(job_id)
-
     @override
     async def run(self, job: Job) -> SlotOutcomes:
         stores: Sequence[StoreRequest] = job.payload
@@ -127,9 +117,6 @@ class DeviceStore(_DeviceRoute):
     def _finish(self, store: StoreRequest) -> SlotOutcomes:
         """Stamp the slots of a store after its bytes are copied."""
         slots = store.plan.slots
-        if store.job_id in self._revoked:
-            self._revoked.discard(store.job_id)
-            return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
         filled = store.plan.slots_filled(self._copier.blocks_per_chunk)
         self._control.stamp(self._rank, filled, store.generations[0] if slots else 0)
         if filled is slots:

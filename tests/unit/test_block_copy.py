@@ -363,18 +363,6 @@ def test_the_end_of_one_chunk_and_the_begin_of_the_next_are_not_taken_for_neighb
         assert block_bytes(device.kv, 0, loaded) == block_bytes(device.kv, 0, stored)
 
 
-def test_a_revoked_store_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
-    device = make_device(blocks_per_chunk=1)
-    control = device.control
-    plan = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
-    control.issue([0])
-    job = store_job(plan)
-    device.store.revoke(job.job_id)
-    assert asyncio.run(device.store.run(job)).outcomes == [Outcome.EXPIRED]
-    assert control.stored([0], [8]) == [False]
-    assert control.quiet([0]) == [True]
-
-
 def test_a_store_that_fails_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
     device = make_device(blocks_per_chunk=1)
     control = device.control
@@ -411,13 +399,12 @@ def test_the_stores_of_a_job_are_copied_in_one_call(
         plan_copy([8, 9], [0, 2], [0, 0], [2], blocks_per_chunk=2),
     ]
     control.issue([1, 2, 4, 5])
-    device.store.revoke(3)
     moved = asyncio.run(device.store.run(store_job(*plans)))
     assert len(calls) == 1
-    # The half of a chunk in slot 1, and what was revoked, concern themselves alone.
+    # The half of a chunk in slot 1 concerns itself alone.
     done, refused = Outcome.DONE, Outcome.REFUSED
-    assert list(moved.outcomes) == [done, refused, done, Outcome.EXPIRED]
-    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, False]
+    assert list(moved.outcomes) == [done, refused, done, done]
+    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, True]
     assert control.quiet([1, 2, 4, 5]) == [True] * 4
     for group, slot, blocks in ((0, 4, (3, 4)), (0, 5, (6, 7)), (1, 2, (8, 9))):
         for place, block in enumerate(blocks):

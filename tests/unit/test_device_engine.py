@@ -245,6 +245,7 @@ def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(
     (result,) = device.poll()
     assert list(result.outcomes) == [Outcome.EXPIRED]
     assert region.control.stored([0], [STAMP]) == [False]
+    assert region.control.quiet([0]) == [True]
 
 
 def test_closing_waits_for_no_chunk_that_is_on_its_way(
