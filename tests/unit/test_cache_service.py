@@ -314,6 +314,31 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     assert not service.has_pending_work()
 
 
+def test_jobs_that_may_have_been_queued_before_an_error_keep_their_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache()
+    service, manager = cache.service, cache.bench.manager
+    manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(3))])
+
+    def fail(*jobs: Job) -> None:
+        queued.extend(jobs)
+        raise RuntimeError("a bug behind the first job")
+
+    queued: list[Job] = []
+    monkeypatch.setattr(cache.engine, "submit", fail)
+    service.begin_request(Context("a"))
+    assert look(cache, 1, "a") is None
+    step(cache)
+    service.end_request(Context("a"))
+    step(cache)
+    assert cache.bench.ram.slots.free == 7, "a thread may be writing into one"
+    assert service.statistics().internal_errors == 1
+    (job,) = queued
+    manager.apply(TransferResult(job.job_id, [Outcome.DONE]))
+    assert not manager.has_work()
+
+
 def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

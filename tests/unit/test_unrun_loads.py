@@ -12,6 +12,7 @@ import pytest
 from kvtier.config import parse_config
 from kvtier.connector import storage
 from kvtier.connector.service import CacheService
+from kvtier.errors import ClosedError
 from kvtier.keys import ChunkKey
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
@@ -98,7 +99,7 @@ def test_a_load_whose_job_cannot_be_submitted_fails_at_once(
     old, _ = fill(world)
 
     def fail(*jobs: Job) -> None:
-        raise RuntimeError("can't start new thread")
+        raise ClosedError("its thread died")
 
     monkeypatch.setattr(world.engine, "submit", fail)
     assert world.lookup("c", old) == 16 * len(old)
