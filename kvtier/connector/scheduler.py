@@ -385,10 +385,10 @@ class ConnectorScheduler:
         """Report to the cache that a job ended in all ranks."""
         tracked = job.tracked
         if job.is_store:
-            self._cache.complete_store(job.keys, tracked.req_id)
+            self._cache.complete_store(job.keys, tracked)
             return
         self._loading.difference_update(job.keys)
-        self._cache.complete_load(tracked.req_id)
+        self._cache.complete_load(job.keys, tracked)
         if job.has_failed:
             tracked.offer_again()  # the cache has dropped what is computed instead
             if self._requests.get(tracked.req_id) is tracked:

@@ -99,6 +99,9 @@ class Loader:
         self._demoter = demoter
         self._loads: dict[str, list[_PendingLoad]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
     def prepare(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
     ) -> LoadPlan:

@@ -60,6 +60,9 @@ class Storer:
         self._demoter = demoter
         self._writes: dict[int, CopyList] = {}  # in flight, by generation
 
+    def __bool__(self) -> bool:
+        return bool(self._writes)
+
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:

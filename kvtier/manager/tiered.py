@@ -181,7 +181,7 @@ class TieredOffloadingManager:
         """
         request = self._requests.get(req_id)
         if request is not None:
-            if request.is_stale:
+            if request.is_stale or request.terms.stores_nothing:
                 return NOTHING_TO_STORE
             request.has_kv = True
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
@@ -356,6 +356,11 @@ class TieredOffloadingManager:
     def requests(self) -> int:
         """Requests that began and did not end."""
         return len(self._requests)
+
+    @property
+    def has_worker_jobs(self) -> bool:
+        """Whether a load or a store was prepared and is not complete."""
+        return bool(self._loader or self._storer)
 
     @property
     def dropped(self) -> list[int]:

@@ -52,6 +52,11 @@ class RequestTerms:
     store_tiers: frozenset[int] | None = None
     session: str = ""
 
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether no tier may keep new chunks."""
+        return self.store_tiers is not None and not self.store_tiers
+
     def may_store_in(self, tier: int | None) -> bool:
         """Return whether new chunks may enter ``tier``; None asks about all tiers at once."""
         return self.store_tiers is None or tier in self.store_tiers

@@ -310,8 +310,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
         Returns:
             Whether the reset survives a restart and no store of the engine's workers in this
-            process reads blocks.
-            After False vLLM neither sleeps nor frees the blocks.
+            process reads blocks. After False vLLM neither sleeps nor frees the blocks.
         """
         own = [
             worker for worker, engine in _workers.items() if engine == self._engine.engine_id

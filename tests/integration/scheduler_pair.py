@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connector.figures import EngineStatistics
+from kvtier.connector.protocols import RequestContext
 from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, StorePlan
@@ -113,8 +114,8 @@ class Books:
         slots = [self._whole[key] for key in keys]
         return LoadPlan(slots, [1] * len(slots), [0] * len(slots))
 
-    def complete_load(self, req_id: str) -> None:
-        for key in self._loads.pop(req_id):
+    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+        for key in self._loads.pop(request.req_id):
             if self._whole.get(key) in self._refused:
                 self._forget(key)
 
@@ -126,7 +127,7 @@ class Books:
         self._slots.update(zip(new, slots, strict=True))
         return StorePlan(new, slots, 1, [])
 
-    def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
+    def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
         for key in keys:
             slot = self._slots.get(key)
             if slot is not None and slot in self._stamped:

@@ -55,7 +55,7 @@ class World:
         assert len(plan.keys) == len(keys)
         self.control.stamp(0, plan.slots, plan.generation)
         self.control.acknowledge(0, plan.slots)
-        service.complete_store(keys, name)
+        service.complete_store(keys, Context(name))
         service.end_request(Context(name))
         for _ in range(4):
             service.end_step(started=(), preempted=())
@@ -109,7 +109,7 @@ def test_a_load_whose_job_cannot_be_submitted_fails_at_once(
     assert all(lost), "workers wait for chunks that nobody brings"
     world.control.refuse(0, plan.slots, plan.generations)
     world.control.acknowledge(0, plan.slots)
-    world.service.complete_load("c")
+    world.service.complete_load(old, Context("c"))
     assert world.service.statistics().internal_errors == 1
 
 

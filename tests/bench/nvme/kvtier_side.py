@@ -167,7 +167,7 @@ class _Calls:
         return _Slots(plan.slots, plan.generations)
 
     def complete_load(self, keys: Collection[ChunkKey], context: Any) -> None:
-        self._cache.complete_load(context.req_id)
+        self._cache.complete_load(keys, context)
 
     def prepare_store(self, keys: Sequence[ChunkKey], context: Any) -> _StoreOutput | None:
         plan = self._cache.prepare_store(keys, context.req_id)
@@ -176,7 +176,7 @@ class _Calls:
         return _StoreOutput(plan.keys, _Slots(plan.slots, [plan.generation] * len(plan.slots)))
 
     def complete_store(self, keys: Collection[ChunkKey], context: Any) -> None:
-        self._cache.complete_store(keys, context.req_id)
+        self._cache.complete_store(keys, context)
 
     def on_schedule_end(self, context: Any) -> None:
         self._cache.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)
