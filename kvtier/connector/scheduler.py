@@ -80,8 +80,8 @@ class ConnectorScheduler:
         self._options = options
         self._layouts = build_layouts(options)
         self._rules = StoreRules(options, self._layouts)
-        # The engine computes the last token of a prompt anew. A whole prefix can be cut by it
-        # afterwards, the window or state before another end cannot.
+        # The engine recomputes the last prompt token. A full-prefix hit can be trimmed by one
+        # token; a window or state hit cannot.
         reads_all = all(each.group.reach is Reach.PREFIX for each in self._layouts)
         self._recompute_tokens = 0 if reads_all else 1
         self._requests: dict[str, TrackedRequest] = {}

@@ -150,7 +150,7 @@ class ReplayResult:
     predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
-        """Return for each slot whether every rank's loads under the given stamp succeeded."""
+        """Return how far the prediction differs from the replay, per figure."""
         shares = {
             name: self.predicted.ttft_s[name] / seconds - 1 if seconds else 0.0
             for name, seconds in self.ttft_s.items()
