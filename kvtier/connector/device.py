@@ -303,9 +303,9 @@ class DeviceEngine:
         failed: bool,
     ) -> None:
         """Record in the control block that ``slots`` are released and whether a load failed."""
-        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
+        held = [slot for slot, generation in zip(slots, generations, strict=True) if generation]
         if failed and purpose is Purpose.LOAD:
-            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
+            self._control.record_failed_loads(self._rank, held, list(filter(None, generations)))
         self._control.acknowledge(self._rank, held)
 
     def _begin(self, awaited: Collection[JobId] = ()) -> None:

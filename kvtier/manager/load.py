@@ -245,7 +245,8 @@ class Loader:
                 self._stack.drop(self._ram, copy)
         if late:
             shared = self._share_lateness(late)
-            self._stack.slot_status.forgive([copy.slot for copy in late if copy not in shared])
+            slots = [copy.slot for copy in late if copy not in shared]
+            self._stack.slot_status.clear_failed_loads(slots)
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
         """Return those ``late`` copies that other loads in flight also include.

@@ -330,7 +330,7 @@ class Promoter:
             return None
         slots, _ = taken
         self._ram.counters.misses += len(sources)
-        stack.slot_status.withdraw(slots)
+        stack.slot_status.clear_generations(slots)
         jobs = []
         for index in dict.fromkeys(tiers):
             of_tier = [tier == index for tier in tiers]

@@ -88,7 +88,7 @@ class SlotStatus(Protocol):
     def issue(self, slots: Sequence[int]) -> None:
         """Record that each worker gets one more job on each of ``slots``."""
 
-    def withdraw(self, slots: Sequence[int]) -> None:
+    def clear_generations(self, slots: Sequence[int]) -> None:
         """Clear the generations of ``slots`` before the bytes in the slots change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
@@ -97,10 +97,10 @@ class SlotStatus(Protocol):
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether no rank failed to load the slot's generation."""
 
-    def forgive(self, slots: Sequence[int]) -> None:
+    def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget failed loads from ``slots`` that no load is using."""
 
-    def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
+    def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""
 
 

@@ -479,9 +479,9 @@ class _Quarantine:
         if not self._held:
             return
         held, self._held = self._held, []
-        quiet = self._stack.slot_status.quiet([copy.slot for copy in held])
-        for copy, is_quiet in zip(held, quiet, strict=True):
-            if is_quiet:
+        over = self._stack.slot_status.all_acknowledged([copy.slot for copy in held])
+        for copy, is_over in zip(held, over, strict=True):
+            if is_over:
                 self._stack.ram.unpin((copy,))
             else:
                 self._held.append(copy)

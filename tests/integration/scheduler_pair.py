@@ -79,8 +79,8 @@ class Books:
         self._step = 0
         self._slots: dict[ChunkKey, int] = {}
         self._whole: dict[ChunkKey, int] = {}
-        self._stamped: set[int] = set()
-        self._refused: set[int] = set()
+        self._stored: set[int] = set()
+        self._failed: set[int] = set()
         self._loads: dict[str, list[ChunkKey]] = {}
         self._planned = 0
 
@@ -116,7 +116,7 @@ class Books:
 
     def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
         for key in self._loads.pop(request.req_id):
-            if self._whole.get(key) in self._refused:
+            if self._whole.get(key) in self._failed:
                 self._forget(key)
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan:
@@ -130,7 +130,7 @@ class Books:
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
         for key in keys:
             slot = self._slots.get(key)
-            if slot is not None and slot in self._stamped:
+            if slot is not None and slot in self._stored:
                 self._whole[key] = slot
             else:
                 self._slots.pop(key, None)
@@ -184,10 +184,10 @@ class Books:
 
     def finish(self, slots: Sequence[int], *, stored: int | None = None) -> None:
         if stored is not None:
-            self._stamped.update(slots)
+            self._stored.update(slots)
 
-    def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        self._refused.update(slots)
+    def record_failed_loads(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        self._failed.update(slots)
 
 
 class ReferenceManager(OffloadingManager):
@@ -325,8 +325,8 @@ class PairedConnector(NotesConnector):
             their_id, their_job = others[req_id]
             self._loads[job_id] = their_id
             keys = [
-                self.world.known.key_in(slot, stamp)
-                for slot, stamp in zip(job.slots.slots, job.slots.generations, strict=True)
+                self.world.known.key_in(slot, generation)
+                for slot, generation in zip(job.slots.slots, job.slots.generations, strict=True)
             ]
             blocks = their_job.dst_spec
             assert keys == self.world.manager.loads[req_id]

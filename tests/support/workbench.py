@@ -171,11 +171,11 @@ class Workbench:
         padded = outcomes or (Outcome.DONE,)
         every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
         filled = job.destination_slots if job.purpose is Purpose.PROMOTE else ()
-        for slot, stamp, outcome in zip(filled, job.payload, every, strict=False):
+        for slot, generation, outcome in zip(filled, job.payload, every, strict=False):
             if outcome is not Outcome.DONE:
-                self.slot_status.poison([slot], [stamp])
+                self.slot_status.mark_lost([slot], [generation])
             elif settled:
-                self.slot_status.publish([slot], [stamp])
+                self.slot_status.publish([slot], [generation])
         self.manager.apply(TransferResult(job.job_id, every, settled=settled))
         self.check()
 

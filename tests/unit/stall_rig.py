@@ -135,10 +135,12 @@ class Rig:
     ) -> Job:
         source, destination = WAYS[purpose]
         number = next(self._ids)
-        stamps = [number + 1] * len(keys)
+        generations = [number + 1] * len(keys)
         if purpose is Purpose.STORE:
-            self.control.publish(slots, stamps)
-        job = Job(number, purpose, source, destination, keys, slots, slots, timeout_s, stamps)
+            self.control.publish(slots, generations)
+        job = Job(
+            number, purpose, source, destination, keys, slots, slots, timeout_s, generations
+        )
         self.engine.submit(job)
         return job
 

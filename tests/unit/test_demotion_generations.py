@@ -89,7 +89,7 @@ def test_a_demotion_of_slots_that_keep_their_generations_is_whole(demotion: Demo
 
 
 def test_a_slot_that_is_reused_during_the_write_leaves_no_chunk(demotion: Demotion) -> None:
-    demotion.tier.during = lambda: demotion.control.withdraw([5])
+    demotion.tier.during = lambda: demotion.control.clear_generations([5])
     moved = demotion.run()
     assert list(moved.outcomes) == [DONE, CORRUPT, DONE]
     assert "was reused" in moved.error
@@ -99,14 +99,14 @@ def test_a_slot_that_is_reused_during_the_write_leaves_no_chunk(demotion: Demoti
 def test_a_slot_that_one_rank_has_filled_for_another_chunk_leaves_no_chunk(
     demotion: Demotion,
 ) -> None:
-    demotion.tier.during = lambda: demotion.control.stamp(1, [6], 23)
+    demotion.tier.during = lambda: demotion.control.set_generation(1, [6], 23)
     assert list(demotion.run().outcomes) == [DONE, DONE, CORRUPT]
     assert demotion.found() == [(KEYS[0], 0), (KEYS[1], 1)]
 
 
 def test_a_slot_that_was_reused_before_the_write_is_not_written(demotion: Demotion) -> None:
     demotion.control.publish([4], [30])
-    demotion.tier.during = lambda: demotion.control.withdraw([6])
+    demotion.tier.during = lambda: demotion.control.clear_generations([6])
     moved = demotion.run()
     assert list(moved.outcomes) == [CORRUPT, DONE, CORRUPT]
     assert "was reused" in moved.error
@@ -114,7 +114,7 @@ def test_a_slot_that_was_reused_before_the_write_is_not_written(demotion: Demoti
 
 
 def test_a_job_whose_slots_were_all_reused_writes_nothing(demotion: Demotion) -> None:
-    demotion.control.withdraw(JOB.source_slots)
+    demotion.control.clear_generations(JOB.source_slots)
     assert list(demotion.run().outcomes) == [CORRUPT] * 3
     assert demotion.tier.writes == 0
 
@@ -127,7 +127,7 @@ def test_no_restart_finds_a_chunk_whose_slot_was_reused_during_the_write(
         gate = rig.stall("sql INSERT")
         job = rig.store(0, 1)
         assert rig.io.wait_until_stalled(timeout_s=HANG_S)
-        rig.control.withdraw([1])
+        rig.control.clear_generations([1])
         gate.set()
         assert rig.settled(job) == {job.job_id: [DONE, CORRUPT]}
         assert not rig.out_of_service(Purpose.STORE), "the disk is not to blame"

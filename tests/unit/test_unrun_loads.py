@@ -53,7 +53,7 @@ class World:
         plan = service.prepare_store(keys, name)
         assert plan is not None
         assert len(plan.keys) == len(keys)
-        self.control.stamp(0, plan.slots, plan.generation)
+        self.control.set_generation(0, plan.slots, plan.generation)
         self.control.acknowledge(0, plan.slots)
         service.complete_store(keys, Context(name))
         service.end_request(Context(name))
@@ -107,7 +107,7 @@ def test_a_load_whose_job_cannot_be_submitted_fails_at_once(
     whole, lost = world.control.arrivals(0, plan.slots, plan.generations)
     assert not any(whole)
     assert all(lost), "workers wait for chunks that nobody brings"
-    world.control.refuse(0, plan.slots, plan.generations)
+    world.control.record_failed_loads(0, plan.slots, plan.generations)
     world.control.acknowledge(0, plan.slots)
     world.service.complete_load(old, Context("c"))
     assert world.service.statistics().internal_errors == 1
