@@ -212,7 +212,7 @@ def _routes(
     """Return the routes of chunks: from RAM to each tier, back, and between tiers."""
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
-        routes[ram, tier.name] = ToTier(region, tier)
+        routes[ram, tier.name] = ToTier(region, tier, region.control)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
     if slots := region.geometry.bounce_range:
         bounce_buffer = BounceBuffer(region, slots)

@@ -100,9 +100,10 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
         return _WorkerMetadata(self.output.aggregate(other.output))
 
 
-_workers: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()
-"""Workers of this process. An engine in the process of its ``LLM`` sleeps without waiting for
-the connector. So the cache reset before the sleep waits for the stores of these workers."""
+_workers: weakref.WeakKeyDictionary[ConnectorWorker, str] = weakref.WeakKeyDictionary()
+"""Workers of this process, with the ids of their engines. An engine in the process of its
+``LLM`` sleeps without waiting for the connector. So the cache reset before the sleep waits for
+the stores of the engine's workers."""
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -311,17 +312,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Make every stored chunk a miss.
 
         Returns:
-            True if the reset is durable and no store of this process reads blocks any more.
-            After False, vLLM neither sleeps nor frees the blocks.
+            Whether the reset survives a restart and no store of the engine's workers in this
+            process reads blocks. After False vLLM neither sleeps nor frees the blocks.
         """
-        stores_ended = [worker.wait_for_stores() for worker in list(_workers)]
+        own = [
+            worker for worker, engine in _workers.items() if engine == self._engine.engine_id
+        ]
+        stores_ended = [worker.wait_for_stores() for worker in own]
         return self._scheduler.reset_cache() and all(stores_ended)
 
     @override
     def shutdown(self) -> None:
         """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
         if self._worker is not None:
-            _workers.discard(self._worker)
+            _workers.pop(self._worker, None)
             self._worker.shutdown()
         if self.role is KVConnectorRole.SCHEDULER:
             self._cache.shutdown()
@@ -348,7 +352,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         content = kv_content(self._vllm, engine)
         device = open_device(engine, settings, kv, shape, content=content)
         self._worker = ConnectorWorker(device, ram_name=settings.ram.name)
-        _workers.add(self._worker)
+        _workers[self._worker] = engine.engine_id
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

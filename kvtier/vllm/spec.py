@@ -269,7 +269,7 @@ class _Manager(OffloadingManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """End a request's oldest load."""
-        self._cache.complete_load(req_context.req_id)
+        self._cache.complete_load(keys, req_context)
 
     @override
     def prepare_store(
@@ -295,7 +295,7 @@ class _Manager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Let lookups find the chunks in ``keys`` that every worker recorded as complete."""
-        self._cache.complete_store(list(keys), req_context.req_id)
+        self._cache.complete_store(list(keys), req_context)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
