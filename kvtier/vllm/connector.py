@@ -321,6 +321,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             _workers.discard(self._worker)
             self._worker.shutdown()
         if self.role is KVConnectorRole.SCHEDULER:
+            self._adapters.close()
             self._cache.shutdown()
 
     # -- worker side ---------------------------------------------------------------------------
