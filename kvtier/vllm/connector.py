@@ -47,7 +47,7 @@ from kvtier.vllm.kinds import cache_groups
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.vllm.opening import open_cache, open_device, read_settings
 from kvtier.vllm.pages import find_pages, share_slots
-from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
+from kvtier.vllm.refusals import refuse_layout, warn_of_restarts
 from kvtier.vllm.steps import StepReader
 from kvtier.vllm.versions import hit_sources, require_supported_vllm
 
@@ -157,7 +157,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
         self._reporter = Reporter(self._cache)
-        warn_of_weak_hashes(self._vllm, settings)
+        warn_of_restarts(self._vllm, settings)
         transfer = self._vllm.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy == "fail":
             logger.warning(
