@@ -255,6 +255,43 @@ def test_weights_that_cannot_be_read_are_known_by_size_and_date(
     assert namespace(model, config) != first
 
 
+def snapshot(cache: Path, content: bytes, *, sha256: str = "0a" * 32, date_s: int = 0) -> Path:
+    """Return a model in a Hugging Face cache."""
+    put(cache / "blobs" / sha256, content, date_s=date_s)
+    link = cache / "snapshots" / "5b0e4e8" / "model.safetensors"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"../../blobs/{sha256}")
+    return link.parent
+
+
+def test_a_copy_of_a_hugging_face_cache_keeps_the_identity_whatever_its_dates(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    first = snapshot(tmp_path / "one", LARGE, date_s=1)
+    copied = snapshot(tmp_path / "two", LARGE, date_s=2)
+    assert namespace(first, config) == namespace(copied, config)
+
+
+def test_weights_in_a_hugging_face_cache_are_known_by_their_sha256_and_samples(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    """Two files may differ between all samples, and a tool may write into a blob."""
+    first = snapshot(tmp_path / "one", LARGE)
+    other = snapshot(tmp_path / "two", LARGE, sha256="0b" * 32)
+    written_to = snapshot(tmp_path / "three", LARGE[1:] + b"x")
+    assert len({namespace(model, config) for model in (first, other, written_to)}) == 3
+
+
+@pytest.mark.parametrize("sha256", ["0a" * 20, "model.bin"])
+def test_the_date_counts_of_blobs_that_have_another_name(
+    config: KvtierConfig, tmp_path: Path, sha256: str
+) -> None:
+    first = snapshot(tmp_path / "one", LARGE, sha256=sha256, date_s=1)
+    touched = snapshot(tmp_path / "two", LARGE, sha256=sha256, date_s=2)
+    assert namespace(first, config) != namespace(touched, config)
+
+
 def test_settings_that_were_only_touched_and_what_is_no_part_of_the_model_do_not_count(
     config: KvtierConfig, tmp_path: Path
 ) -> None:
