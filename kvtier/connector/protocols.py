@@ -127,6 +127,7 @@ class Step(NamedTuple):
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, per scheduled request.
+        prompt_tokens: How many of them belong to prompts.
         started: Requests that are scheduled for the first time, or again with all their blocks.
         preempted: Requests that lost their blocks.
         allocated: Blocks that requests got since the step before, and targets of block copies.
@@ -135,6 +136,7 @@ class Step(NamedTuple):
     """
 
     num_scheduled_tokens: Mapping[str, int]
+    prompt_tokens: int = 0
     started: Collection[str] = ()
     preempted: Collection[str] = ()
     allocated: AbstractSet[int] = frozenset()

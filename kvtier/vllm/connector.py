@@ -38,7 +38,6 @@ from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
 from kvtier.keys import group_of, hash_part, strip_adapter
 from kvtier.logs import get_logger
-from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.content import kv_content
@@ -212,10 +211,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the workers' jobs of this step."""
-        tokens = scheduler_output.num_scheduled_tokens
-        generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
-        self._cache.step_scheduled(0 if generates else prompt_tokens(tokens.values()))
         step = self._steps.read(scheduler_output, self._tables)
+        self._cache.step_scheduled(step.prompt_tokens)
         jobs = self._scheduler.build_connector_meta(step)
         return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
