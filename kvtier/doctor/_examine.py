@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.config import (
+    TIERS,
     KvtierConfig,
     LocalStore,
     TierConfig,
     has_rank_paths,
-    is_built_in,
     resolve_rank_paths,
 )
 from kvtier.doctor import _machine, _stores
@@ -261,7 +261,7 @@ def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
         from kvtier.manager.build import check_policies  # noqa: PLC0415
 
         yield from _problems_of(check_policies, config)
-    if not all(is_built_in(tier.kind) for tier in config.tiers):
+    if not all(tier.kind in TIERS.built_in for tier in config.tiers):
         from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
 
         yield from _problems_of(check_tiers, config)
