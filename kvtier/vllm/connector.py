@@ -38,7 +38,6 @@ from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
 from kvtier.keys import group_of, hash_part, strip_adapter
 from kvtier.logs import get_logger
-from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.content import kv_content
@@ -47,7 +46,7 @@ from kvtier.vllm.kinds import cache_groups
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.vllm.opening import open_cache, open_device, read_settings
 from kvtier.vllm.pages import find_pages, share_slots
-from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
+from kvtier.vllm.refusals import refuse_layout, warn_of_restarts
 from kvtier.vllm.steps import StepReader
 from kvtier.vllm.versions import hit_sources, require_supported_vllm
 
@@ -158,7 +157,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
         self._reporter = Reporter(self._cache)
-        warn_of_weak_hashes(self._vllm, settings)
+        warn_of_restarts(self._vllm, settings)
         transfer = self._vllm.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy == "fail":
             logger.warning(
@@ -213,10 +212,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the workers' jobs of this step."""
-        tokens = scheduler_output.num_scheduled_tokens
-        generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
-        self._cache.step_scheduled(0 if generates else prompt_tokens(tokens.values()))
         step = self._steps.read(scheduler_output, self._tables)
+        self._cache.step_scheduled(step.prompt_tokens)
         jobs = self._scheduler.build_connector_meta(step)
         return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
@@ -328,6 +325,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             _workers.pop(self._worker, None)
             self._worker.shutdown()
         if self.role is KVConnectorRole.SCHEDULER:
+            self._adapters.close()
             self._cache.shutdown()
 
     # -- worker side ---------------------------------------------------------------------------

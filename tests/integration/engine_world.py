@@ -195,7 +195,8 @@ class EngineWorld:
 
     def close(self) -> None:
         assert self.cache.service.statistics().internal_errors == 0
-        self.cache.service.shutdown()
+        assert self.scheduler.connector is not None
+        self.scheduler.connector.shutdown()
 
     # -- what a client does --------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
         ),
         (
             f"{RAM}  - kind: nvem\n    capacity: 1GiB\n",
-            "a.yaml:4: tiers[1].kind = nvem: no such tier kind is installed; installed: ram",
+            "a.yaml:4: tiers[1].kind = nvem: no such tier kind is installed; installed: nvme",
         ),
         (
             f"{RAM}    eviction: lur\n",
