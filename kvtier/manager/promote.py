@@ -183,7 +183,10 @@ class Promoter:
         else:
             found = [at for key in absent if (at := first_resident(readable, key)) is not None]
             sources, tiers = [copy for _, copy in found], [tier.index for tier, _ in found]
-        return len(sources) if sources and self._plan(sources, tiers) else 0
+        if not sources or len(sources) > self._ram.available:
+            return 0
+        self._plan(sources, tiers)
+        return len(sources)
 
     def end_step(self) -> None:
         """Grant queued requests their chunks within the budget, first come first served."""
@@ -302,10 +305,7 @@ class Promoter:
         if not sources:
             return 0
         tiers = [tier for tier in hit.tiers if tier][: len(sources)]
-        jobs = self._plan(sources, tiers)
-        if jobs is None:
-            return None if may_wait else 0
-        for job_id, copies in jobs:
+        for job_id, copies in self._plan(sources, tiers):
             self._grants.grant(request, copies, job_id)
         return len(sources)
 
@@ -313,22 +313,19 @@ class Promoter:
 
     def _plan(
         self, sources: Sequence[ChunkCopy], tiers: Sequence[int]
-    ) -> list[tuple[JobId, Sequence[ChunkCopy]]] | None:
+    ) -> list[tuple[JobId, Sequence[ChunkCopy]]]:
         """Allocate RAM slots for chunks, evicting as needed, and plan the jobs that fill them.
 
         Args:
-            sources: Copies of chunks that are not in RAM; at least one.
+            sources: Copies of chunks that are not in RAM; at least one, and at most as many as
+                RAM has available slots.
             tiers: Index of the tier of each source.
 
         Returns:
-            Each job's id and the RAM copies that it writes; None, and nothing changed, if too
-            few copies can be evicted.
+            Each job's id and the RAM copies that it writes.
         """
         stack = self._stack
-        taken = stack.take_slots(self._ram, [source.key for source in sources])
-        if taken is None:
-            return None
-        slots, _ = taken
+        slots, _ = stack.take_slots(self._ram, [source.key for source in sources])
         self._ram.counters.misses += len(sources)
         stack.slot_status.withdraw(slots)
         jobs = []

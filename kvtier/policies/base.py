@@ -31,8 +31,6 @@ __all__ = [
     "RequestTerms",
     "is_idle",
     "is_unpinned",
-    "is_unpinned_leaf",
-    "pick_leaf",
     "session_terms",
 ]
 
@@ -98,7 +96,6 @@ class ChunkCopy:
         parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
         depth: Number of chunks before this chunk in the prefix.
         terms: The terms of the request that stored the chunk.
-        child_count: Number of children in this tier; kept only for ``leaf_only`` policies.
         queued: An integer for the eviction policy's own use, such as a count of stale entries.
         policy: Any object, for the eviction policy's own use.
         grants: Number of waiting requests that keep the copy; each is also a pin.
@@ -110,7 +107,6 @@ class ChunkCopy:
     """
 
     __slots__ = (
-        "child_count",
         "depth",
         "dirty",
         "generation",
@@ -145,7 +141,6 @@ class ChunkCopy:
         self.pins = 0
         self.dirty = 0
         self.hits = 0
-        self.child_count = 0
         self.queued = 0
         self.policy: Any = None
         self.grants = 0
@@ -182,12 +177,12 @@ class PolicyContext:
 
 
 class NoVictimError(KvtierError):
-    """An eviction policy returned no victim although every member is evictable."""
+    """An eviction policy picked too few victims although more members are evictable."""
 
     def __init__(self, eviction: Eviction) -> None:
         kind: type[object] = type(eviction)
-        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
-        super().__init__(f"{problem} although every chunk may leave; repair its pick")
+        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks too few"
+        super().__init__(f"{problem} victims although more chunks may leave; repair its pick")
 
 
 Evictable = Callable[[ChunkCopy], bool]
@@ -201,32 +196,6 @@ def is_idle(copy: ChunkCopy) -> bool:
 def is_unpinned(copy: ChunkCopy) -> bool:
     """Return whether ``copy`` has no pins, even if a slower tier still needs the chunk."""
     return not copy.pins
-
-
-def is_unpinned_leaf(copy: ChunkCopy) -> bool:
-    """Return whether ``copy`` has neither pins nor resident children."""
-    return not copy.pins and copy.child_count <= 0
-
-
-def pick_leaf(
-    eviction: Eviction, ctx: PolicyContext, *, spared: ChunkCopy | None
-) -> ChunkCopy | None:
-    """Return a victim for a new chunk, but never the parent of the new chunk.
-
-    Args:
-        eviction: A policy that evicts leaves only.
-        ctx: The context.
-        spared: The new chunk's parent, which must stay; None for a root.
-
-    Returns:
-        The victim; None if only ``spared`` is evictable.
-    """
-    if spared is None:
-        return eviction.pick(is_unpinned_leaf, ctx)
-    spared.pins += 1
-    victim = eviction.pick(is_unpinned_leaf, ctx)
-    spared.pins -= 1
-    return victim
 
 
 class Eviction(ABC):
@@ -249,11 +218,6 @@ class Eviction(ABC):
         surplus: Number of members to evict although slots are free; see :attr:`sheds`.
         tracks_misses: Whether the class overrides :meth:`on_miss`; else a driver may skip it.
     """
-
-    leaf_only: ClassVar[bool] = False
-    """Whether only copies without resident children may be picked. The driver then keeps
-    ``copy.child_count``: it adds 1 before a child is inserted, and subtracts 1 right after the
-    child was picked or removed."""
 
     insert_first: ClassVar[bool] = False
     """Whether a new chunk competes with the residents. A simulator then inserts before it
@@ -278,7 +242,6 @@ class Eviction(ABC):
         """Record that a request missed ``key``, which is about to be inserted.
 
         Called once for each insertion, before room is made for the chunk.
-        With ``leaf_only`` a live tier may call this after the victims were picked.
         """
 
     @abstractmethod

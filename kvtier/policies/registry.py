@@ -188,7 +188,6 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
         "lfu": "kvtier.policies.eviction.scored:Lfu",
         "lirs": "kvtier.policies.eviction.lirs:Lirs",
         "lru": "kvtier.policies.eviction.lru:Lru",
-        "prefix-lru": "kvtier.policies.eviction.prefix_lru:PrefixLru",
         "s3-fifo": "kvtier.policies.eviction.s3_fifo:S3Fifo",
         "sieve": "kvtier.policies.eviction.sieve:Sieve",
         "slru": "kvtier.policies.eviction.slru:Slru",

@@ -4,8 +4,7 @@ A simulated tier drives a policy in the simulator, in shadow tiers and in the co
 The cache starts empty and all chunks have one size. In *forward* order a request's chunks are
 accessed root to leaf: a resident chunk is a hit, and an absent chunk is inserted after an
 eviction. In *reverse* order the leading hits are counted first and the chunks are then accessed
-leaf to root, so that the root stays longest. A policy that evicts leaves only gets its hits
-leaf to root and its new chunks root to leaf, because a child never precedes its parent.
+leaf to root, so that the root stays longest.
 
 Creating Python objects dominates the cost, so a new chunk reuses its victim's object, and all
 leading hits are one call.
@@ -23,7 +22,6 @@ from kvtier.policies.base import (
     Eviction,
     NoVictimError,
     PolicyContext,
-    pick_leaf,
     session_terms,
 )
 
@@ -48,9 +46,8 @@ class SimulatedTier:
         self.ctx = PolicyContext()
         self.members: dict[ChunkKey, ChunkCopy] = {}
         self._is_reverse = (touch_order or eviction.touch_order) == "reverse"
-        self._is_plain = not (eviction.sheds or eviction.leaf_only or eviction.insert_first)
+        self._is_plain = not (eviction.sheds or eviction.insert_first)
         self._terms = NO_TERMS
-        self._child_counts: dict[ChunkKey, int] = {}
 
     def serve(
         self,
@@ -82,7 +79,7 @@ class SimulatedTier:
         if self.eviction.sheds and not self._is_reverse:
             return self._serve_shedding(chain)
         if self._is_reverse and (lead < len(chain) or self.eviction.sheds):
-            return lead, self._access_reversed(chain), behind
+            return lead, self._access(chain, range(len(chain) - 1, -1, -1)), behind
         leading = [copy for copy in found[:lead] if copy is not None]
         self._use_many(leading[::-1] if self._is_reverse else leading)
         stranded = self._access(chain, range(lead, len(chain)))
@@ -100,41 +97,35 @@ class SimulatedTier:
 
         Args:
             key: The chunk.
-            parent: The preceding chunk; it must be resident if the policy evicts leaves only.
+            parent: The preceding chunk.
             depth: Number of preceding chunks.
         """
         eviction = self.eviction
-        before = self.members.get(parent) if parent is not None else None
-        if eviction.leaf_only and parent is not None and before is None:
-            return False
         if eviction.tracks_misses:
             eviction.on_miss(key, self.ctx)
         is_full = len(self.members) >= eviction.capacity
-        competes = eviction.insert_first and not eviction.leaf_only
+        competes = eviction.insert_first
         victim = None
         if is_full and not competes:
-            victim = self.evict(before)
+            victim = self.evict()
             if victim is None:
                 return False
         copy = self._enter(key, parent, depth, victim)
         eviction.on_insert(copy, self.ctx)
         return not (is_full and competes) or self.evict() is not None
 
-    def evict(self, spared: ChunkCopy | None = None) -> ChunkCopy | None:
-        """Remove and return a victim other than ``spared``; None if there is none.
+    def evict(self) -> ChunkCopy | None:
+        """Remove and return a victim; None if there is none.
 
         Raises:
             NoVictimError: The policy returned no victim although every member is evictable.
         """
-        victim = self._pick(spared)
+        victim = self._pick()
         if victim is not None:
             del self.members[victim.key]
-            self._count_child(victim.parent, -1)
         return victim
 
-    def _pick(self, spared: ChunkCopy | None) -> ChunkCopy | None:
-        if self.eviction.leaf_only:
-            return pick_leaf(self.eviction, self.ctx, spared=spared)
+    def _pick(self) -> ChunkCopy | None:
         return _require(self.eviction.pick(_any, self.ctx), self.eviction)
 
     def _enter(
@@ -146,20 +137,8 @@ class SimulatedTier:
             reused.state = CopyState.RESIDENT
         reused.key, reused.parent, reused.depth, reused.hits = key, parent, depth, 0
         reused.terms = self._terms
-        reused.child_count = self._child_counts.get(key, 0)
         self.members[key] = reused
-        self._count_child(parent, 1)
         return reused
-
-    def _count_child(self, parent: ChunkKey | None, change: int) -> None:
-        """Update the child count of a parent, resident or absent."""
-        if parent is None or not self.eviction.leaf_only:
-            return
-        count = self._child_counts.pop(parent, 0) + change
-        if count:
-            self._child_counts[parent] = count
-        if parent in self.members:
-            self.members[parent].child_count = count
 
     def _use_many(self, copies: Sequence[ChunkCopy]) -> None:
         if self.eviction.sheds:
@@ -177,17 +156,6 @@ class SimulatedTier:
             lead += 1
         stranded = self._access(chain, range(lead + 1, len(chain)))
         return lead, lead + stranded, stranded
-
-    def _access_reversed(self, chain: Sequence[ChunkKey]) -> int:
-        if not self.eviction.leaf_only:
-            return self._access(chain, range(len(chain) - 1, -1, -1))
-        found = [copy for key in chain if (copy := self.members.get(key)) is not None]
-        missing = [depth for depth, key in enumerate(chain) if key not in self.members]
-        found.reverse()
-        self._use_many(found)
-        return len(found) + self._access(
-            chain, missing
-        )  # a chunk that occurs twice in the prompt hits
 
     def _access(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
         """Access the chunks at ``depths``, one by one; return the number of hits."""

@@ -34,39 +34,29 @@ class ModelTier(SimulatedTier):
         self.hits = 0
         self.asked = 0
 
-    def access(self, key: ChunkKey, *, parent: ChunkKey | None = None) -> bool:
+    def access(self, key: ChunkKey) -> bool:
         """Access ``key``; insert it if it is absent and a slot is free or can be freed.
-
-        Args:
-            key: The chunk.
-            parent: The chunk before ``key`` in the prompt.
 
         Returns:
             Whether ``key`` is resident afterwards.
         """
         copy = self.members.get(key)
         if copy is None:
-            return self.admit(key, parent)
+            return self.admit(key)
         self.hits += 1
         self.use(copy)
         return True
 
     @override
-    def evict(self, spared: ChunkCopy | None = None) -> ChunkCopy | None:
+    def evict(self) -> ChunkCopy | None:
         """Evict and return one victim; None when nothing is evictable."""
-        victim = super().evict(spared)
+        victim = super().evict()
         if victim is not None:
             victim.state = CopyState.GONE
         return victim
 
     def evict_many(self, count: int) -> list[ChunkCopy]:
-        """Evict and return up to ``count`` victims at once, as the manager does.
-
-        Policies that evict leaves only pick them one at a time.
-        """
-        if self.eviction.leaf_only:
-            one_each = (self.evict() for _ in range(count))
-            return [victim for victim in one_each if victim is not None]
+        """Evict and return up to ``count`` victims at once, as the manager does."""
         victims = self._batches.pick_many(self.eviction, count, self._may_go, self.ctx)
         for victim in victims:
             self._check_member(victim)
@@ -92,14 +82,13 @@ class ModelTier(SimulatedTier):
         copy = self.members.pop(key)
         copy.state = CopyState.GONE
         self.eviction.on_remove(copy)
-        self._count_child(copy.parent, -1)
 
     def may_go(self) -> set[ChunkKey]:
         """Return the keys that the policy may evict now."""
         return {key for key, copy in self.members.items() if self._is_evictable(copy)}
 
     @override
-    def _pick(self, spared: ChunkCopy | None) -> ChunkCopy | None:
+    def _pick(self) -> ChunkCopy | None:
         victim = self.eviction.pick(self._may_go, self.ctx)
         if victim is not None:
             self._check_member(victim)
@@ -114,9 +103,7 @@ class ModelTier(SimulatedTier):
         return self._is_evictable(copy)
 
     def _is_evictable(self, copy: ChunkCopy) -> bool:
-        if copy.key in self.pinned:
-            return False
-        return not self.eviction.leaf_only or not copy.child_count
+        return copy.key not in self.pinned
 
 
 Stream = Callable[[int, int, random.Random], Iterator[int]]

@@ -323,10 +323,7 @@ class BytesWorld:
 
     def _make_manager(self, capacities: Sequence[int]) -> TieredOffloadingManager:
         draw = self._draw
-        policies = ["lru", "hedged-lhd"]
-        if not self.stage.calm:
-            policies.append("prefix-lru")  # evicts leaves only, so a load may find no room
-        eviction = draw.choice(policies)
+        eviction = draw.choice(["lru", "hedged-lhd"])
         names = ["ram", *(disk.name for disk in self._disks)]
         tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))

@@ -61,7 +61,6 @@ def check_manager(manager: TieredOffloadingManager) -> None:
         _check_slots(tier, held[tier.index])
         _check_counters(tier)
         _check_order(tier)
-        _check_kids(tier)
     _check_grants(manager)
     _check_retained(manager)
 
@@ -159,25 +158,6 @@ def _check_order(tier: TierState) -> None:
     if len(order) != len(resident) or set(order) != resident:
         rule = "the eviction order holds what is resident and stays"
         raise InvariantError(rule, f"{tier.name}: {order} instead of {resident}")
-
-
-def _check_kids(tier: TierState) -> None:
-    """Check the child counts of a policy that evicts leaves."""
-    if not tier.eviction.leaf_only:
-        return
-    kids = Counter(
-        copy.parent
-        for copy in tier.copies.values()
-        if copy.state == CopyState.RESIDENT and copy not in tier.leaving
-    )
-    for copy in tier.copies.values():
-        if copy.state == CopyState.RESIDENT:
-            _expect(
-                "children equal a recount",
-                repr(copy),
-                counted=kids[copy.key],
-                noted=copy.child_count,
-            )
 
 
 def _check_retained(manager: TieredOffloadingManager) -> None:

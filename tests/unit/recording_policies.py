@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from kvtier.policies import ChunkCopy, Eviction, PolicyContext
 from kvtier.policies.eviction import Lru
-from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.eviction.scored import Gdsf
 from kvtier.policies.eviction.slru import Slru4
 
@@ -57,12 +56,6 @@ class RecordingLru(RecordingPolicy, Lru):
     calls: ClassVar[list[PolicyCall]] = []
 
 
-class RecordingPrefixLru(RecordingPolicy, PrefixLru):
-    """Evicts leaves only."""
-
-    calls: ClassVar[list[PolicyCall]] = []
-
-
 class RecordingGdsf(RecordingPolicy, Gdsf):
     """Newcomers compete."""
 
@@ -77,7 +70,6 @@ class RecordingSlru4(RecordingPolicy, Slru4):
 
 RECORDING_POLICIES: tuple[type[RecordingPolicy], ...] = (
     RecordingLru,
-    RecordingPrefixLru,
     RecordingGdsf,
     RecordingSlru4,
 )

@@ -57,8 +57,8 @@ class Row(NamedTuple):
 
 
 def test_every_policy_is_compared_with_something() -> None:
-    # Tested in test_hedged_lhd and test_evictions, and one that approximates.
-    others = {"hedged-lhd", "prefix-lru", "w-tinylfu"}
+    # Tested in test_hedged_lhd, and one that approximates.
+    others = {"hedged-lhd", "w-tinylfu"}
     assert set(TEXTBOOK) == set(NAMES.values()) == {*EVICTIONS.built_in, BELADY} - others
 
 

@@ -32,7 +32,7 @@ from tests.support.workbench import prefix
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
-    "^eviction policy kvtier_mine:Never picks no victim although every chunk may leave; "
+    "^eviction policy kvtier_mine:Never picks too few victims although more chunks may leave; "
     "repair its pick$"
 )
 PLUGIN = """

@@ -40,7 +40,6 @@ BARS = {
     "slru": 500_000,
     "slru-4": 500_000,
     "2q": 500_000,
-    "prefix-lru": 500_000,
     "hedged-lhd": 500_000,
 }
 ORDERS: Final[tuple[TouchOrder, ...]] = ("forward", "reverse")
