@@ -215,18 +215,8 @@ class Eviction(ABC):
 
     Attributes:
         capacity: Slots of the tier.
-        surplus: Number of members to evict although slots are free; see :attr:`sheds`.
         tracks_misses: Whether the class overrides :meth:`on_miss`; else a driver may skip it.
     """
-
-    insert_first: ClassVar[bool] = False
-    """Whether a new chunk competes with the residents. A simulator then inserts before it
-    picks, and may get the new chunk back; a live tier, whose slots are in use, picks first."""
-
-    sheds: ClassVar[bool] = False
-    """Whether a hit may set ``surplus``, the number of members that should leave. A simulator
-    then picks that many at once; a live tier picks none, because an empty slot serves no
-    request."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """Order in which the manager reports the chunks that a request used or stored at once.
@@ -235,7 +225,6 @@ class Eviction(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.surplus = 0
         self.tracks_misses = type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works

@@ -178,12 +178,11 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     "eviction policy",
     "kvtier.eviction",
     Eviction,
-    ("capacity", "surplus", "tracks_misses"),
+    ("capacity", "tracks_misses"),
     {
         "2q": "kvtier.policies.eviction.two_q:TwoQ",
         "arc": "kvtier.policies.eviction.arc:Arc",
         "fifo": "kvtier.policies.eviction.lru:Fifo",
-        "gdsf": "kvtier.policies.eviction.scored:Gdsf",
         "hedged-lhd": "kvtier.policies.eviction.hedged_lhd:HedgedLhd",
         "lfu": "kvtier.policies.eviction.scored:Lfu",
         "lirs": "kvtier.policies.eviction.lirs:Lirs",
@@ -191,9 +190,7 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
         "s3-fifo": "kvtier.policies.eviction.s3_fifo:S3Fifo",
         "sieve": "kvtier.policies.eviction.sieve:Sieve",
         "slru": "kvtier.policies.eviction.slru:Slru",
-        "slru-4": "kvtier.policies.eviction.slru:Slru4",
         "w-tinylfu": "kvtier.policies.eviction.w_tinylfu:WTinyLfu",
-        "w-tinylfu-exact": "kvtier.policies.eviction.w_tinylfu:WTinyLfuExact",
     },
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(

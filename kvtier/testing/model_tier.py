@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from typing_extensions import override
-
 from kvtier.keys import ChunkKey
-from kvtier.policies import ChunkCopy, CopyState, Eviction
-from kvtier.policies.simulated_tier import SimulatedTier
+from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 
 __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
-class ModelTier(SimulatedTier):
+class ModelTier:
     """A simulated tier with pins that checks its policy's victims.
 
     Args:
@@ -22,13 +19,18 @@ class ModelTier(SimulatedTier):
         one_by_one: Whether batches are split into calls for single chunks.
 
     Attributes:
+        eviction: The policy.
+        ctx: The policy's context.
+        members: The resident copies by key.
         pinned: Keys of chunks that must not be evicted.
         hits: Accesses that found their chunk.
         asked: How often the policy asked whether a copy is evictable.
     """
 
     def __init__(self, eviction: Eviction, *, one_by_one: bool = False) -> None:
-        super().__init__(eviction)
+        self.eviction = eviction
+        self.ctx = PolicyContext()
+        self.members: dict[ChunkKey, ChunkCopy] = {}
         self._batches = Eviction if one_by_one else type(eviction)
         self.pinned: set[ChunkKey] = set()
         self.hits = 0
@@ -41,27 +43,30 @@ class ModelTier(SimulatedTier):
             Whether ``key`` is resident afterwards.
         """
         copy = self.members.get(key)
-        if copy is None:
-            return self.admit(key)
-        self.hits += 1
-        self.use(copy)
+        if copy is not None:
+            self.hits += 1
+            copy.hits += 1
+            self.eviction.on_hit(copy, self.ctx)
+            return True
+        self.eviction.on_miss(key, self.ctx)
+        is_full = len(self.members) >= self.eviction.capacity
+        if is_full and self.evict() is None:
+            return False
+        self.eviction.on_insert(self._enter(key), self.ctx)
         return True
 
-    @override
     def evict(self) -> ChunkCopy | None:
         """Evict and return one victim; None when nothing is evictable."""
-        victim = super().evict()
+        victim = self.eviction.pick(self._may_go, self.ctx)
         if victim is not None:
-            victim.state = CopyState.GONE
+            self._forget(victim)
         return victim
 
     def evict_many(self, count: int) -> list[ChunkCopy]:
         """Evict and return up to ``count`` victims at once, as the manager does."""
         victims = self._batches.pick_many(self.eviction, count, self._may_go, self.ctx)
         for victim in victims:
-            self._check_member(victim)
-            victim.state = CopyState.GONE
-            del self.members[victim.key]
+            self._forget(victim)
         return victims
 
     def use_many(self, keys: Sequence[ChunkKey]) -> None:
@@ -74,7 +79,7 @@ class ModelTier(SimulatedTier):
         """Insert absent ``keys`` without parents into free slots in one call."""
         for key in keys:
             self.eviction.on_miss(key, self.ctx)
-        copies = [self._enter(key, None, 0, None) for key in keys]
+        copies = [self._enter(key) for key in keys]
         self._batches.on_insert_many(self.eviction, copies, self.ctx)
 
     def remove(self, key: ChunkKey) -> None:
@@ -87,16 +92,18 @@ class ModelTier(SimulatedTier):
         """Return the keys that the policy may evict now."""
         return {key for key, copy in self.members.items() if self._is_evictable(copy)}
 
-    @override
-    def _pick(self) -> ChunkCopy | None:
-        victim = self.eviction.pick(self._may_go, self.ctx)
-        if victim is not None:
-            self._check_member(victim)
-        return victim
+    def _enter(self, key: ChunkKey) -> ChunkCopy:
+        """Make ``key`` a member and return its copy."""
+        copy = self.members[key] = ChunkCopy(key, 0)
+        copy.state = CopyState.RESIDENT
+        return copy
 
-    def _check_member(self, victim: ChunkCopy) -> None:
+    def _forget(self, victim: ChunkCopy) -> None:
+        """Remove a picked copy from the members."""
         if self.members.get(victim.key) is not victim:
             raise AssertionError(f"{victim} was picked and is not in the tier")
+        victim.state = CopyState.GONE
+        del self.members[victim.key]
 
     def _may_go(self, copy: ChunkCopy) -> bool:
         self.asked += 1

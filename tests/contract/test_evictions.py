@@ -17,13 +17,11 @@ from kvtier.sim.single import Belady
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.model_tier import ModelTier
 
-EXACT = "w-tinylfu-exact"
-
 
 # The tests below and test_bad_evictions.py go through the same lines at a third of the cost.
 @pytest.mark.untraced
 class TestBuiltIn(EvictionContract):
-    @pytest.fixture(params=sorted(EVICTIONS.built_in.keys() - {EXACT}), autouse=True)
+    @pytest.fixture(params=sorted(EVICTIONS.built_in), autouse=True)
     def name(self, request: pytest.FixtureRequest) -> None:
         self._name: str = request.param
 
@@ -35,14 +33,6 @@ class TestBuiltIn(EvictionContract):
 class TestOptimum(EvictionContract):
     def make_eviction(self, *, capacity: int) -> Eviction:
         return Belady(capacity, repeat(0))
-
-
-@pytest.mark.untraced
-class TestExactCounters(EvictionContract):
-    ghosts_per_slot = 10  # its counters are its purpose
-
-    def make_eviction(self, *, capacity: int) -> Eviction:
-        return build_eviction(EXACT, capacity=capacity)
 
 
 MOST_VICTIMS = {"evict": 1, "evict 3": 3}
@@ -68,7 +58,7 @@ def test_what_is_pinned_stays_and_somebody_else_goes(
         tier.asked = 0
         if what == "access":
             room = len(members) < capacity or bool(allowed)
-            assert tier.access(key) is (key in members or room) or tier.eviction.insert_first
+            assert tier.access(key) is (key in members or room)
         elif what == "pin":
             tier.pinned.add(key)
         elif what == "unpin":
