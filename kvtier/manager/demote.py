@@ -457,8 +457,7 @@ class _Reclaimer:
         them are the newest promoted chunks, which were just used.
         """
         stack = self._stack
-        # Transient copies are dropped soon, but a refused request cannot wait for that.
-        wanted = max(self._reserve[tier.index] - tier.transient, tier.requested_slots)
+        wanted = max(self._reserve[tier.index], tier.requested_slots)
         tier.requested_slots = 0
         shortage = wanted - tier.slots.free - len(tier.leaving)
         if shortage <= 0:

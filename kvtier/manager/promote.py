@@ -1,7 +1,7 @@
 """Promotes chunks of slower tiers to RAM for waiting requests.
 
 :mod:`kvtier.manager.lookup` finds a hit; :meth:`Promoter.prepare` decides how its chunks reach
-RAM. The placement policy then decides what becomes of each chunk's copies
+RAM. The placement policy then decides whether the slower tier keeps its copies
 (:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
 
 **Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
@@ -229,9 +229,7 @@ class Promoter:
         ]
         tier.touch(read, stack.ctx)
         self._grants.record_arrived(arrived)
-        transient = sum([copy.transient for copy in arrived]) if ram.transient else 0
-        tier.counters.promoted += len(arrived) - transient
-        stack.drop_transient(arrived)  # those whose request ended
+        tier.counters.promoted += len(arrived)
         self._demoter.add_sole_copies(ram, moved)
 
     # -- deciding ---------------------------------------------------------------------------
@@ -348,7 +346,7 @@ class Promoter:
             sources.keys, slots, sources.copies, origin=index, generation=generation
         )
         stack.tiers[index].pin(sources.copies)
-        moved = self._apply_placement(index, sources.copies, copies)
+        moved = self._choose_moved(index, sources.copies)
         stack.tiers[index].count_hits(sources.copies)
         job_id = stack.jobs.add(
             JobRecord(
@@ -366,21 +364,14 @@ class Promoter:
         stack.cost_model.record_job(job_id, index, len(copies))
         return job_id, copies
 
-    def _apply_placement(
-        self, index: int, sources: Sequence[ChunkCopy], copies: Sequence[ChunkCopy]
-    ) -> set[ChunkCopy]:
+    def _choose_moved(self, index: int, sources: Sequence[ChunkCopy]) -> set[ChunkCopy]:
         """Ask the placement policy how to promote ``sources``; return the sources to drop."""
-        moved: set[ChunkCopy] = set()
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
-        first = ways[0]
-        if first is Promotion.COPY and ways.count(first) == len(ways):
-            return moved
-        for source, copy, way in zip(sources, copies, ways, strict=True):
-            if way is Promotion.MOVE:
-                moved.add(source)
-            elif way is Promotion.TRANSIENT:
-                self._ram.make_transient(copy)
-        return moved
+        if Promotion.MOVE not in ways:
+            return set()
+        return {
+            source for source, way in zip(sources, ways, strict=True) if way is Promotion.MOVE
+        }
 
     def _expire(self, record: JobRecord) -> None:
         """End the waits for the chunks of a job that missed its deadline."""

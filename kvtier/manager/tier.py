@@ -51,7 +51,6 @@ class TierState:
         writing: Number of copies that are being written.
         idle: Number of copies that can be evicted now.
         dirty: Number of dirty copies.
-        transient: Number of RAM copies that are dropped after their load.
         leaving: Victims that a slower tier must receive before they are evicted. Until then
             they are hits outside the eviction order.
         drops: Number of copies dropped so far. While the number is constant, pinned copies stay
@@ -70,7 +69,7 @@ class TierState:
         if not index:
             slots = range(min(capacity, _PREALLOCATED_COPIES))
             self._copy_at[: len(slots)] = [ChunkCopy(b"", slot) for slot in slots]
-        self.writing = self.idle = self.dirty = self.transient = 0
+        self.writing = self.idle = self.dirty = 0
         self.leaving: set[ChunkCopy] = set()
         self.drops = 0
         self.requested_slots = 0
@@ -277,11 +276,9 @@ class TierState:
                     self.idle += 1
 
     def begin_demotion(self, copies: Iterable[ChunkCopy]) -> None:
-        """Mark resident ``copies`` dirty and permanent, and pin them for a demotion."""
+        """Mark resident ``copies`` dirty, and pin them for a demotion."""
         busied = dirtied = 0
         for copy in copies:
-            if copy.transient:
-                self.make_permanent(copy)
             pins, dirty = copy.pins, copy.dirty
             copy.pins = pins + 1
             copy.dirty = dirty + 1
@@ -305,17 +302,6 @@ class TierState:
         self.idle += cleaned
         self.mark_clean(others)
         self.unpin(others)
-
-    def make_transient(self, copy: ChunkCopy) -> None:
-        """Mark a promoted RAM copy to be dropped after its load."""
-        copy.transient = True
-        self.transient += 1
-
-    def make_permanent(self, copy: ChunkCopy) -> None:
-        """Keep a transient RAM copy after its load; a permanent copy is unchanged."""
-        if copy.transient:
-            copy.transient = False
-            self.transient -= 1
 
     # -- uses -------------------------------------------------------------------------------
 
@@ -410,8 +396,6 @@ class TierState:
         if copy.dirty:
             copy.dirty = 0
             self.dirty -= 1
-        if copy.transient:
-            self.transient -= 1
         del self.copies[copy.key]
         if not copy.pins:
             self.slots.release((copy.slot,))
@@ -440,7 +424,7 @@ class TierState:
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
         """Return the copy object of each slot; create the objects that do not exist yet.
 
-        An evicted copy was not pinned, dirty, granted or transient. The policy sets its own
+        An evicted copy was not pinned, dirty or granted. The policy sets its own
         attributes when the copy is inserted; the caller sets all others.
         """
         at = self._copy_at

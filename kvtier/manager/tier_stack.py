@@ -309,18 +309,6 @@ class TierStack:
             self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
 
-    def unpin(self, copies: Sequence[ChunkCopy]) -> None:
-        """Take back one pin of each RAM copy; drop transient copies with their last pin."""
-        self.ram.unpin(copies)
-        self.drop_transient(copies)
-
-    def drop_transient(self, copies: Sequence[ChunkCopy]) -> None:
-        """Drop the transient, unpinned RAM ``copies``."""
-        if self.ram.transient:
-            for copy in copies:
-                if copy.transient and not copy.pins and copy.state == _RESIDENT:
-                    self.drop(self.ram, copy)
-
     def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:
         """Count and drop a copy with wrong bytes in a slower tier."""
         tier.counters.corrupt += 1

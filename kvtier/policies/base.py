@@ -100,8 +100,6 @@ class ChunkCopy:
         policy: Any object, for the eviction policy's own use.
         grants: Number of waiting requests that keep the copy; each is also a pin.
         origin: Index of the tier the bytes came from, until the first load.
-        transient: Whether the copy is dropped after the request that waits for it has loaded
-            it.
         generation: Number of the write to RAM that filled the slot; never repeats. 0 in a
             slower tier.
     """
@@ -121,7 +119,6 @@ class ChunkCopy:
         "slot",
         "state",
         "terms",
-        "transient",
     )
 
     def __init__(
@@ -145,7 +142,6 @@ class ChunkCopy:
         self.policy: Any = None
         self.grants = 0
         self.origin = 0
-        self.transient = False
         self.generation = generation
 
     @property
@@ -303,8 +299,6 @@ class Promotion(Enum):
     """Both tiers keep the chunk."""
     MOVE = "move"
     """The slower tier drops its copy once the chunk is in RAM."""
-    TRANSIENT = "transient"
-    """RAM drops its copy once the waiting request has loaded it."""
 
 
 class Placement(ABC):

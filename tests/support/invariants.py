@@ -118,11 +118,9 @@ def _check_counters(tier: TierState) -> None:
     resident = [copy for copy in copies if copy.state == CopyState.RESIDENT]
     idle = sum(not copy.pins and not copy.dirty for copy in resident)
     dirty = sum(bool(copy.dirty) for copy in copies)
-    transient = sum(copy.transient for copy in copies)
     for name, counted in (
         ("idle", idle),
         ("dirty", dirty),
-        ("transient", transient),
         ("writing", len(tier.copies) - len(resident)),
     ):
         noted = getattr(tier, name)

@@ -363,8 +363,7 @@ class TwoLevels:
 
     Args:
         scheme: ``exclusive``, ``write_through`` or ``demote_keep``; the last also with
-            ``_admit2``, only what was used twice goes down, or ``_promote2``, only every second
-            hit below comes up.
+            ``_admit2``, only what was used twice goes down.
     """
 
     def __init__(self, scheme: str, first: int, second: int) -> None:
@@ -373,7 +372,6 @@ class TwoLevels:
         self.first: list[int] = []  # the next victim first
         self.second: list[int] = []
         self.uses: Counter[int] = Counter()
-        self.hits_below: Counter[int] = Counter()
         self.hits = [0, 0]
         self.writes = self.promotions = 0
 
@@ -386,12 +384,9 @@ class TwoLevels:
             return
         if key in self.second:
             self.hits[1] += 1
-            self.hits_below[key] += 1
             self.second.remove(key)
             if self.scheme != "exclusive":
                 self.second.append(key)
-            if self.scheme.endswith("promote2") and self.hits_below[key] % 2:
-                return
             self.promotions += 1
         elif self.scheme == "write_through":
             self.write(key)
@@ -413,7 +408,7 @@ class TwoLevels:
     def write(self, key: int) -> None:
         self.writes += 1
         if len(self.second) == self.limits[1]:
-            del self.hits_below[self.second.pop(0)]
+            self.second.pop(0)
         self.second.append(key)
 
 
