@@ -130,7 +130,7 @@ class TierFigures(NamedTuple):
         ),
     ]
     promoted_chunks: Annotated[
-        int, _counter("tier.counters.promoted", "Chunks promoted from the tier to stay in RAM.")
+        int, _counter("tier.counters.promoted", "Chunks promoted from the tier to RAM.")
     ]
     demoted_chunks: Annotated[
         int, _counter("tier.counters.demoted", "Chunks demoted from the tier to a slower one.")

@@ -184,13 +184,10 @@ class Demoter:
         """Return whether one call may free slots for the whole queue of tier ``index``.
 
         Otherwise slots are freed for one job at a time, so that a lack of slots loses only the
-        chunks of that job. A policy that tracks misses or evicts only leaves always gets one
-        job at a time, because the order of misses and evictions matters to it.
+        chunks of that job. A policy that tracks misses depends on the order.
         """
         target = self._stack.tiers[index]
-        policy = target.eviction
-        is_order_free = not policy.tracks_misses and not policy.leaf_only
-        return is_order_free and self._queued[index] <= target.available
+        return not target.eviction.tracks_misses and self._queued[index] <= target.available
 
     def _dequeue(self, index: int, chunks: int) -> CopyList | None:
         """Dequeue up to ``chunks`` of the oldest copies that tier ``index`` still needs.
@@ -336,11 +333,7 @@ class _DemotionJobs:
         target = stack.tiers[index]
         chunks = len(listed.copies)
         fits = min(chunks, target.available)
-        taken = stack.take_slots(target, listed.keys[:fits])
-        if taken is None:
-            fits = target.slots.free
-            taken = stack.take_slots(target, listed.keys[:fits])
-        slots = taken[0] if taken is not None else []
+        slots, _ = stack.take_slots(target, listed.keys[:fits])
         if fits < chunks:
             listed, rest = listed.cut(fits)
             target.request_slots(chunks)
@@ -476,8 +469,7 @@ class _Reclaimer:
         them are the newest promoted chunks, which were just used.
         """
         stack = self._stack
-        # Transient copies are dropped soon, but a refused request cannot wait for that.
-        wanted = max(self._reserve[tier.index] - tier.transient, tier.requested_slots)
+        wanted = max(self._reserve[tier.index], tier.requested_slots)
         tier.requested_slots = 0
         shortage = wanted - tier.slots.free - len(tier.leaving)
         if shortage <= 0:

@@ -406,7 +406,7 @@ class Grants:
             copy.grants -= 1
             if not copy.grants:
                 self.granted -= 1
-        self._stack.unpin(copies)
+        self._ram.unpin(copies)
 
     def withdraw_from_all(self, copy: ChunkCopy) -> None:
         """End every grant of ``copy``, which is resident and about to be dropped."""

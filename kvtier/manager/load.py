@@ -7,8 +7,7 @@ must release exactly its own pins.
 **Direct loads** (:mod:`kvtier.manager.promote`). The plan tells the workers the RAM slot of
 each chunk, and the generation that the slot will have, before the slots are filled. A worker
 copies each chunk as soon as the slot has that generation. So a chunk moves from the disk to the
-device within one job of the worker, with no scheduling step in between. The copy in RAM stays
-if the placement policy keeps it.
+device within one job of the worker, with no scheduling step in between. Its copy stays in RAM.
 
 **Hits.** Hits are counted when a load ends, because only then is it known which chunks arrived.
 The hits are the chunks before the first failed chunk, because the engine computes all tokens
@@ -136,7 +135,7 @@ class Loader:
                 self._grants.fail(request)
         if any(load.origins):
             self._ram.clear_origins(copies)
-        self._stack.unpin(copies)
+        self._ram.unpin(copies)
         self._count_hits(load, loaded)
 
     def in_flight(self) -> Iterator[ChunkCopy]:

@@ -1,7 +1,7 @@
 """Promotes chunks of slower tiers to RAM for waiting requests.
 
 :mod:`kvtier.manager.lookup` finds a hit; :meth:`Promoter.prepare` decides how its chunks reach
-RAM. The placement policy then decides which tiers keep a copy of each chunk
+RAM. The placement policy then decides whether the slower tier keeps its copies
 (:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
 
 **Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
@@ -183,7 +183,10 @@ class Promoter:
         else:
             found = [at for key in absent if (at := first_resident(readable, key)) is not None]
             sources, tiers = [copy for _, copy in found], [tier.index for tier, _ in found]
-        return len(sources) if sources and self._plan(sources, tiers) else 0
+        if not sources or len(sources) > self._ram.available:
+            return 0
+        self._plan(sources, tiers)
+        return len(sources)
 
     def end_step(self) -> None:
         """Grant queued requests their chunks within the budget, first come first served."""
@@ -226,9 +229,7 @@ class Promoter:
         ]
         tier.touch(read, stack.ctx)
         self._grants.record_arrived(arrived)
-        transient = sum([copy.transient for copy in arrived]) if ram.transient else 0
-        tier.counters.promoted += len(arrived) - transient
-        stack.drop_transient(arrived)  # those whose request ended
+        tier.counters.promoted += len(arrived)
         self._demoter.add_sole_copies(ram, moved)
 
     # -- deciding ---------------------------------------------------------------------------
@@ -303,10 +304,7 @@ class Promoter:
         if not sources:
             return 0
         tiers = [tier for tier in hit.tiers if tier][: len(sources)]
-        jobs = self._plan(sources, tiers)
-        if jobs is None:
-            return None if may_wait else 0
-        for job_id, copies in jobs:
+        for job_id, copies in self._plan(sources, tiers):
             self._grants.grant(request, copies, job_id)
         return len(sources)
 
@@ -314,22 +312,19 @@ class Promoter:
 
     def _plan(
         self, sources: Sequence[ChunkCopy], tiers: Sequence[int]
-    ) -> list[tuple[JobId, Sequence[ChunkCopy]]] | None:
+    ) -> list[tuple[JobId, Sequence[ChunkCopy]]]:
         """Allocate RAM slots for chunks, evicting as needed, and plan the jobs that fill them.
 
         Args:
-            sources: Copies of chunks that are not in RAM; at least one.
+            sources: Copies of chunks that are not in RAM; at least one, and at most as many as
+                RAM has available slots.
             tiers: Index of the tier of each source.
 
         Returns:
-            Each job's id and the RAM copies that it writes; None, and nothing changed, if too
-            few copies can be evicted.
+            Each job's id and the RAM copies that it writes.
         """
         stack = self._stack
-        taken = stack.take_slots(self._ram, [source.key for source in sources])
-        if taken is None:
-            return None
-        slots, _ = taken
+        slots, _ = stack.take_slots(self._ram, [source.key for source in sources])
         self._ram.counters.misses += len(sources)
         stack.slot_status.clear_generations(slots)
         jobs = []
@@ -352,7 +347,7 @@ class Promoter:
             sources.keys, slots, sources.copies, origin=index, generation=generation
         )
         stack.tiers[index].pin(sources.copies)
-        moved = self._apply_placement(index, sources.copies, copies)
+        moved = self._choose_moved(index, sources.copies)
         stack.tiers[index].count_hits(sources.copies)
         job_id = stack.jobs.add(
             JobRecord(
@@ -369,21 +364,14 @@ class Promoter:
         stack.cost_model.record_job(job_id, index, len(copies))
         return job_id, copies
 
-    def _apply_placement(
-        self, index: int, sources: Sequence[ChunkCopy], copies: Sequence[ChunkCopy]
-    ) -> set[ChunkCopy]:
+    def _choose_moved(self, index: int, sources: Sequence[ChunkCopy]) -> set[ChunkCopy]:
         """Ask the placement policy how to promote ``sources``; return the sources to drop."""
-        moved: set[ChunkCopy] = set()
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
-        first = ways[0]
-        if first is Promotion.COPY and ways.count(first) == len(ways):
-            return moved
-        for source, copy, way in zip(sources, copies, ways, strict=True):
-            if way is Promotion.MOVE:
-                moved.add(source)
-            elif way is Promotion.TRANSIENT:
-                self._ram.make_transient(copy)
-        return moved
+        if Promotion.MOVE not in ways:
+            return set()
+        return {
+            source for source, way in zip(sources, ways, strict=True) if way is Promotion.MOVE
+        }
 
     def _expire(self, record: JobRecord) -> None:
         """End the waits for the chunks of a job that missed its deadline."""

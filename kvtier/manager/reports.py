@@ -69,7 +69,7 @@ class TierCounters:
     """Chunks not sent to this tier because it did not keep up. In RAM: chunks refused because
     dirty copies held the slots."""
     promoted: int = 0
-    """Chunks of this tier promoted to RAM to stay there."""
+    """Chunks of this tier promoted to RAM."""
     demoted: int = 0
     """Chunks of this tier that arrived in a slower tier."""
     stranded: int = 0

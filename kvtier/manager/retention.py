@@ -63,7 +63,6 @@ class Retention:
                     ram.counters.unretained += 1
                     continue
                 ram.pin((copy,))
-                ram.make_permanent(copy)
             if old is None or until > old:
                 deadlines[copy] = until
                 heapq.heappush(self._heap, (until, next(self._numbers), copy))

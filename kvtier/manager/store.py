@@ -195,12 +195,10 @@ class Storer:
         for gaps in stack.gaps:  # the engine computed these chunks, so a request needed them
             stack.record_wanted(gaps.recently_evicted(new))
         head = new if fits == len(new) else [new[at] for at in nearest_to_root(new, fits)]
-        taken = stack.take_slots(ram, head) if head else None
-        if taken is None:
-            self._count_refused(len(new))
-            return NOTHING_TO_STORE
-        slots, evicted = taken
         self._count_refused(len(new) - fits)
+        if not head:
+            return NOTHING_TO_STORE
+        slots, evicted = stack.take_slots(ram, head)
         stack.slot_status.clear_generations(slots)
         generation = stack.next_generation()
         parents, depths = _places(head, offered, {} if request is None else request.tails)

@@ -11,14 +11,14 @@ store that cannot succeed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.copies import CopyList, prompt_order, split_prompts
 from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
-from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
-from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
+from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms, is_idle, is_unpinned
 
 __all__ = ["TierState"]
 
@@ -51,7 +51,6 @@ class TierState:
         writing: Number of copies that are being written.
         idle: Number of copies that can be evicted now.
         dirty: Number of dirty copies.
-        transient: Number of RAM copies that are dropped after their load.
         leaving: Victims that a slower tier must receive before they are evicted. Until then
             they are hits outside the eviction order.
         drops: Number of copies dropped so far. While the number is constant, pinned copies stay
@@ -70,8 +69,7 @@ class TierState:
         if not index:
             slots = range(min(capacity, _PREALLOCATED_COPIES))
             self._copy_at[: len(slots)] = [ChunkCopy(b"", slot) for slot in slots]
-        self._children = _ChildCounts(self.copies) if eviction.leaf_only else None
-        self.writing = self.idle = self.dirty = self.transient = 0
+        self.writing = self.idle = self.dirty = 0
         self.leaving: set[ChunkCopy] = set()
         self.drops = 0
         self.requested_slots = 0
@@ -203,8 +201,6 @@ class TierState:
                 them as victims.
         """
         self.idle += self._end_writing(copies)
-        if self._children is not None:
-            self._children.arrive(copies)
         self.writing -= len(copies)
         self.counters.stored += len(copies)
         if is_ordered:
@@ -281,11 +277,9 @@ class TierState:
                     self.idle += 1
 
     def begin_demotion(self, copies: Iterable[ChunkCopy]) -> None:
-        """Mark resident ``copies`` dirty and permanent, and pin them for a demotion."""
+        """Mark resident ``copies`` dirty, and pin them for a demotion."""
         busied = dirtied = 0
         for copy in copies:
-            if copy.transient:
-                self.make_permanent(copy)
             pins, dirty = copy.pins, copy.dirty
             copy.pins = pins + 1
             copy.dirty = dirty + 1
@@ -309,17 +303,6 @@ class TierState:
         self.idle += cleaned
         self.mark_clean(others)
         self.unpin(others)
-
-    def make_transient(self, copy: ChunkCopy) -> None:
-        """Mark a promoted RAM copy to be dropped after its load."""
-        copy.transient = True
-        self.transient += 1
-
-    def make_permanent(self, copy: ChunkCopy) -> None:
-        """Keep a transient RAM copy after its load; a permanent copy is unchanged."""
-        if copy.transient:
-            copy.transient = False
-            self.transient -= 1
 
     # -- uses -------------------------------------------------------------------------------
 
@@ -349,37 +332,39 @@ class TierState:
         for copy in copies:
             if copy in self.leaving:
                 self.leaving.discard(copy)
-                self._return_victim(copy, ctx)
+                self.eviction.on_stay(copy, ctx)
 
     # -- evicting ---------------------------------------------------------------------------
 
-    def take_slots(
-        self, count: int, ctx: PolicyContext
-    ) -> tuple[list[int], list[ChunkKey]] | None:
+    def take_slots(self, count: int, ctx: PolicyContext) -> tuple[list[int], list[ChunkKey]]:
         """Allocate ``count`` slots, evicting as many idle copies as needed.
 
+        Args:
+            count: At most :attr:`available`.
+            ctx: The information that policies may use.
+
         Returns:
-            The slots, ascending, and the keys of the victims. None if too few copies can be
-            evicted; then nothing changed.
+            The slots, ascending, and the keys of the victims.
+
+        Raises:
+            NoVictimError: The policy picked too few victims; the victims stay.
         """
         shortage = count - self.slots.free
         if shortage <= 0:
             return self.slots.allocate(count), []
-        if shortage > self.idle:
-            return None
-        victims = self._pick(shortage, is_idle, _is_idle_leaf, ctx)
+        victims = self.eviction.pick_many(shortage, is_idle, ctx)
         if len(victims) < shortage:
             for victim in victims:
-                self._return_victim(victim, ctx)
-            return None
+                self.eviction.on_stay(victim, ctx)
+            raise NoVictimError(self.eviction)
         self.idle -= shortage
         keys = [victim.key for victim in victims]
-        self._forget(victims, keys)
+        self._forget(keys)
         return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        """Move up to ``count`` unpinned victims, dirty or not, to ``leaving``; return them."""
-        victims = self._pick(count, is_unpinned, is_unpinned_leaf, ctx)
+        """Pick up to ``count`` unpinned victims, clean or dirty, and mark them as leaving."""
+        victims = self.eviction.pick_many(count, is_unpinned, ctx)
         self.leaving.update(victims)
         return victims
 
@@ -394,7 +379,7 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        self._forget(victims, listed.keys)
+        self._forget(listed.keys)
         self.slots.release(listed.slots)
 
     def drop(self, copy: ChunkCopy) -> None:
@@ -412,11 +397,7 @@ class TierState:
         if copy.dirty:
             copy.dirty = 0
             self.dirty -= 1
-        if copy.transient:
-            self.transient -= 1
         del self.copies[copy.key]
-        if self._children is not None:
-            self._children.orphan(copy)
         if not copy.pins:
             self.slots.release((copy.slot,))
 
@@ -444,7 +425,7 @@ class TierState:
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
         """Return the copy object of each slot; create the objects that do not exist yet.
 
-        An evicted copy was not pinned, dirty, granted or transient. The policy sets its own
+        An evicted copy was not pinned, dirty or granted. The policy sets its own
         attributes when the copy is inserted; the caller sets all others.
         """
         at = self._copy_at
@@ -455,100 +436,18 @@ class TierState:
                 at[copy.slot] = copy
         return copies
 
-    def _forget(self, victims: Sequence[ChunkCopy], keys: Sequence[ChunkKey]) -> None:
+    def _forget(self, keys: Sequence[ChunkKey]) -> None:
         """Make picked copies misses and count them as evicted.
 
         The next write into a victim's slot sets the state of its copy object.
         """
         deque(map(self.copies.__delitem__, keys), maxlen=0)
-        if self._children is not None:
-            for victim in victims:
-                self._children.orphan(victim)
-        self.counters.evicted += len(victims)
-
-    def _pick(
-        self, count: int, evictable: Evictable, evictable_leaf: Evictable, ctx: PolicyContext
-    ) -> list[ChunkCopy]:
-        """Remove up to ``count`` victims from the eviction order and return them."""
-        if self._children is None:
-            return self.eviction.pick_many(count, evictable, ctx)
-        # One by one: a parent becomes a candidate when its last child was picked.
-        victims: list[ChunkCopy] = []
-        while len(victims) < count:
-            victim = self.eviction.pick(evictable_leaf, ctx)
-            if victim is None:
-                break
-            self._children.remove(victim)
-            victims.append(victim)
-        return victims
-
-    def _return_victim(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Put a picked copy back into the eviction order."""
-        if self._children is not None:
-            self._children.add(copy)
-        self.eviction.on_stay(copy, ctx)
+        self.counters.evicted += len(keys)
 
     def _leave_order(self, copy: ChunkCopy) -> None:
         if not copy.pins and not copy.dirty:
             self.idle -= 1
         if copy in self.leaving:
             self.leaving.discard(copy)
-            return
-        self.eviction.on_remove(copy)
-        if self._children is not None:
-            self._children.remove(copy)
-
-
-def _is_idle_leaf(copy: ChunkCopy) -> bool:
-    return is_unpinned_leaf(copy) and not copy.dirty
-
-
-class _ChildCounts:
-    """Keeps ``copy.child_count`` for a policy that evicts leaves only.
-
-    A child may arrive before its parent, and stay after its parent was dropped. So the children
-    of absent chunks are counted too.
-
-    Args:
-        copies: The tier's copies, by key.
-    """
-
-    __slots__ = ("_copies", "_of_absent")
-
-    def __init__(self, copies: Mapping[ChunkKey, ChunkCopy]) -> None:
-        self._copies = copies
-        self._of_absent: dict[ChunkKey, int] = {}
-
-    def arrive(self, copies: Sequence[ChunkCopy]) -> None:
-        """Count each of ``copies`` as a child of its parent, and restore its child count."""
-        for copy in copies:
-            copy.child_count += self._of_absent.pop(copy.key, 0)
-            self.add(copy)
-
-    def add(self, copy: ChunkCopy) -> None:
-        """Count ``copy`` as a child of its parent."""
-        self._count(copy.parent, 1)
-
-    def remove(self, copy: ChunkCopy) -> None:
-        """Stop counting ``copy``, which left the eviction order, as a child."""
-        self._count(copy.parent, -1)
-
-    def orphan(self, copy: ChunkCopy) -> None:
-        """Save the child count under ``copy.key``, because ``copy`` left the tier."""
-        if copy.child_count:
-            self._count_of_absent(copy.key, copy.child_count)
-            copy.child_count = 0
-
-    def _count(self, parent: ChunkKey | None, change: int) -> None:
-        if parent is None:
-            return
-        copy = self._copies.get(parent)
-        if copy is not None:
-            copy.child_count += change
         else:
-            self._count_of_absent(parent, change)
-
-    def _count_of_absent(self, key: ChunkKey, change: int) -> None:
-        children = self._of_absent.pop(key, 0) + change
-        if children:
-            self._of_absent[key] = children
+            self.eviction.on_remove(copy)

@@ -275,28 +275,23 @@ class TierStack:
 
     def take_slots(
         self, tier: TierState, keys: Sequence[ChunkKey]
-    ) -> tuple[list[int], list[ChunkKey]] | None:
+    ) -> tuple[list[int], list[ChunkKey]]:
         """Allocate a slot of ``tier`` for each of ``keys``, evicting idle copies as needed.
 
+        Args:
+            tier: The tier.
+            keys: At most :attr:`TierState.available` keys.
+
         Returns:
-            A slot for each key and the keys of the victims; None, and nothing changed, if too
-            few copies can be evicted.
+            A slot for each key and the keys of the victims.
         """
-        count = len(keys)
-        if count > tier.available:
-            return None
-        # A policy that evicts leaves only may find fewer victims than there are idle copies.
-        may_fail = tier.eviction.leaf_only and count > tier.slots.free
-        if not may_fail:
-            self._record_misses(tier, keys)
-        taken = tier.take_slots(count, self.ctx)
-        if taken is None:
-            return None
-        if may_fail:
-            self._record_misses(tier, keys)
-        if taken[1]:
-            self._record_evicted(tier, taken[1])
-        return taken
+        if tier.eviction.tracks_misses:
+            for key in keys:
+                tier.eviction.on_miss(key, self.ctx)
+        slots, evicted = tier.take_slots(len(keys), self.ctx)
+        if evicted:
+            self._record_evicted(tier, evicted)
+        return slots, evicted
 
     def evict_leaving(self, tier: TierState, listed: CopyList) -> None:
         """Evict ``listed``, all in ``tier.leaving``, and record the evictions."""
@@ -319,18 +314,6 @@ class TierStack:
             self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
 
-    def unpin(self, copies: Sequence[ChunkCopy]) -> None:
-        """Remove one pin of each RAM copy; drop transient copies that lose their last pin."""
-        self.ram.unpin(copies)
-        self.drop_transient(copies)
-
-    def drop_transient(self, copies: Sequence[ChunkCopy]) -> None:
-        """Drop the transient, unpinned RAM ``copies``."""
-        if self.ram.transient:
-            for copy in copies:
-                if copy.transient and not copy.pins and copy.state == _RESIDENT:
-                    self.drop(self.ram, copy)
-
     def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:
         """Count and drop a copy with wrong bytes in a slower tier."""
         tier.counters.corrupt += 1
@@ -346,11 +329,6 @@ class TierStack:
         """Return the slots that were found corrupt since the last call."""
         corrupt, self.corrupt = self.corrupt, []
         return corrupt
-
-    def _record_misses(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
-        if tier.eviction.tracks_misses:
-            for key in keys:
-                tier.eviction.on_miss(key, self.ctx)
 
     def _record_evicted(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
         if self.tracks_reuse:

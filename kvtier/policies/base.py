@@ -32,8 +32,6 @@ __all__ = [
     "RequestTerms",
     "is_idle",
     "is_unpinned",
-    "is_unpinned_leaf",
-    "pick_leaf",
     "session_terms",
 ]
 
@@ -105,20 +103,17 @@ class ChunkCopy:
         parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
         depth: Number of chunks before this chunk in the prefix.
         terms: The terms of the request that stored the chunk.
-        child_count: Number of children in this tier; kept only for ``leaf_only`` policies.
         queued: An integer for the eviction policy's own use, such as a count of stale entries.
         policy: Any object, for the eviction policy's own use.
         grants: Number of waiting requests that keep the copy in RAM; :attr:`pins` counts them
             too.
         origin: Index of the tier from which a RAM copy was promoted, until its first load; else
             0.
-        transient: Whether RAM drops the copy once the waiting request has loaded it.
         generation: Number of the write to RAM that filled the slot; never repeats. 0 in a
             slower tier.
     """
 
     __slots__ = (
-        "child_count",
         "depth",
         "dirty",
         "generation",
@@ -133,7 +128,6 @@ class ChunkCopy:
         "slot",
         "state",
         "terms",
-        "transient",
     )
 
     def __init__(
@@ -153,12 +147,10 @@ class ChunkCopy:
         self.pins = 0
         self.dirty = 0
         self.hits = 0
-        self.child_count = 0
         self.queued = 0
         self.policy: Any = None
         self.grants = 0
         self.origin = 0
-        self.transient = False
         self.generation = generation
 
     @property
@@ -190,12 +182,12 @@ class PolicyContext:
 
 
 class NoVictimError(KvtierError):
-    """An eviction policy returned no victim although every member is evictable."""
+    """An eviction policy picked too few victims although more members are evictable."""
 
     def __init__(self, eviction: Eviction) -> None:
         kind: type[object] = type(eviction)
-        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
-        super().__init__(f"{problem} although every chunk may leave; repair its pick")
+        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks too few"
+        super().__init__(f"{problem} victims although more chunks may leave; repair its pick")
 
 
 Evictable = Callable[[ChunkCopy], bool]
@@ -209,32 +201,6 @@ def is_idle(copy: ChunkCopy) -> bool:
 def is_unpinned(copy: ChunkCopy) -> bool:
     """Return whether ``copy`` has no pins, even if a slower tier still needs the chunk."""
     return not copy.pins
-
-
-def is_unpinned_leaf(copy: ChunkCopy) -> bool:
-    """Return whether ``copy`` has neither pins nor resident children."""
-    return not copy.pins and copy.child_count <= 0
-
-
-def pick_leaf(
-    eviction: Eviction, ctx: PolicyContext, *, spared: ChunkCopy | None
-) -> ChunkCopy | None:
-    """Return a victim that makes room for a new chunk, but never that chunk's parent.
-
-    Args:
-        eviction: A policy that evicts leaves only.
-        ctx: The context.
-        spared: The new chunk's parent, which must stay; None for a root.
-
-    Returns:
-        The victim; None if no other leaf is evictable.
-    """
-    if spared is None:
-        return eviction.pick(is_unpinned_leaf, ctx)
-    spared.pins += 1
-    victim = eviction.pick(is_unpinned_leaf, ctx)
-    spared.pins -= 1
-    return victim
 
 
 class Eviction(ABC):
@@ -254,24 +220,9 @@ class Eviction(ABC):
 
     Attributes:
         capacity: Slots of the tier.
-        surplus: Number of members to evict although slots are free; see :attr:`sheds`.
         tracks_misses: Whether the class overrides :meth:`on_miss`; if not, a driver need not
             call it.
     """
-
-    leaf_only: ClassVar[bool] = False
-    """Whether only copies without resident children may be picked. The driver then keeps
-    ``copy.child_count``: it adds 1 before a child is inserted, and subtracts 1 right after the
-    child was picked or removed."""
-
-    insert_first: ClassVar[bool] = False
-    """Whether the new chunk itself may be the victim. A simulator then inserts before it picks.
-    A live tier always picks first, because the new chunk needs the victim's slot."""
-
-    sheds: ClassVar[bool] = False
-    """Whether a hit may set ``surplus``, the number of members that should leave. A simulator
-    then picks that many at once; a live tier picks none, because an empty slot serves no
-    request."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """Order in which the manager reports chunks that a request used or stored together.
@@ -280,14 +231,12 @@ class Eviction(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.surplus = 0
         self.tracks_misses = type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Record that a request missed ``key``, which is about to be inserted.
 
-        Called once for each insertion, before room is made for the chunk. One exception: with
-        ``leaf_only`` a live tier may pick the victims first.
+        Called once for each insertion, before room is made for the chunk.
         """
 
     @abstractmethod
@@ -360,8 +309,6 @@ class Promotion(Enum):
     """Both tiers keep the chunk."""
     MOVE = "move"
     """The slower tier drops its copy once the chunk is in RAM."""
-    TRANSIENT = "transient"
-    """RAM drops its copy once the waiting request has loaded it."""
 
 
 class Placement(ABC):

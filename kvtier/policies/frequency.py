@@ -1,66 +1,24 @@
-"""Counters of recent uses by key, exact or in a sketch.
+"""Counts recent uses by key, in a sketch.
 
-Both halve all counts after a number of uses, by default ten per slot of the tier. So old uses
-count less. The exact counter keeps a key until its count is zero, up to ten keys a slot. The
-sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows of
-one-byte counters, and a key's estimate is the least of its four counters. A use raises only the
-least counters, so keys that share a counter inflate each other less (Estan and Varghese,
-SIGCOMM 2002). The sketch takes 16 to 32 bytes a slot and keeps no keys.
+All counts are halved after a sample of uses, by default ten per slot of the tier, so that old
+uses fade. The sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005):
+four rows of one-byte counters, and a key's estimate is the least of its four counters. A use
+raises only the least counters, so keys that share a counter inflate each other less (Estan and
+Varghese, SIGCOMM 2002). The sketch takes 16 to 32 bytes a slot and keeps no keys.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import xxhash
 
 from kvtier.keys import ChunkKey
 
-__all__ = ["ExactFrequency", "Frequency", "SketchFrequency"]
+__all__ = ["SketchFrequency"]
 
 _SAMPLE_PER_SLOT = 10
 _ROWS = 4
 _MOST = 255
 _HALVED = bytes(count // 2 for count in range(256))
-
-
-class Frequency(Protocol):
-    """Counts uses of keys in a tier of ``capacity`` slots."""
-
-    def __init__(self, capacity: int) -> None: ...
-
-    def count(self, key: ChunkKey) -> None:
-        """Count one use of ``key``."""
-
-    def of(self, key: ChunkKey) -> int:
-        """Return the number of recent uses of ``key``, exact or estimated."""
-
-
-class ExactFrequency:
-    """One counter for each key.
-
-    Args:
-        capacity: Slots of the tier.
-    """
-
-    __slots__ = ("_counts", "_sample", "_uses")
-
-    def __init__(self, capacity: int) -> None:
-        self._sample = _SAMPLE_PER_SLOT * capacity
-        self._uses = 0
-        self._counts: dict[ChunkKey, int] = {}
-
-    def count(self, key: ChunkKey) -> None:
-        """Count one use of ``key``."""
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self._uses += 1
-        if self._uses == self._sample:
-            self._uses //= 2
-            self._counts = {key: uses // 2 for key, uses in self._counts.items() if uses > 1}
-
-    def of(self, key: ChunkKey) -> int:
-        """Return the number of recent uses of ``key``."""
-        return self._counts.get(key, 0)
 
 
 class SketchFrequency:

@@ -56,7 +56,7 @@ class TierTraffic:
         hits: Chunks loaded into the GPU from this tier, through RAM or directly.
         hit_ratio: ``hits`` as a share of all references.
         chunks_written: Chunks stored or demoted into the tier; promotions excluded.
-        chunks_promoted: Chunks promoted from the tier that stay in RAM.
+        chunks_promoted: Chunks promoted from the tier to RAM.
         evictions: Chunks evicted from the tier.
     """
 

@@ -14,7 +14,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
@@ -31,6 +31,7 @@ __all__ = ["EvictionContract"]
 
 _ENTRIES_PER_SLOT = 8
 _ENTRIES_OF_EMPTY = 256
+_GHOSTS_PER_SLOT = 2
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 """Slots of two tiers, and the largest accepted ratio of their work per access."""
 
@@ -39,12 +40,7 @@ class EvictionContract(ABC):
     """Tests that every eviction policy must pass.
 
     Inherit as ``TestX`` and implement :meth:`make_eviction`.
-
-    Attributes:
-        ghosts_per_slot: Maximum number of absent chunks that the policy remembers, per slot.
     """
-
-    ghosts_per_slot: ClassVar[int] = 2
 
     @abstractmethod
     def make_eviction(self, *, capacity: int) -> Eviction:
@@ -301,7 +297,7 @@ class EvictionContract(ABC):
                 copies = {item for item in held if isinstance(item, ChunkCopy)}
                 assert copies <= set(tier.members.values()), "it refers to a copy that left"
                 ghosts = {item for item in held if isinstance(item, bytes)} - set(tier.members)
-                assert len(ghosts) <= self.ghosts_per_slot * capacity
+                assert len(ghosts) <= _GHOSTS_PER_SLOT * capacity
 
     def test_the_work_per_operation_does_not_grow_with_the_tier(self) -> None:
         for name, stream in STREAMS.items():

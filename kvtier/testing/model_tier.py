@@ -5,73 +5,68 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from typing_extensions import override
-
 from kvtier.keys import ChunkKey
-from kvtier.policies import ChunkCopy, CopyState, Eviction
-from kvtier.policies.simulated_tier import SimulatedTier
+from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 
 __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
-class ModelTier(SimulatedTier):
-    """A simulated tier that supports pins and checks the victims of its policy.
+class ModelTier:
+    """A simulated tier with pins that checks its policy's victims.
 
     Args:
         eviction: The policy; its capacity is the tier's.
         one_by_one: Whether batches are split into calls for single chunks.
 
     Attributes:
+        eviction: The policy.
+        ctx: The policy's context.
+        members: The resident copies by key.
         pinned: Keys of chunks that must not be evicted.
         hits: Accesses that found their chunk.
         asked: How often the policy asked whether a copy is evictable.
     """
 
     def __init__(self, eviction: Eviction, *, one_by_one: bool = False) -> None:
-        super().__init__(eviction)
+        self.eviction = eviction
+        self.ctx = PolicyContext()
+        self.members: dict[ChunkKey, ChunkCopy] = {}
         self._batches = Eviction if one_by_one else type(eviction)
         self.pinned: set[ChunkKey] = set()
         self.hits = 0
         self.asked = 0
 
-    def access(self, key: ChunkKey, *, parent: ChunkKey | None = None) -> bool:
+    def access(self, key: ChunkKey) -> bool:
         """Access ``key``; insert it if it is absent and a slot is free or can be freed.
-
-        Args:
-            key: The chunk.
-            parent: The chunk before ``key`` in the prompt.
 
         Returns:
             Whether ``key`` is resident afterwards.
         """
         copy = self.members.get(key)
-        if copy is None:
-            return self.admit(key, parent)
-        self.hits += 1
-        self.use(copy)
+        if copy is not None:
+            self.hits += 1
+            copy.hits += 1
+            self.eviction.on_hit(copy, self.ctx)
+            return True
+        self.eviction.on_miss(key, self.ctx)
+        is_full = len(self.members) >= self.eviction.capacity
+        if is_full and self.evict() is None:
+            return False
+        self.eviction.on_insert(self._enter(key), self.ctx)
         return True
 
-    @override
-    def evict(self, spared: ChunkCopy | None = None) -> ChunkCopy | None:
+    def evict(self) -> ChunkCopy | None:
         """Evict and return one victim; None when nothing is evictable."""
-        victim = super().evict(spared)
+        victim = self.eviction.pick(self._may_go, self.ctx)
         if victim is not None:
-            victim.state = CopyState.GONE
+            self._forget(victim)
         return victim
 
     def evict_many(self, count: int) -> list[ChunkCopy]:
-        """Evict and return up to ``count`` victims at once, as the manager does.
-
-        Policies that evict leaves only pick them one at a time.
-        """
-        if self.eviction.leaf_only:
-            one_each = (self.evict() for _ in range(count))
-            return [victim for victim in one_each if victim is not None]
+        """Evict and return up to ``count`` victims at once, as the manager does."""
         victims = self._batches.pick_many(self.eviction, count, self._may_go, self.ctx)
         for victim in victims:
-            self._check_member(victim)
-            victim.state = CopyState.GONE
-            del self.members[victim.key]
+            self._forget(victim)
         return victims
 
     def use_many(self, keys: Sequence[ChunkKey]) -> None:
@@ -84,7 +79,7 @@ class ModelTier(SimulatedTier):
         """Insert absent ``keys`` without parents into free slots in one call."""
         for key in keys:
             self.eviction.on_miss(key, self.ctx)
-        copies = [self._enter(key, None, 0, None) for key in keys]
+        copies = [self._enter(key) for key in keys]
         self._batches.on_insert_many(self.eviction, copies, self.ctx)
 
     def remove(self, key: ChunkKey) -> None:
@@ -92,31 +87,30 @@ class ModelTier(SimulatedTier):
         copy = self.members.pop(key)
         copy.state = CopyState.GONE
         self.eviction.on_remove(copy)
-        self._count_child(copy.parent, -1)
 
     def may_go(self) -> set[ChunkKey]:
         """Return the keys that the policy may evict now."""
         return {key for key, copy in self.members.items() if self._is_evictable(copy)}
 
-    @override
-    def _pick(self, spared: ChunkCopy | None) -> ChunkCopy | None:
-        victim = self.eviction.pick(self._may_go, self.ctx)
-        if victim is not None:
-            self._check_member(victim)
-        return victim
+    def _enter(self, key: ChunkKey) -> ChunkCopy:
+        """Make ``key`` a member and return its copy."""
+        copy = self.members[key] = ChunkCopy(key, 0)
+        copy.state = CopyState.RESIDENT
+        return copy
 
-    def _check_member(self, victim: ChunkCopy) -> None:
+    def _forget(self, victim: ChunkCopy) -> None:
+        """Remove a picked copy from the members."""
         if self.members.get(victim.key) is not victim:
             raise AssertionError(f"{victim} was picked and is not in the tier")
+        victim.state = CopyState.GONE
+        del self.members[victim.key]
 
     def _may_go(self, copy: ChunkCopy) -> bool:
         self.asked += 1
         return self._is_evictable(copy)
 
     def _is_evictable(self, copy: ChunkCopy) -> bool:
-        if copy.key in self.pinned:
-            return False
-        return not self.eviction.leaf_only or not copy.child_count
+        return copy.key not in self.pinned
 
 
 Stream = Callable[[int, int, random.Random], Iterator[int]]

@@ -31,7 +31,7 @@ class Plain(Placement):
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion.COPY if copy.hits > 0 else Promotion.TRANSIENT
+        return Promotion.COPY if copy.hits > 0 else Promotion.MOVE
 
     @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
@@ -169,13 +169,13 @@ class DrawsNumbers(Plain):
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return self._rng.choice([Promotion.COPY, Promotion.TRANSIENT])
+        return self._rng.choice([Promotion.COPY, Promotion.MOVE])
 
 
 class ReadsTheClock(Plain):
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion.COPY if time.monotonic() > 0 else Promotion.TRANSIENT
+        return Promotion.COPY if time.monotonic() > 0 else Promotion.MOVE
 
 
 class LooksAtTheDisk(Plain):

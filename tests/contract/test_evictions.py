@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from itertools import repeat
 
 import pytest
@@ -13,19 +12,16 @@ from hypothesis import strategies as st
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext, build_eviction
 from kvtier.policies.eviction import Lru
-from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.registry import EVICTIONS
 from kvtier.sim.single import Belady
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.model_tier import ModelTier
 
-EXACT = "w-tinylfu-exact"
-
 
 # The tests below and test_bad_evictions.py go through the same lines at a third of the cost.
 @pytest.mark.untraced
 class TestBuiltIn(EvictionContract):
-    @pytest.fixture(params=sorted(EVICTIONS.built_in.keys() - {EXACT}), autouse=True)
+    @pytest.fixture(params=sorted(EVICTIONS.built_in), autouse=True)
     def name(self, request: pytest.FixtureRequest) -> None:
         self._name: str = request.param
 
@@ -37,14 +33,6 @@ class TestBuiltIn(EvictionContract):
 class TestOptimum(EvictionContract):
     def make_eviction(self, *, capacity: int) -> Eviction:
         return Belady(capacity, repeat(0))
-
-
-@pytest.mark.untraced
-class TestExactCounters(EvictionContract):
-    ghosts_per_slot = 10  # its counters are its purpose
-
-    def make_eviction(self, *, capacity: int) -> Eviction:
-        return build_eviction(EXACT, capacity=capacity)
 
 
 MOST_VICTIMS = {"evict": 1, "evict 3": 3}
@@ -70,7 +58,7 @@ def test_what_is_pinned_stays_and_somebody_else_goes(
         tier.asked = 0
         if what == "access":
             room = len(members) < capacity or bool(allowed)
-            assert tier.access(key) is (key in members or room) or tier.eviction.insert_first
+            assert tier.access(key) is (key in members or room)
         elif what == "pin":
             tier.pinned.add(key)
         elif what == "unpin":
@@ -167,55 +155,6 @@ def test_a_scan_that_finds_nothing_leaves_the_order_as_it_was() -> None:
     lru.on_insert_many(copies, ctx)
     assert lru.pick(lambda copy: False, ctx) is None
     assert [lru.pick(lambda copy: True, ctx) for _ in copies] == copies
-
-
-@dataclass
-class Radix:
-    """Leaf-first LRU as one would write it down: everybody is looked at for each victim."""
-
-    capacity: int
-    used: dict[ChunkKey, int] = field(default_factory=dict)
-    parents: dict[ChunkKey, ChunkKey | None] = field(default_factory=dict)
-    clock: int = 0
-
-    def access(self, key: ChunkKey, parent: ChunkKey | None) -> bool:
-        """Use ``key``, and let it in if another leaf than its parent can go."""
-        self.clock += 1
-        if key not in self.used and len(self.used) == self.capacity:
-            inner = {self.parents[member] for member in self.used} | {parent}
-            leaves = [member for member in self.used if member not in inner]
-            if not leaves:
-                return False
-            del self.used[min(leaves, key=self.used.__getitem__)]
-        self.used[key] = self.clock
-        self.parents[key] = parent
-        return True
-
-
-@given(
-    requests=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=60),
-    capacity=st.integers(1, 40),
-)
-def test_prefix_lru_evicts_the_oldest_leaf_and_strands_nobody(
-    requests: list[list[int]], capacity: int
-) -> None:
-    tier, radix = ModelTier(PrefixLru(capacity)), Radix(capacity)
-    for path in requests:
-        chain = [make_key(bytes(path[:end]), 0) for end in range(1, len(path) + 1)]
-        parents = [None, *chain[:-1]]
-        links = list(zip(chain, parents, strict=True))
-        there = [link for link in links if link[0] in tier.members]
-        missing = [link for link in links if link[0] not in tier.members]
-        # As the manager: what is there is used leaf to root, what is not comes root to leaf.
-        for key, parent in (*reversed(there), *missing):
-            tier.pinned = set(chain)
-            fits = tier.access(key, parent=parent)
-            assert fits == radix.access(key, parent)
-            assert set(tier.members) == set(radix.used)
-            if not fits:
-                break  # a chain longer than the tier: its tail stays out
-        for copy in tier.members.values():
-            assert copy.parent is None or copy.parent in tier.members
 
 
 def key_of(number: int) -> ChunkKey:

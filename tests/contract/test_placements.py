@@ -19,16 +19,13 @@ from kvtier.policies.admission import SecondTouch, WriteBudget
 from kvtier.policies.registry import ADMISSIONS
 from kvtier.testing.admission_contract import AdmissionContract, BudgetContract
 from kvtier.testing.placement_contract import PlacementContract
-from tests.support.workbench import RarelyPromoting, Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "through": TieredPlacement,
     "at the second use": lambda tiers: TieredPlacement(tiers, write_after=2),
     "on evict": lambda tiers: TieredPlacement(tiers, write="evict"),
     "exclusive": lambda tiers: TieredPlacement(tiers, write="evict", promote="move"),
-    "to stay at the second hit": lambda tiers: RarelyPromoting(
-        tiers, write="evict", promote_after=2
-    ),
 }
 
 

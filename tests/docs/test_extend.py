@@ -86,10 +86,10 @@ def test_the_placement_on_the_page_writes_heads_first_and_the_rest_if_it_was_use
     assert [*placement.place(head, ctx)] == [1, 2]
     assert [*placement.place(tail, ctx)] == []
     assert placement.demote(tail, 0, ctx) is None
-    assert placement.promote(tail, 1, ctx) is Promotion.TRANSIENT
+    assert placement.promote(head, 1, ctx) is Promotion.COPY
     tail.hits = 1
     assert [placement.demote(tail, source, ctx) for source in range(3)] == [1, 2, None]
-    assert placement.promote(tail, 1, ctx) is Promotion.COPY
+    assert placement.promote(tail, 1, ctx) is Promotion.MOVE
 
 
 def test_the_admission_on_the_page_lets_a_chunk_in_the_third_time() -> None:

@@ -35,10 +35,7 @@ from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.slot_layout import shard_of
 from kvtier.os.memory import open_anonymous
 from kvtier.policies import (
-    ChunkCopy,
     CopyState,
-    PolicyContext,
-    Promotion,
     TieredPlacement,
     build_eviction,
 )
@@ -84,20 +81,6 @@ MODELS: Final = {
     "full and kept state": (FULL, CacheGroup(8, 1, Reach.STATE)),
 }
 """KV cache groups of the engines."""
-
-
-class Moving(TieredPlacement):
-    """Moves a chunk up in place of copying it."""
-
-    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion.MOVE
-
-
-class Passing(TieredPlacement):
-    """Lets what comes up go again once it is loaded."""
-
-    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion.TRANSIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,20 +306,21 @@ class BytesWorld:
 
     def _make_manager(self, capacities: Sequence[int]) -> TieredOffloadingManager:
         draw = self._draw
-        policies = ["lru", "hedged-lhd"]
-        if not self.stage.calm:
-            policies.append("prefix-lru")  # evicts leaves only, so a load may find no room
-        eviction = draw.choice(policies)
+        eviction = draw.choice(["lru", "hedged-lhd"])
         names = ["ram", *(disk.name for disk in self._disks)]
         tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
             for index, (name, capacity) in enumerate(zip(names, capacities, strict=True))
         ]
-        kind = draw.choice([TieredPlacement, TieredPlacement, Moving, Passing])
-        through = kind is not Moving and draw.random() < 0.5
+        moves = draw.random() < 0.25
+        through = not moves and draw.random() < 0.5
         return TieredOffloadingManager(
             tiers,
-            placement=kind(tiers=len(tiers), write="through" if through else "evict"),
+            placement=TieredPlacement(
+                len(tiers),
+                write="through" if through else "evict",
+                promote="move" if moves else "copy",
+            ),
             limits=ManagerLimits(
                 pin_budget=draw.randint(capacities[0] // 2, capacities[0]),
                 reserve=draw.choice([0.0, 0.3]),

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
-from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion
+from kvtier.policies import CopyState, TieredPlacement
 from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager, eviction_order
-from tests.support.workbench import TIER_NAMES, RarelyPromoting, Workbench, prefix
+from tests.support.workbench import TIER_NAMES, Workbench, prefix
 
 FULL = GroupReach(chunk_tokens=1)
 OTHERS = (
@@ -42,13 +42,6 @@ PATIENCE = 6
 LONGEST = 5
 Content = tuple[ChunkKey, int]
 """Key and cache epoch: after a reset the same key means other bytes."""
-
-
-class MovingLadder(RarelyPromoting):
-    """Moves a chunk up instead of copying it."""
-
-    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion.MOVE
 
 
 @dataclass(eq=False)
@@ -90,7 +83,6 @@ class ManagerMachine(RuleBasedStateMachine):
             st.one_of(st.integers(4, 12), st.integers(0, 12)), min_size=1, max_size=2
         ),
         mode=st.sampled_from(["through", "evict", "move"]),
-        promote_after=st.integers(1, 2),
         budget=st.one_of(st.just(6), st.integers(0, 6)),
         reserve=st.sampled_from([0.0, 0.34, 1.0]),
         queue=st.integers(1, 8),
@@ -107,7 +99,6 @@ class ManagerMachine(RuleBasedStateMachine):
         ram: int,
         slower: list[int],
         mode: str,
-        promote_after: int,
         budget: int,
         reserve: float,
         queue: int,
@@ -120,14 +111,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.hit_rules = HitRules([FULL, other])
         self.slot_status = FakeSlotStatus(driven=True)
         tiers = 1 + len(slower)
-        kind = MovingLadder if mode == "move" else RarelyPromoting
         self.bench = Workbench(
             ram,
             *slower,
-            placement=kind(
-                tiers=tiers,
+            placement=TieredPlacement(
+                tiers,
                 write="through" if mode == "through" else "evict",
-                promote_after=promote_after,
+                promote="move" if mode == "move" else "copy",
             ),
             slot_status=self.slot_status,
             eviction=eviction,

@@ -61,7 +61,6 @@ def check_manager(manager: TieredOffloadingManager) -> None:
         _check_slots(tier, held[tier.index])
         _check_counters(tier)
         _check_order(tier)
-        _check_kids(tier)
     _check_grants(manager)
     _check_retained(manager)
 
@@ -119,11 +118,9 @@ def _check_counters(tier: TierState) -> None:
     resident = [copy for copy in copies if copy.state == CopyState.RESIDENT]
     idle = sum(not copy.pins and not copy.dirty for copy in resident)
     dirty = sum(bool(copy.dirty) for copy in copies)
-    transient = sum(copy.transient for copy in copies)
     for name, counted in (
         ("idle", idle),
         ("dirty", dirty),
-        ("transient", transient),
         ("writing", len(tier.copies) - len(resident)),
     ):
         noted = getattr(tier, name)
@@ -159,25 +156,6 @@ def _check_order(tier: TierState) -> None:
     if len(order) != len(resident) or set(order) != resident:
         rule = "the eviction order holds what is resident and stays"
         raise InvariantError(rule, f"{tier.name}: {order} instead of {resident}")
-
-
-def _check_kids(tier: TierState) -> None:
-    """Check the child counts of a policy that evicts leaves."""
-    if not tier.eviction.leaf_only:
-        return
-    kids = Counter(
-        copy.parent
-        for copy in tier.copies.values()
-        if copy.state == CopyState.RESIDENT and copy not in tier.leaving
-    )
-    for copy in tier.copies.values():
-        if copy.state == CopyState.RESIDENT:
-            _expect(
-                "children equal a recount",
-                repr(copy),
-                counted=kids[copy.key],
-                noted=copy.child_count,
-            )
 
 
 def _check_retained(manager: TieredOffloadingManager) -> None:

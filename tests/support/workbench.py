@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
-
-from typing_extensions import override
+from typing import Literal
 
 from kvtier.keys import ChunkKey, group_filter, make_key
 from kvtier.manager import (
@@ -18,11 +16,8 @@ from kvtier.manager import (
 )
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.policies import (
-    ChunkCopy,
     CopyState,
     Placement,
-    PolicyContext,
-    Promotion,
     TieredPlacement,
     build_eviction,
 )
@@ -30,7 +25,7 @@ from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager
 
-__all__ = ["TIER_NAMES", "RarelyPromoting", "Workbench", "prefix"]
+__all__ = ["TIER_NAMES", "Workbench", "prefix"]
 
 TIER_NAMES = ("ram", "nvme", "remote")
 
@@ -44,33 +39,12 @@ def prefix(chunks: int, *, of: int = 0, group: int = 0) -> list[ChunkKey]:
     return [make_key(f"{of}.{depth}".encode(), group) for depth in range(chunks)]
 
 
-class RarelyPromoting(TieredPlacement):
-    """Promotes a chunk to stay at every n-th hit; other hits only pass through RAM.
-
-    Args:
-        tiers: Number of tiers.
-        promote_after: The n.
-        **settings: Arguments of the :class:`TieredPlacement`.
-    """
-
-    def __init__(self, tiers: int, *, promote_after: int, **settings: Any) -> None:
-        super().__init__(tiers, **settings)
-        self._promote_after = promote_after
-
-    @override
-    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        way = super().promote(copy, source, ctx)
-        stays = way is Promotion.MOVE or not (copy.hits + 1) % self._promote_after
-        return way if stays else Promotion.TRANSIENT
-
-
 class Workbench:
     """A manager over small tiers, with a fake slot status.
 
     Args:
         *capacities: Slots per tier, fastest first.
         write: Argument of the :class:`TieredPlacement`.
-        promote_after: Hits in a slower tier per promotion to stay.
         placement: A placement to use instead.
         eviction: The eviction policy of every tier, by name.
         slot_status: Slot status; by default that of instant workers.
@@ -92,7 +66,6 @@ class Workbench:
         self,
         *capacities: int,
         write: Literal["through", "evict"] = "through",
-        promote_after: int = 1,
         placement: Placement | None = None,
         eviction: str = "lru",
         slot_status: FakeSlotStatus | None = None,
@@ -111,8 +84,7 @@ class Workbench:
         self.ram = self.tiers[0]
         self.manager = TieredOffloadingManager(
             self.tiers,
-            placement=placement
-            or RarelyPromoting(len(capacities), write=write, promote_after=promote_after),
+            placement=placement or TieredPlacement(len(capacities), write=write),
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
             slot_status=self.slot_status,
             record_events=record_events,

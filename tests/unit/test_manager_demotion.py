@@ -10,7 +10,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, PolicyContext, TieredPlacement
 from kvtier.types import Outcome, Purpose
-from tests.support.workbench import RarelyPromoting, Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 
 def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
@@ -320,41 +320,6 @@ def test_a_victim_counts_as_a_use_of_its_copy_below() -> None:
     bench.store(prefix(1, of=3))
     bench.settle()
     assert bench.resident(1) == {*prefix(1), *prefix(1, of=2)}
-
-
-def test_no_victim_leaves_for_room_that_a_passing_chunk_will_give_back() -> None:
-    bench = Workbench(
-        3,
-        8,
-        placement=RarelyPromoting(tiers=2, write="evict", promote_after=2),
-        limits=limits(reserve=0.34),
-    )
-    bench.manager.recover(1, [(prefix(1)[0], 0)])
-    bench.store(prefix(2, of=1))
-    bench.look(prefix(1))
-    (up,) = bench.step()
-    bench.finish(up)
-    assert bench.step() == []
-    bench.load(prefix(1))
-    assert bench.step() == []
-    assert bench.resident() == {*prefix(2, of=1)}
-    assert (bench.ram.slots.free, bench.ram.transient) == (1, 0)
-    assert bench.tiers[1].counters.promoted == 0
-
-
-def test_a_store_that_was_refused_does_not_wait_for_a_passing_chunk() -> None:
-    bench = Workbench(2, 8, placement=RarelyPromoting(tiers=2, write="evict", promote_after=2))
-    bench.manager.recover(1, [(prefix(1)[0], 0)])
-    bench.store(prefix(1, of=1))
-    bench.look(prefix(1))
-    (up,) = bench.step()
-    bench.manager.begin_request("writer")
-    assert bench.store(prefix(1, of=2), "writer") is None
-    (down,) = bench.step()
-    assert (down.purpose, down.keys) == (Purpose.DEMOTE, prefix(1, of=1))
-    bench.finish(down)
-    assert bench.store(prefix(1, of=2), "writer") is not None
-    bench.finish(up)
 
 
 def test_a_victim_the_placement_refuses_is_lost() -> None:

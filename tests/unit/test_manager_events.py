@@ -115,20 +115,6 @@ def test_a_chunk_that_moves_up_leaves_below() -> None:
     assert listener.tiers == [set(prefix(1)), set()]
 
 
-def test_a_chunk_that_only_passes_through_ram_arrives_and_leaves() -> None:
-    bench, listener = Workbench(4, 8, promote_after=2), Listener(2)
-    recovered(bench, 1)
-    bench.look(prefix(1))
-    for job in bench.step():
-        bench.finish(job)
-    listener.hear(bench)
-    assert listener.tiers[0] == set(prefix(1))
-    assert bench.look(prefix(1)) == 1
-    bench.load(prefix(1))
-    listener.hear(bench)
-    assert listener.tiers == [set(), set(prefix(1))]
-
-
 def test_a_reset_announces_that_everything_left_and_late_jobs_change_nothing() -> None:
     bench, listener = Workbench(4, 8), Listener(2)
     recovered(bench, 2)

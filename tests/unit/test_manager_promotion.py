@@ -312,47 +312,6 @@ def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
     assert bench.look(prefix(3)) == 2
 
 
-# -- chunks that come up for one request only ------------------------------------------------
-
-
-def test_a_chunk_promoted_the_first_time_leaves_with_its_load() -> None:
-    bench = warmed(4, 8, promote_after=2)
-    bench.finish(asked(bench, 2))
-    bench.load(prefix(2))
-    assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
-
-
-def test_a_chunk_promoted_the_second_time_stays() -> None:
-    bench = warmed(4, 8, promote_after=2)
-    for req_id in ("a", "b"):
-        bench.finish(asked(bench, 2, req_id))
-        bench.load(prefix(2), req_id)
-    assert bench.resident() == {*prefix(2)}
-
-
-def test_a_passing_chunk_stays_for_the_other_request_that_was_promised_it() -> None:
-    bench = warmed(4, 8, promote_after=2)
-    bench.look(prefix(1), "a")
-    bench.look(prefix(1), "b")
-    (job,) = bench.step()
-    bench.finish(job)
-    bench.load(prefix(1), "a")
-    assert bench.look(prefix(1), "b") == 1
-    bench.load(prefix(1), "b")
-    assert bench.resident() == set()
-
-
-def test_a_passing_chunk_leaves_when_its_request_does_before_or_after_it_arrived() -> None:
-    bench = warmed(4, 16, prompts=2, promote_after=2)
-    bench.finish(asked(bench, 1, "a"))
-    bench.manager.end_request("a")
-    assert bench.resident() == set()
-    job = asked(bench, 2, "b", of=1)
-    bench.manager.end_request("b")
-    bench.finish(job)
-    assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
-
-
 # -- three tiers -----------------------------------------------------------------------------
 
 
@@ -420,14 +379,13 @@ def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> 
     assert bench.look(prefix(1)) is None, "it may ask afresh"
 
 
-@pytest.mark.parametrize("promote_after", [1, 2])
-def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> None:
-    bench = Workbench(4, 8, promote_after=promote_after)
+def test_only_what_came_up_counts_as_promoted() -> None:
+    bench = Workbench(4, 8)
     bench.manager.recover(1, zip(prefix(2), (0, 1), strict=True))
     bench.look(prefix(2))
     (job,) = bench.step()
     bench.finish(job, Outcome.DONE, Outcome.FAILED)
-    assert bench.tiers[1].counters.promoted == (promote_after == 1)
+    assert bench.tiers[1].counters.promoted == 1
 
 
 def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> None:

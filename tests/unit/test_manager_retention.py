@@ -7,13 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.manager import ManagerLimits
-from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
 
 
-def keeping(
-    *capacities: int, quota: int, promote_after: int = 1, max_store_refusals: int = 16
-) -> Workbench:
+def keeping(*capacities: int, quota: int, max_store_refusals: int = 16) -> Workbench:
     limits = ManagerLimits(
         pin_budget=8,
         reserve=0.0,
@@ -22,7 +19,7 @@ def keeping(
         max_queue_steps=1,
         max_store_refusals=max_store_refusals,
     )
-    return Workbench(*capacities, promote_after=promote_after, limits=limits)
+    return Workbench(*capacities, limits=limits)
 
 
 def end_step(bench: Workbench, now: float) -> None:
@@ -109,19 +106,6 @@ def test_a_promotion_that_waited_its_turn_takes_what_is_retained() -> None:
     bench.settle()
     assert bench.look(prefix(1, of=1)) == 1
     assert bench.ram.counters.unretained == 1
-
-
-def test_a_chunk_that_only_passes_through_stays_when_it_is_retained() -> None:
-    bench = keeping(4, 4, quota=1, promote_after=2)
-    bench.manager.recover(1, zip(prefix(2), (0, 1), strict=True))
-    bench.look(prefix(2))
-    (job,) = bench.step()
-    bench.finish(job, Outcome.DONE)
-    bench.manager.prepare_load(prefix(2), "reader")
-    bench.manager.retain(prefix(2), 10.0)
-    bench.manager.complete_load("reader")
-    bench.check()
-    assert bench.resident() == {*prefix(1)}
 
 
 def test_a_reset_forgets_what_was_retained() -> None:

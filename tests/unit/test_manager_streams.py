@@ -107,22 +107,6 @@ def test_the_worker_may_be_done_before_the_manager_heard_of_the_bytes() -> None:
     assert bench.ram.available == 4
 
 
-@pytest.mark.parametrize("worker_first", [True, False])
-def test_a_chunk_that_is_not_to_stay_leaves_when_both_are_done(*, worker_first: bool) -> None:
-    bench = streaming(4, below=2, promote_after=3)
-    bench.look(prefix(2))
-    _, (job,) = begin(bench, 2)
-    if worker_first:
-        bench.manager.complete_load("reader")
-        bench.finish(job)
-    else:
-        bench.finish(job)
-        bench.manager.complete_load("reader")
-    bench.check()
-    assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
-    assert bench.tiers[1].available == 64
-
-
 def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
     bench = streaming(2, below=8)
     assert bench.look(prefix(8)) is None

@@ -10,7 +10,6 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction import Lru
-from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.registry import EVICTIONS
 from tests.support.workbench import Workbench, prefix
 
@@ -86,46 +85,3 @@ def test_a_policy_is_not_told_of_newcomers_that_find_no_room() -> None:
     for _ in range(30):
         bench.store(prefix(1, of=1), "late")
     assert ear.missed == prefix(2)
-
-
-class ListeningLeaves(PrefixLru):
-    """Evicts leaves only, and records misses."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.missed: list[ChunkKey] = []
-
-    @override
-    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
-        self.missed.append(key)
-
-
-def test_a_policy_records_no_miss_when_no_leaf_can_be_evicted() -> None:
-    bench = Workbench(2, eviction="prefix-lru")
-    policy = bench.ram.eviction = ListeningLeaves(2)
-    chain = prefix(2)
-    bench.store(chain)
-    leaf = bench.ram.copies[chain[1]]
-    bench.ram.pin([leaf])
-    assert bench.ram.available == 1  # the parent is idle, but not a leaf
-    bench.store(prefix(1, of=1), "late")
-    assert policy.missed == chain
-    bench.ram.unpin([leaf])
-    bench.store(prefix(1, of=1), "late")
-    assert policy.missed == [*chain, *prefix(1, of=1)]
-
-
-@pytest.mark.parametrize(("ram", "nvme"), [(6, 12), (4, 8), (8, 9)])
-def test_leaf_by_leaf_a_chain_goes_down_and_nobody_is_stranded(ram: int, nvme: int) -> None:
-    bench = Workbench(ram, nvme, write="evict", eviction="prefix-lru")
-    rng = random.Random(1)
-    for number in range(60):
-        chain = prefix(rng.randint(1, 5), of=int(9 * rng.random() ** 2))
-        serve(bench, chain, f"r{number}")
-        there = bench.ram.copies.keys() | bench.tiers[1].copies.keys()
-        for tier in bench.tiers:
-            assert isinstance(tier.eviction, PrefixLru)
-            # Below, the parent of what came down may still be in RAM.
-            around = tier.copies.keys() if tier is bench.ram else there
-            assert {copy.parent for copy in tier.copies.values()} - {None} <= around
-    assert bench.tiers[1].counters.evicted > 5

@@ -17,6 +17,7 @@ import pytest
 from kvtier.policies.registry import EVICTIONS
 from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
 from kvtier.sim.traces import Trace, read_trace
+from tests.unit.exact_counters import ExactWTinyLfu
 from tests.unit.sim_traces import ROOT, TRACES, needs_traces
 from tests.unit.textbook import TEXTBOOK, count_hits
 
@@ -27,16 +28,16 @@ NAMES = {
     "ARC": "arc",
     "Belady": "belady",
     "FIFO": "fifo",
-    "GDSF": "gdsf",
     "LFU": "lfu",
     "LIRS": "lirs",
     "LRU": "lru",
     "S3-FIFO": "s3-fifo",
     "SIEVE": "sieve",
     "SLRU-20/80": "slru",
-    "SLRU-4x25": "slru-4",
-    "W-TinyLFU": "w-tinylfu-exact",
+    "W-TinyLFU": "w-tinylfu",
 }
+EXACT = {"w-tinylfu": f"{ExactWTinyLfu.__module__}:{ExactWTinyLfu.__name__}"}
+"""Policies to compare in place of those that count in a sketch."""
 REFS = {"mooncake_conversation": 288_500, "mooncake_synthetic": 121_877}
 ROUNDED = 1e-6
 LIRS_TOLERANCE = 0.0005  # the implementations differ among themselves by up to 0.00009
@@ -57,8 +58,7 @@ class Row(NamedTuple):
 
 
 def test_every_policy_is_compared_with_something() -> None:
-    # Tested in test_hedged_lhd and test_evictions, and one that approximates.
-    others = {"hedged-lhd", "prefix-lru", "w-tinylfu"}
+    others = {"hedged-lhd"}  # tested in test_hedged_lhd
     assert set(TEXTBOOK) == set(NAMES.values()) == {*EVICTIONS.built_in, BELADY} - others
 
 
@@ -73,7 +73,9 @@ def small() -> Trace:
 def test_on_the_small_trace_hits_are_those_of_the_textbook(
     policy: str, capacity: int, small: Trace
 ) -> None:
-    result = simulate_single(small, policy=policy, capacity=capacity, touch_order="forward")
+    result = simulate_single(
+        small, policy=EXACT.get(policy, policy), capacity=capacity, touch_order="forward"
+    )
     assert result.hits == count_hits(policy, small.ids.tolist(), capacity)
 
 
@@ -81,7 +83,7 @@ def test_on_the_small_trace_hits_are_those_of_the_textbook(
 def test_the_sketch_is_near_the_exact_counters(capacity: int, small: Trace) -> None:
     exact, sketch = (
         simulate_single(small, policy=policy, capacity=capacity, touch_order="forward")
-        for policy in ("w-tinylfu-exact", "w-tinylfu")
+        for policy in (EXACT["w-tinylfu"], "w-tinylfu")
     )
     assert sketch.block_hit_ratio == pytest.approx(exact.block_hit_ratio, abs=0.02)
 
@@ -116,7 +118,7 @@ def trace_called(name: str) -> Trace:
 def replay(run: Replay) -> SingleResult:
     return simulate_single(
         trace_called(run.trace),
-        policy=run.policy,
+        policy=EXACT.get(run.policy, run.policy),
         capacity=run.capacity,
         touch_order=run.touch_order,
     )

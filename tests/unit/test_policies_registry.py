@@ -32,7 +32,7 @@ from tests.support.workbench import prefix
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
-    "^eviction policy kvtier_mine:Never picks no victim although every chunk may leave; "
+    "^eviction policy kvtier_mine:Never picks too few victims although more chunks may leave; "
     "repair its pick$"
 )
 PLUGIN = """
@@ -218,7 +218,7 @@ def test_no_live_tier_may_have_belady() -> None:
         ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
         (
             "kvtier_mine:Uninitialised",
-            r"'kvtier_mine:Uninitialised' has no surplus, tracks_misses; its __init__ must c",
+            r"'kvtier_mine:Uninitialised' has no tracks_misses; its __init__ must c",
         ),
     ],
 )

@@ -32,7 +32,7 @@ from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.process import HostProcess
-from tests.unit.recording_policies import PolicyCall, RecordingLru
+from tests.unit.recording_lru import PolicyCall, RecordingLru
 
 CHUNK_NBYTES = 64 << 10
 CHUNK_TOKENS = 128

@@ -12,7 +12,7 @@ from kvtier.replay._requests import pick_requests
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys, simulate_single
 from kvtier.sim.traces import generate, read_trace, write_trace
-from tests.unit.recording_policies import RECORDING_POLICIES, PolicyCall, RecordingPolicy
+from tests.unit.recording_lru import PolicyCall, RecordingLru
 from tests.unit.sim_traces import trace_of
 
 # The second request finds what the first one stored; the third says nothing of itself.
@@ -26,58 +26,56 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(params=RECORDING_POLICIES, ids=lambda policy: policy.__name__)
-def policy(request: pytest.FixtureRequest) -> type[RecordingPolicy]:
-    kind: type[RecordingPolicy] = request.param
-    kind.calls.clear()
-    return kind
+NAME = f"{RecordingLru.__module__}:{RecordingLru.__name__}"
 
 
-def name_of(policy: type[RecordingPolicy]) -> str:
-    return f"{policy.__module__}:{policy.__name__}"
+@pytest.fixture
+def calls() -> list[PolicyCall]:
+    RecordingLru.calls.clear()
+    return RecordingLru.calls
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_a_simulated_tier_tells_its_policy_of_requests_and_sessions(
-    policy: type[RecordingPolicy], order: str
+    calls: list[PolicyCall], order: str
 ) -> None:
     simulate_single(
         TRACE,
-        policy=name_of(policy),
+        policy=NAME,
         capacity=8,
         touch_order="forward" if order == "forward" else "reverse",
     )
-    assert set(policy.calls) == EXPECTED
+    assert set(calls) == EXPECTED
 
 
 def test_a_simulated_ladder_tells_its_policy_of_requests_and_sessions(
-    policy: type[RecordingPolicy],
+    calls: list[PolicyCall],
 ) -> None:
     config = parse_config(
-        f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{name_of(policy)}'}}]", source="test"
+        f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{NAME}'}}]", source="test"
     )
     simulate_cache(TRACE, config, chunk_bytes=1 << 20)
-    assert set(policy.calls) == EXPECTED
+    assert set(calls) == EXPECTED
 
 
-def test_a_ghost_is_told_of_requests_and_sessions(policy: type[RecordingPolicy]) -> None:
+def test_a_ghost_is_told_of_requests_and_sessions(calls: list[PolicyCall]) -> None:
     keys = chunk_keys(TRACE.distinct)
-    shadow = ShadowTier(8, [name_of(policy)])
+    shadow = ShadowTier(8, [NAME])
     for number, (chain, session) in enumerate(
         zip(TRACE.chains(), TRACE.session_names(), strict=True)
     ):
         shadow.serve(
             [keys[at] for at in chain], float(number), request=str(number), session=session
         )
-    assert set(policy.calls) == EXPECTED
+    assert set(calls) == EXPECTED
 
 
 def test_a_newcomer_in_the_place_of_a_victim_is_whose_it_is(
-    policy: type[RecordingPolicy],
+    calls: list[PolicyCall],
 ) -> None:
     trace = trace_of([[0, 1], [2], [3]], sessions=["a", "b", "c"])
-    simulate_single(trace, policy=name_of(policy), capacity=2)
-    inserted = [call for call in policy.calls if call.what == "insert"]
+    simulate_single(trace, policy=NAME, capacity=2)
+    inserted = [call for call in calls if call.what == "insert"]
     assert all(call.stored_by == call.session for call in inserted)
     assert {call.session for call in inserted} >= {"a", "c"}
 

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,36 +109,6 @@ def test_belady_is_not_beaten(chains: list[list[int]], capacity: int) -> None:
     for policy in ("fifo", "lru", "arc", "s3-fifo"):
         other = simulate_single(trace, policy=policy, capacity=capacity, touch_order="forward")
         assert other.hits <= best.hits, policy
-
-
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-@given(chains=CHAINS, capacity=st.integers(1, 40))
-def test_a_leaf_first_policy_strands_nothing(
-    order: TouchOrder, chains: list[list[int]], capacity: int
-) -> None:
-    result = simulate_single(
-        trace_of(chains), policy="prefix-lru", capacity=capacity, touch_order=order
-    )
-    assert result.stranded_hits == 0
-
-
-def test_of_a_chain_longer_than_a_leaf_first_tier_the_head_stays() -> None:
-    chain, other = list(range(6)), [9, 10]
-    trace = trace_of([chain, chain, other, other, chain])
-    result = simulate_single(trace, policy="prefix-lru", capacity=4)
-    assert result.lead_chunks == result.hits == 4 + 2 + 2
-    assert result.stranded_hits == 0
-
-
-def test_leaf_first_is_no_worse_than_lru_where_prompts_are_longer_than_the_tier() -> None:
-    agents = generate("agents", sessions=30, per_s=0.05, chunk_tokens=512, seed=3)
-    capacity = int(np.diff(agents.offsets).max()) // 2
-    leaf_first, lru = (
-        simulate_single(agents, policy=policy, capacity=capacity)
-        for policy in ("prefix-lru", "lru")
-    )
-    assert leaf_first.stranded_hits == 0
-    assert leaf_first.prefix_hit_ratio >= lru.prefix_hit_ratio
 
 
 def test_a_partial_last_chunk_counts_as_the_tokens_it_has() -> None:

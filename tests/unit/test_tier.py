@@ -4,45 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count, repeat
-from typing import ClassVar, Literal
+
+import pytest
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.policies.base import Evictable, RequestTerms
+from kvtier.policies.base import Evictable, NoVictimError, RequestTerms
 from kvtier.policies.eviction import Lru
 from kvtier.testing.probes import fields_of
 from tests.support.workbench import prefix
 
 CTX = PolicyContext()
-
-
-class LeafFirst(Eviction):
-    """Picks the oldest copy without resident children."""
-
-    leaf_only = True
-    touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.order: list[ChunkCopy] = []
-
-    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self.order.append(copy)
-
-    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self.order.remove(copy)
-        self.order.append(copy)
-
-    def on_remove(self, copy: ChunkCopy) -> None:
-        self.order.remove(copy)
-
-    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        for copy in self.order:
-            if evictable(copy):
-                self.order.remove(copy)
-                return copy
-        return None
 
 
 def make_tier(capacity: int = 4, eviction: Eviction | None = None) -> TierState:
@@ -58,13 +31,13 @@ def fill(tier: TierState, keys: Sequence[ChunkKey]) -> list[ChunkCopy]:
 
 
 def make_room(tier: TierState, slots: int) -> list[ChunkCopy] | None:
-    """Have so many slots free, and return the victims."""
-    members = dict(tier.copies)
-    taken = tier.take_slots(slots, CTX)
-    if taken is None:
+    """Have so many slots free, and return the victims; None if too few are available."""
+    if slots > tier.available:
         return None
-    tier.slots.release(taken[0])
-    return [members[key] for key in taken[1]]
+    members = dict(tier.copies)
+    taken, victims = tier.take_slots(slots, CTX)
+    tier.slots.release(taken)
+    return [members[key] for key in victims]
 
 
 def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
@@ -193,30 +166,19 @@ def test_of_a_touched_prefix_the_root_stays_longest() -> None:
     assert make_room(tier, 3) == copies[::-1]
 
 
-def test_with_a_leaf_only_policy_a_parent_leaves_after_its_children() -> None:
-    tier = make_tier(4, LeafFirst(4))
-    root, middle, leaf = fill(tier, prefix(3))
-    (other,) = fill(tier, prefix(1, of=1))
-    tier.touch([root], CTX)
-    assert (root.child_count, middle.child_count, leaf.child_count) == (1, 1, 0)
-    assert make_room(tier, 2) == [leaf, middle]
-    assert root.child_count == 0
-    assert make_room(tier, 4) == [other, root]
+def test_a_policy_that_picks_too_few_victims_is_named_and_nothing_changes() -> None:
+    class Shy(Lru):
+        def pick_many(
+            self, count: int, evictable: Evictable, ctx: PolicyContext
+        ) -> list[ChunkCopy]:
+            return super().pick_many(min(count, 1), evictable, ctx)
 
-
-def test_with_a_leaf_only_policy_a_pinned_leaf_keeps_its_ancestors_and_nothing_changes() -> (
-    None
-):
-    tier = make_tier(4, LeafFirst(4))
-    root, middle, leaf = fill(tier, prefix(3))
-    (other,) = fill(tier, prefix(1, of=1))
-    tier.pin([leaf])
-    assert make_room(tier, 2) is None
-    assert (root.child_count, middle.child_count, tier.idle, tier.slots.free) == (1, 1, 3, 0)
-    assert make_room(tier, 1) == [other]
-    tier.unpin([leaf])
-    tier.drop(leaf)
-    assert middle.child_count == 0
+    tier = make_tier(2, Shy(2))
+    first, second = fill(tier, prefix(2))
+    with pytest.raises(NoVictimError, match="Shy picks too few victims"):
+        make_room(tier, 2)
+    assert (tier.idle, tier.slots.free, len(tier.copies)) == (2, 0, 2)
+    assert [make_room(tier, 1), make_room(tier, 2)] == [[first], [second]]
 
 
 def test_a_snapshot_does_not_change_afterwards() -> None:

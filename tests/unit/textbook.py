@@ -75,23 +75,6 @@ class Lfu(Textbook):
         return hit
 
 
-class Gdsf(Textbook):
-    def __init__(self, capacity: int, refs: Sequence[int]) -> None:
-        super().__init__(capacity, refs)
-        self.uses: dict[int, int] = {}
-        self.score: dict[int, tuple[int, int]] = {}
-        self.inflation = 0
-
-    def access(self, key: int) -> bool:
-        hit = key in self.score
-        self.uses[key] = self.uses[key] + 1 if hit else 1
-        self.score[key] = (self.inflation + self.uses[key], self.now)
-        if len(self.score) > self.capacity:
-            victim = min(self.score, key=self.score.__getitem__)
-            self.inflation = self.score.pop(victim)[0]
-        return hit
-
-
 class Belady(Textbook):
     def __init__(self, capacity: int, refs: Sequence[int]) -> None:
         super().__init__(capacity, refs)
@@ -164,33 +147,6 @@ class Slru(Textbook):
             (self.probation or self.protected).pop(0)
         self.probation.append(key)
         return False
-
-
-class Slru4(Textbook):
-    def __init__(self, capacity: int, refs: Sequence[int]) -> None:
-        super().__init__(capacity, refs)
-        self.segments: list[list[int]] = [[], [], [], []]
-
-    def access(self, key: int) -> bool:
-        limit = self.capacity // 4
-        for level, segment in enumerate(self.segments):
-            if key in segment:
-                segment.remove(key)
-                self.segments[min(level + 1, 3)].append(key)
-                self.cool(min(level + 1, 3))
-                return True
-        free = [segment for segment in self.segments if len(segment) < limit]
-        if not free and sum(map(len, self.segments)) == self.capacity:
-            next(segment for segment in self.segments if segment).pop(0)
-        (free or self.segments)[0].append(key)
-        return False
-
-    def cool(self, level: int) -> None:
-        while len(self.segments[level]) > self.capacity // 4:
-            cooled = self.segments[level].pop(0)
-            if level:
-                self.segments[level - 1].append(cooled)
-                self.cool(level - 1)
 
 
 class Arc(Textbook):
@@ -407,8 +363,7 @@ class TwoLevels:
 
     Args:
         scheme: ``exclusive``, ``write_through`` or ``demote_keep``; the last also with
-            ``_admit2``, only what was used twice goes down, or ``_promote2``, only every second
-            hit below comes up.
+            ``_admit2``, only what was used twice goes down.
     """
 
     def __init__(self, scheme: str, first: int, second: int) -> None:
@@ -417,7 +372,6 @@ class TwoLevels:
         self.first: list[int] = []  # the next victim first
         self.second: list[int] = []
         self.uses: Counter[int] = Counter()
-        self.hits_below: Counter[int] = Counter()
         self.hits = [0, 0]
         self.writes = self.promotions = 0
 
@@ -430,12 +384,9 @@ class TwoLevels:
             return
         if key in self.second:
             self.hits[1] += 1
-            self.hits_below[key] += 1
             self.second.remove(key)
             if self.scheme != "exclusive":
                 self.second.append(key)
-            if self.scheme.endswith("promote2") and self.hits_below[key] % 2:
-                return
             self.promotions += 1
         elif self.scheme == "write_through":
             self.write(key)
@@ -457,7 +408,7 @@ class TwoLevels:
     def write(self, key: int) -> None:
         self.writes += 1
         if len(self.second) == self.limits[1]:
-            del self.hits_below[self.second.pop(0)]
+            self.second.pop(0)
         self.second.append(key)
 
 
@@ -466,13 +417,11 @@ TEXTBOOK: dict[str, type[Textbook]] = {
     "arc": Arc,
     "belady": Belady,
     "fifo": Fifo,
-    "gdsf": Gdsf,
     "lfu": Lfu,
     "lirs": Lirs,
     "lru": Lru,
     "s3-fifo": S3Fifo,
     "sieve": Sieve,
     "slru": Slru,
-    "slru-4": Slru4,
-    "w-tinylfu-exact": WTinyLfu,
+    "w-tinylfu": WTinyLfu,
 }

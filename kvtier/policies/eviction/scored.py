@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 
-__all__ = ["Gdsf", "Lfu", "ScoredEviction"]
+__all__ = ["Lfu", "ScoredEviction"]
 
 _SLACK = 64
 _NOWHERE = 0
@@ -50,9 +50,6 @@ class ScoredEviction(Eviction):
     @abstractmethod
     def _score(self, uses: int, ctx: PolicyContext) -> float:
         """Return the score of a copy after its ``uses``-th use, which is now."""
-
-    def _record_evicted(self, score: float) -> None:
-        """Record that a copy with ``score`` was evicted."""
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -119,7 +116,6 @@ class ScoredEviction(Eviction):
     def _evict(self, copy: ChunkCopy) -> ChunkCopy:
         copy.queued = _NOWHERE
         self._members -= 1
-        self._record_evicted(copy.policy[1])
         return copy
 
     def _return_parked(self) -> None:
@@ -147,35 +143,9 @@ class Lfu(ScoredEviction):
     """Evicts the copy used least often since its insertion; in a tie, the longest unused copy.
 
     Counts do not age, so chunks that were popular once stay, and on agent traffic the cache
-    freezes. Use ``lfu`` for comparison only; with ``gdsf`` old uses count less.
+    freezes. Use ``lfu`` for comparison only.
     """
 
     @override
     def _score(self, uses: int, ctx: PolicyContext) -> float:
         return uses
-
-
-class Gdsf(ScoredEviction):
-    """Greedy dual size frequency: evicts the copy with the lowest score ``L + uses``.
-
-    ``L`` is the score of the last victim. New chunks start above the score of every earlier
-    victim, so they overtake copies that were popular long ago, and no score needs an update.
-    Chunks have one size and one cost.
-
-    Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching
-    Policy", HP Laboratories HPL-98-69R1, 1998; after Cao and Irani, USITS 1997.
-    """
-
-    insert_first: ClassVar[bool] = True
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._inflation = 0.0
-
-    @override
-    def _score(self, uses: int, ctx: PolicyContext) -> float:
-        return self._inflation + uses
-
-    @override
-    def _record_evicted(self, score: float) -> None:
-        self._inflation = score

@@ -20,9 +20,9 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
 from kvtier.policies.eviction._next_victim import CopyOrder, NextVictimEviction
-from kvtier.policies.frequency import ExactFrequency, Frequency, SketchFrequency
+from kvtier.policies.frequency import SketchFrequency
 
-__all__ = ["WTinyLfu", "WTinyLfuExact"]
+__all__ = ["WTinyLfu"]
 
 
 class WTinyLfu(NextVictimEviction):
@@ -35,7 +35,6 @@ class WTinyLfu(NextVictimEviction):
     """
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
-    _counters: ClassVar[type[Frequency]] = SketchFrequency
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -45,7 +44,7 @@ class WTinyLfu(NextVictimEviction):
         self._window: CopyOrder = OrderedDict()
         self._probation: CopyOrder = OrderedDict()
         self._protected: CopyOrder = OrderedDict()
-        self._frequency = self._counters(capacity)
+        self._frequency = SketchFrequency(capacity)
 
     @override
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
@@ -95,9 +94,3 @@ class WTinyLfu(NextVictimEviction):
         candidate, resident = next(iter(self._window)), next(iter(main))
         frequency = self._frequency
         return frequency.of(candidate.key) <= frequency.of(resident.key)
-
-
-class WTinyLfuExact(WTinyLfu):
-    """W-TinyLFU with one exact counter for each key, for a comparison with the sketch."""
-
-    _counters: ClassVar[type[Frequency]] = ExactFrequency

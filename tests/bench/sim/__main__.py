@@ -38,9 +38,7 @@ BARS = {
     "arc": 500_000,
     "s3-fifo": 500_000,
     "slru": 500_000,
-    "slru-4": 500_000,
     "2q": 500_000,
-    "prefix-lru": 500_000,
     "hedged-lhd": 500_000,
 }
 ORDERS: Final[tuple[TouchOrder, ...]] = ("forward", "reverse")
@@ -48,10 +46,9 @@ TIERS_BAR = 250_000
 SWEEP_BAR_S = 60.0
 SWEPT = (
     *(policy for policy in BARS if policy != "hedged-lhd"),
-    "gdsf",
     "sieve",
     "lirs",
-    "w-tinylfu-exact",
+    "w-tinylfu",
 )
 SIZES = ("0.1%", "1%", "5%", "10%", "20%", "50%")
 
