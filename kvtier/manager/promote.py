@@ -34,8 +34,9 @@ from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
+from kvtier.manager.storage_jobs import JobRecord
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import JobRecord, TierStack, first_resident
+from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState, Promotion
 from kvtier.types import JobId, Outcome, TransferResult
 
