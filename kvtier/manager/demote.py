@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 
 from kvtier.manager.copies import CopyList, without
+from kvtier.manager.storage_jobs import Failure, JobRecord
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import Failure, JobRecord, TierStack, first_resident
+from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, Purpose, TransferResult
 

@@ -25,18 +25,18 @@ another, and a prefix larger than RAM would be promoted for ever without being l
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from kvtier.keys import ChunkKey, group_part, is_single_group
+from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
+from kvtier.manager.storage_jobs import JobRecord
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import JobRecord, TierStack, first_resident
+from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState, Promotion
 from kvtier.types import JobId, Outcome, TransferResult
 
@@ -58,23 +58,16 @@ class _Hit(NamedTuple):
     tiers: Sequence[int]
 
     @property
-    def groups(self) -> int:
-        """Number of KV cache groups."""
-        return len(self._chunks_per_group())
-
-    @property
-    def counted(self) -> int:
-        """Number of chunks in the counting group, which is the group with the most chunks.
-
-        That group reads the whole prefix; a sliding window needs only the last chunks.
-        """
-        return max(self._chunks_per_group().values())
-
-    def _chunks_per_group(self) -> Counter[bytes]:
+    def is_single_group(self) -> bool:
+        """Whether the chunks belong to one KV cache group."""
         copies = self.copies
-        if copies and is_single_group((copies[0].key, copies[-1].key)):
-            return Counter({group_part(copies[0].key): len(copies)})
-        return Counter(group_part(copy.key) for copy in copies)
+        return not copies or is_single_group((copies[0].key, copies[-1].key))
+
+    def counted(self, is_counted: Callable[[ChunkKey], bool]) -> int:
+        """Return the number of chunks in the counting group; the hit must not be empty."""
+        if self.is_single_group:
+            return len(self.copies) if is_counted(self.copies[0].key) else 0
+        return sum([is_counted(copy.key) for copy in self.copies])
 
     @property
     def cost(self) -> int:
@@ -95,7 +88,7 @@ class _Hit(NamedTuple):
         With several groups a head is useless, so only the chunks in RAM are considered.
         """
         hit = self
-        if self.groups != 1:
+        if not self.is_single_group:
             copies = self.in_ram()
             hit = _Hit(copies, [0] * len(copies))
         for end, (copy, tier) in enumerate(zip(*hit, strict=True)):
@@ -251,8 +244,9 @@ class Promoter:
         """Return the head of ``hit`` to load, and the decision to cut it (None if uncut)."""
         if not any(hit.tiers):
             return hit, None
-        now = self._stack.ctx.now
-        choice = self._stack.cost_model.choose(hit.tiers, counted=hit.counted, now=now)
+        stack = self._stack
+        counted = hit.counted(stack.is_counted)
+        choice = stack.cost_model.choose(hit.tiers, counted=counted, now=stack.ctx.now)
         return (hit, None) if choice is None else (hit.head(choice.kept), choice)
 
     # -- granting ---------------------------------------------------------------------------
@@ -300,7 +294,7 @@ class Promoter:
                 return None
             self._stack.retention.release_early(shortage)
             if ram.available < len(sources):
-                sources = sources[: ram.available] if hit.groups == 1 else []
+                sources = sources[: ram.available] if hit.is_single_group else []
         if not sources:
             return 0
         tiers = [tier for tier in hit.tiers if tier][: len(sources)]

@@ -26,9 +26,10 @@ from kvtier.manager.load import Loader, LoadPlan
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
+from kvtier.manager.storage_jobs import JobRecord
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import JobRecord, ManagerLimits, SlotStatus, TierStack
+from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
 from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.base import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult

@@ -6,7 +6,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach, Reach
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.workbench import Workbench, prefix
-from tests.unit.cost_models import CHUNK_S, cost_model
+from tests.unit.cost_models import CHUNK_S, TOKENS, cost_model, measure
 
 
 def slow_bench(*, ram: int = 16, seconds: float = 1.0, window: int = 0) -> Workbench:
@@ -65,6 +65,20 @@ def test_what_a_window_costs_is_weighed_against_the_tokens_of_the_prefix() -> No
     bench = slow_bench(seconds=CHUNK_S * 0.7, window=2)
     bench.look([*prefix(8), *prefix(8, group=1)])
     assert sum(len(job.keys) for job in bench.step()) == 10
+
+
+def test_a_window_with_smaller_blocks_than_the_prefix_adds_no_tokens() -> None:
+    model = cost_model()
+    measure(model, 1, 4, 2 * CHUNK_S)
+    groups = [GroupReach(4), GroupReach(1, Reach.WINDOW, window_tokens=5)]
+    bench = Workbench(16, 16, cost_model=model, groups=groups)
+    keys = [*prefix(1), *prefix(4, group=1)]
+    bench.manager.recover(1, zip(keys, range(5), strict=True))
+    assert bench.look(keys) is None
+    assert bench.step() == [], "five chunks load in 2.5 times the time to compute the prompt"
+    assert bench.look(keys) == 0
+    figures = bench.manager.snapshot().cost_model
+    assert (figures.skipped_chunks[1], figures.skipped_tokens[1]) == (5, TOKENS)
 
 
 def test_the_part_in_ram_is_loaded_and_the_part_on_a_slow_disk_is_not() -> None:
