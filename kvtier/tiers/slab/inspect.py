@@ -39,12 +39,12 @@ from kvtier.tiers.slab.namespace import (
     nbytes_of,
     require_layout,
 )
-from kvtier.tiers.slab.removals import Removal
 from kvtier.tiers.slab.schema import (
     RESET_METADATA,
     IndexDamagedError,
     IndexMissingError,
     IndexVersionError,
+    Removal,
     check_schema,
     damage_raised,
 )
