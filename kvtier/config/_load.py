@@ -27,6 +27,7 @@ from kvtier.policies.registry import (
     PLACEMENTS,
     PolicyRole,
 )
+from kvtier.printable import printable
 from kvtier.units import UnitError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def load_config(path: Path | str) -> KvtierConfig:
     Raises:
         ConfigError: The file cannot be read or is invalid; one line per problem.
     """
-    source = str(path)
+    source = printable(str(path))
     try:
         with Path(path).open("rb") as file:
             raw = file.read(_MOST_NBYTES + 1)
