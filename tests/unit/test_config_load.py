@@ -98,6 +98,21 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "tiers: " + "[" * 100_000,
+        "a:\n\t" + "b" * 100_000,
+        f"? {'b' * 100_000}\n: 1\n",
+        f"? {'b' * 100_000}\n: 1\n" * 2,
+        f"tiers: [{{kind: ram, capacity: {'4' * 100_000}}}]",
+    ],
+    ids=["nested", "tab", "unknown key", "key twice", "value"],
+)
+def test_a_message_shows_only_the_beginning_of_a_long_line(text: str) -> None:
+    assert max(map(len, refusal(text).splitlines())) < 1000
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("engine: {}\n", "a.yaml: tiers: missing; add tiers:"),
