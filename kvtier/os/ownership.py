@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Exposure", "find_exposure", "find_foreign_owner", "is_ambiguous"]
+__all__ = ["Exposure", "find_exposure", "find_foreign_owner", "find_writable", "is_ambiguous"]
 
 _ROOT: Final = 0
+_OTHERS_WRITE: Final = 0o022
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP: Final = Path("/proc/self/uid_map")
 _ALL_USERS: Final = ["0", "0", "4294967295"]
@@ -76,6 +77,23 @@ def find_foreign_owner(paths: Iterable[Path]) -> str:
     return ""
 
 
+def find_writable(paths: Iterable[Path]) -> str:
+    """Return a message if other users can write to one of ``paths``; else empty.
+
+    Absent paths are ignored. The paths must not be symbolic links.
+
+    Raises:
+        OSError: Permission is missing to look at a path.
+    """
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            mode = stat.S_IMODE(path.lstat().st_mode)
+            if mode & _OTHERS_WRITE:
+                problem = f"{path} has mode {mode:04o}: other users can write to it"
+                return f"{problem} (if none did, run: chmod go-w {path})"
+    return ""
+
+
 def is_ambiguous(uid: int) -> bool:
     """Return whether the kernel reports ``uid`` for several users.
 
@@ -113,7 +131,7 @@ def _judge(
             if owner == _ROOT
             else f"run the engine as user {owner}, or use a directory of user {uid}'s",
         )
-    if mode & 0o022 and not mode & stat.S_ISVTX:
+    if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         return Exposure(
             f"{place} has mode {mode:04o}: other users can replace what is in it",
             f"run: chmod go-w {place}",
