@@ -415,6 +415,16 @@ def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> N
     assert shell("vllm-args", config, "--json").out == f"{value}\n"
 
 
+@pytest.mark.parametrize("command", ["check", "doctor", "vllm-args"])
+def test_a_model_whose_name_is_too_long_is_one_error_line(
+    shell: Shell, config: Path, command: str
+) -> None:
+    ran = shell(command, config, "--model", "a" * 300)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: model aaa")
+    assert ran.err.count("\n") == 1
+
+
 def test_arguments_that_the_entry_point_would_refuse_are_not_printed(
     shell: Shell, config: Path
 ) -> None:
