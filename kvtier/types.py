@@ -70,7 +70,7 @@ class Job(NamedTuple):
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
         timeout_s: Seconds after submission at which the job expires.
-        payload: Extra data for the transfer, such as the generations of the destination slots.
+        payload: Extra data for the transfer, such as the generations of the RAM slots.
     """
 
     job_id: JobId

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.text import Text
 
+from kvtier.cli._model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
 from kvtier.cli._options import AsJson, File, choice, quantity
 from kvtier.cli._render import make_console, make_table, show_json, show_table
 from kvtier.config import (
@@ -19,7 +20,6 @@ from kvtier.config import (
     load_config,
     slot_nbytes,
 )
-from kvtier.model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
 from kvtier.units import approximate_duration, approximate_size, parse_rate
 
 if TYPE_CHECKING:

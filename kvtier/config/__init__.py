@@ -15,8 +15,7 @@ from kvtier.config._engine import (
 from kvtier.config._environment import child_environment, variable, variables
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
 from kvtier.config._kinds import (
-    is_built_in,
-    load_tier,
+    TIERS,
     options_of,
     schema,
 )
@@ -40,6 +39,7 @@ from kvtier.config._yaml import Origin
 
 __all__ = [
     "RANK_PLACEHOLDER",
+    "TIERS",
     "Duration",
     "EngineConfig",
     "FilePath",
@@ -60,9 +60,7 @@ __all__ = [
     "check_chunk_fits",
     "child_environment",
     "has_rank_paths",
-    "is_built_in",
     "load_config",
-    "load_tier",
     "options_of",
     "parse_config",
     "parse_tier",

@@ -7,89 +7,46 @@ Reading a configuration imports no built-in tier, only the model of its options.
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from kvtier.config._models import KvtierConfig, NvmeTierConfig, RamTierConfig, TierConfig
 from kvtier.errors import ConfigError
-from kvtier.policies.registry import (
-    ADMISSIONS,
-    CLASS_PATTERN,
-    EVICTIONS,
-    PLACEMENTS,
-    path_remedy,
-)
+from kvtier.named_classes import CLASS_PATTERN, NamedClasses
+from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
 
 __all__ = [
-    "installed_kinds",
-    "is_built_in",
-    "load_tier",
+    "TIERS",
     "options_of",
     "schema",
 ]
 
-_TIER_GROUP: Final = "kvtier.tiers"
-"""Entry point group, from a kind's name to a class with ``Options: type[TierConfig]``."""
-_BUILT_IN: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": NvmeTierConfig}
-
-
-def installed_kinds() -> tuple[str, ...]:
-    """Return the names of all tier kinds, the built-in ones first."""
-    others = entry_points(group=_TIER_GROUP).names - _BUILT_IN.keys()
-    return (*_BUILT_IN, *sorted(others))
-
-
-def is_built_in(kind: str) -> bool:
-    """Return whether ``kind`` is a built-in tier kind."""
-    return kind in _BUILT_IN
+TIERS: Final = NamedClasses(
+    "tier kind",
+    "kvtier.tiers",
+    {"ram": "kvtier.memory:HostRegion", "nvme": "kvtier.tiers.slab:SlabTier"},
+)
+"""The classes of tiers, each with ``Options: type[TierConfig]`` unless it is built in."""
+_OPTIONS: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": NvmeTierConfig}
+"""The options of built-in kinds, which are read without the tier's class."""
 
 
 def options_of(kind: str) -> type[TierConfig]:
     """Return the options model of the tier kind ``kind``.
 
     Args:
-        kind: One of :func:`installed_kinds`, or ``module:Class``.
+        kind: A built-in kind, one of an installed package, or ``module:Class``.
 
     Raises:
         ConfigError: There is no such kind, or the package that provides it is broken.
     """
-    if kind in _BUILT_IN:
-        return _BUILT_IN[kind]
-    loaded = load_tier(kind)
+    if kind in _OPTIONS:
+        return _OPTIONS[kind]
+    loaded = TIERS.find(kind)
     options = getattr(loaded, "Options", None)
     if not (isinstance(options, type) and issubclass(options, TierConfig)):
         problem = f"tier kind {kind}: {loaded!r} has no Options derived from TierConfig"
         raise ConfigError(f"{problem}; derive it from kvtier.config.TierConfig")
     return options
-
-
-def load_tier(kind: str) -> Any:  # noqa: ANN401 - of another package
-    """Return the class of the tier kind ``kind``: an installed kind or ``module:Class``.
-
-    Raises:
-        ConfigError: There is no such kind, or it does not load.
-    """
-    point = _point(kind)
-    try:
-        return point.load()
-    except Exception as error:  # importing a package runs its code
-        problem = f"tier kind {point.name} does not load: {error}"
-        if point.name != point.value:
-            problem = f"tier kind {point.name} ({point.value}) does not load: {error}"
-        remedy = path_remedy(point, error) or "repair or remove the package that provides it"
-        raise ConfigError(f"{problem}; {remedy}") from error
-
-
-def _point(kind: str) -> EntryPoint:
-    if re.match(CLASS_PATTERN, kind):
-        return EntryPoint(name=kind, value=kind, group=_TIER_GROUP)
-    installed = entry_points(group=_TIER_GROUP)
-    if kind not in installed.names:
-        known = ", ".join(installed_kinds())
-        remedy = "or name a class as module:Class"
-        raise ConfigError(f"unknown tier kind {kind!r}; installed: {known}; {remedy}")
-    return installed[kind]
 
 
 # Schemas are made in pydantic's mode "serialization" because only there are defaults written
@@ -106,7 +63,7 @@ def schema() -> dict[str, Any]:
     definitions = root["$defs"]
     definitions.pop("TierConfig", None)
     references = []
-    for kind in installed_kinds():
+    for kind in TIERS.installed():
         tier = _tier_schema(kind)
         definitions.update(tier.pop("$defs", {}))
         definitions[f"tier-{kind}"] = tier

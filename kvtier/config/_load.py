@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvtier.config._kinds import installed_kinds, is_built_in, options_of
+from kvtier.config._kinds import TIERS, options_of
 from kvtier.config._models import NAME_PATTERN, KvtierConfig, TierConfig
 from kvtier.config._yaml import Origin, read_yaml
 from kvtier.errors import ConfigError, did_you_mean
+from kvtier.named_classes import CLASS_PATTERN, NamedClasses
 from kvtier.policies.registry import (
     ADMISSIONS,
-    CLASS_PATTERN,
     EVICTIONS,
     PLACEMENTS,
     PolicyRole,
@@ -159,33 +159,30 @@ class _Reader:
             return None
         self._check_policy(values.get("eviction"), EVICTIONS, f"{key}.eviction")
         kind = values["kind"]
-        is_known = isinstance(kind, str) and (
-            is_built_in(kind) or re.match(CLASS_PATTERN, kind) is not None
-        )
-        # Listing the installed kinds takes 10 ms or more.
-        if not is_known and not self._one_of(
-            kind, installed_kinds(), f"{key}.kind", "tier kind"
-        ):
+        if not self._check_name(kind, TIERS, f"{key}.kind"):
             return None
         with self.origin.at(f"{key}.kind"):
             options = options_of(kind)
         return self._section(options, values, key)
 
     def _check_policy(self, name: object, role: PolicyRole[Any], key: str) -> None:
-        if not isinstance(name, str):
-            return  # absent, or refused by the validation of its section
-        obstacle = role.obstacle(name)
+        if isinstance(name, str):  # else absent, or refused by the validation of its section
+            self._check_name(name, role, key)
+
+    def _check_name(self, name: object, classes: NamedClasses, key: str) -> bool:
+        """Return whether one of ``classes`` has the name ``name`` and loads."""
+        is_known = isinstance(name, str) and (
+            name in classes.built_in or re.fullmatch(CLASS_PATTERN, name) is not None
+        )
+        known = () if is_known else classes.installed()  # listing them takes 10 ms or more
+        if not is_known and name not in known:
+            remedy = f"installed: {', '.join(known)}{did_you_mean(str(name), known)}"
+            self._note(key, f"no such {classes.what} is installed", remedy)
+            return False
+        obstacle = classes.obstacle(str(name))
         if obstacle is not None:
             self._note(key, *obstacle)
-        elif name not in role.built_in and not re.fullmatch(CLASS_PATTERN, name):
-            self._one_of(name, role.installed(), key, role.what)
-
-    def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
-        if value in known:
-            return True
-        remedy = f"installed: {', '.join(known)}{did_you_mean(str(value), known)}"
-        self._note(key, f"no such {what} is installed", remedy)
-        return False
+        return obstacle is None
 
     def read_tier(self, values: dict[str, Any], options: type[TierT]) -> TierT:
         """Read the section of one tier."""

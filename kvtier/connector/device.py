@@ -124,12 +124,11 @@ class DeviceEngine:
     def _open_engine(self) -> TransferEngine:
         """Return the engine that runs the copies."""
         rank, control = self._rank, self._control
-        self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
         self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pool)
         return TransferEngine(
             f"device-{rank}",
             {
-                ("gpu", "ram"): self._store,
+                ("gpu", "ram"): DeviceStore(self._copier, control, rank=rank, pool=self._pool),
                 ("ram", "gpu"): self._load,
             },
             chunk_nbytes=self._chunk_nbytes,
@@ -247,7 +246,7 @@ class DeviceEngine:
     def wait(self, job_ids: Collection[JobId]) -> bool:
         """Wait for the jobs ``job_ids`` whose blocks the engine is about to overwrite.
 
-        Unknown ids are ignored. A store that does not end in time is revoked: it is
+        Unknown ids are ignored. A store that does not end in time is retracted: it is
         acknowledged later and never counts as whole.
 
         Returns:
@@ -258,8 +257,7 @@ class DeviceEngine:
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
             return True
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
-        for job_id in self._carriers.keys() & job_ids:
-            self._store.revoke(job_id)
+        self.retract(job_ids)
         return False
 
     def wait_for_stores(self) -> bool:
@@ -305,9 +303,9 @@ class DeviceEngine:
         failed: bool,
     ) -> None:
         """Record in the control block that ``slots`` are released and whether a load failed."""
-        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
+        held = [slot for slot, generation in zip(slots, generations, strict=True) if generation]
         if failed and purpose is Purpose.LOAD:
-            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
+            self._control.record_failed_loads(self._rank, held, list(filter(None, generations)))
         self._control.acknowledge(self._rank, held)
 
     def _begin(self, awaited: Collection[JobId] = ()) -> None:

@@ -78,8 +78,8 @@ class TierFigures(NamedTuple):
         int,
         _counter(
             "tier.counters.hits",
-            "Chunks loaded into the GPU, by the tier their bytes came from; of a load that "
-            "failed those before its failure.",
+            "Chunks loaded into the GPU, by source tier. A failed load counts the chunks "
+            "before its failure.",
         ),
     ]
     hit_tokens: Annotated[
@@ -94,8 +94,8 @@ class TierFigures(NamedTuple):
         int,
         _counter(
             "tier.counters.misses",
-            "Chunks that requests needed and the tier did not have: those found in a slower "
-            "tier, and one per request for the first that no tier had.",
+            "Missing chunks. The first chunk found in no tier counts once per request. In RAM, "
+            "chunks found in a slower tier count too.",
         ),
     ]
     stranded_chunks: Annotated[

@@ -19,7 +19,6 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from kvtier.connector.protocols import RequestContext
 from kvtier.logs import get_logger
 from kvtier.policies.base import NO_TERMS, RequestTerms
 
@@ -29,7 +28,6 @@ __all__ = [
     "MAX_SESSION_CHARS",
     "NO_HINTS",
     "HintReader",
-    "HintTable",
     "RequestHints",
     "TierNature",
 ]
@@ -71,11 +69,6 @@ class RequestHints:
 
     retain_s: float | None = None
     terms: RequestTerms = NO_TERMS
-
-    @property
-    def stores_nothing(self) -> bool:
-        """Whether the hints forbid every tier to keep the request's new chunks."""
-        return self.terms.store_tiers is not None and not self.terms.store_tiers
 
 
 def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
@@ -241,80 +234,6 @@ class HintReader:
             problem,
             remedy,
         )
-
-
-@dataclass(slots=True)
-class _HintedRequest:
-    """The hints of one request and the number of its jobs in flight."""
-
-    hints: RequestHints
-    jobs: int = 0
-    has_ended: bool = False
-
-
-class HintTable:
-    """Keeps the hints of each request until its last load or store ends.
-
-    The last jobs of a request may end after the request.
-
-    Args:
-        tiers: The tiers, fastest first.
-        retain_s: Seconds that chunks stay in RAM after a use, unless a hint sets another time.
-    """
-
-    def __init__(self, tiers: Sequence[TierNature], *, retain_s: float) -> None:
-        self._reader = HintReader(tiers)
-        self._retain_s = retain_s
-        self._entries: dict[str, _HintedRequest] = {}
-        """Only requests with hints have an entry."""
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def begin(self, request: RequestContext) -> RequestHints:
-        """Read the hints of a new request; an earlier request with the same id is forgotten."""
-        self._entries.pop(request.req_id, None)
-        hints = self._reader.read(request.kv_transfer_params)
-        if hints != NO_HINTS:
-            self._entries[request.req_id] = _HintedRequest(hints)
-        return hints
-
-    def end(self, req_id: str) -> None:
-        """Forget a request once its last job ends."""
-        if entry := self._entries.get(req_id):
-            entry.has_ended = True
-            self._drop(req_id, entry)
-
-    def begin_job(self, req_id: str) -> None:
-        """Record that a load or a store of a request begins."""
-        if entry := self._entries.get(req_id):
-            entry.jobs += 1
-
-    def end_job(self, req_id: str) -> None:
-        """Record that a load or a store of a request ended."""
-        if entry := self._entries.get(req_id):
-            entry.jobs = max(entry.jobs - 1, 0)
-            self._drop(req_id, entry)
-
-    def forget_jobs(self) -> None:
-        """Forget all jobs, because the cache was reset."""
-        for req_id, entry in list(self._entries.items()):
-            entry.jobs = 0
-            self._drop(req_id, entry)
-
-    def get(self, req_id: str) -> RequestHints:
-        """Return the hints of a request; ``NO_HINTS`` if it has none."""
-        entry = self._entries.get(req_id)
-        return NO_HINTS if entry is None else entry.hints
-
-    def retain_seconds(self, req_id: str) -> float:
-        """Return how long the chunks of a request stay in RAM after a use."""
-        asked = self.get(req_id).retain_s
-        return self._retain_s if asked is None else asked
-
-    def _drop(self, req_id: str, entry: _HintedRequest) -> None:
-        if entry.has_ended and not entry.jobs:
-            del self._entries[req_id]
 
 
 def _common(*limits: frozenset[int] | None) -> frozenset[int] | None:

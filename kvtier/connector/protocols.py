@@ -127,6 +127,7 @@ class Step(NamedTuple):
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, per scheduled request.
+        prompt_tokens: Number of these tokens that belong to prompts.
         started: Requests that are scheduled for the first time, or again after a preemption or
             with a continued prompt.
         preempted: Requests that lost their blocks.
@@ -136,6 +137,7 @@ class Step(NamedTuple):
     """
 
     num_scheduled_tokens: Mapping[str, int]
+    prompt_tokens: int = 0
     started: Collection[str] = ()
     preempted: Collection[str] = ()
     allocated: AbstractSet[int] = frozenset()

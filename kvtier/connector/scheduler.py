@@ -80,8 +80,8 @@ class ConnectorScheduler:
         self._options = options
         self._layouts = build_layouts(options)
         self._rules = StoreRules(options, self._layouts)
-        # The engine computes the last token of a prompt anew. A whole prefix can be cut by it
-        # afterwards, the window or state before another end cannot.
+        # The engine recomputes the last prompt token. A full-prefix hit can be trimmed by one
+        # token; a window or state hit cannot.
         reads_all = all(each.group.reach is Reach.PREFIX for each in self._layouts)
         self._recompute_tokens = 0 if reads_all else 1
         self._requests: dict[str, TrackedRequest] = {}
@@ -385,10 +385,10 @@ class ConnectorScheduler:
         """Report to the cache that a job ended in all ranks."""
         tracked = job.tracked
         if job.is_store:
-            self._cache.complete_store(job.keys, tracked.req_id)
+            self._cache.complete_store(job.keys, tracked)
             return
         self._loading.difference_update(job.keys)
-        self._cache.complete_load(tracked.req_id)
+        self._cache.complete_load(job.keys, tracked)
         if job.has_failed:
             tracked.offer_again()  # the cache has dropped what is computed instead
             if self._requests.get(tracked.req_id) is tracked:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import EngineStatistics, collect_statistics
-from kvtier.connector.hints import HintTable, TierNature
+from kvtier.connector.hints import HintReader, TierNature
 from kvtier.connector.notices import Notices
 from kvtier.connector.protocols import RequestContext
 from kvtier.connector.storage import Storage
@@ -118,17 +117,14 @@ class CacheService:
             TierNature(tier.name, "STORAGE", "LOCAL" if tier.is_local else "REMOTE")
             for tier in storage.tiers
         ]
-        self._hints = HintTable(natures, retain_s=retain_s)
-        self._loads: dict[str, deque[Sequence[ChunkKey]]] = {}
-        """Chunks of loads in flight, to retain after the load."""
+        self._hints = HintReader(natures)
+        self._retain_s = retain_s
         self._jobs = TierJobs(storage, self.report_error)
         self._waits = LoadWaits()
         self._notices = Notices(names, storage.region.geometry.slot_nbytes)
         self._notices_due_s = float("-inf")
         self._clock = StepClock()
         self.is_idle = False
-        self._worker_jobs = 0
-        """Loads and stores whose end the workers have not reported."""
         self._internal_errors = 0
         self._logged_errors: set[tuple[str, type[Exception]]] = set()
         self._step_begins = True
@@ -143,7 +139,7 @@ class CacheService:
         """Start following a request; an earlier request with the same id is forgotten."""
         self.is_idle = False
         self._waits.forget(request.req_id)
-        hints = self._hints.begin(request)
+        hints = self._hints.read(request.kv_transfer_params)
         self._manager.begin_request(request.req_id, hints.terms)
         if self._observer is not None:
             self._observer.arrived(request, time.monotonic(), hints.terms.session)
@@ -153,7 +149,6 @@ class CacheService:
         """Forget a request; its loads and stores in flight continue."""
         self.is_idle = False
         self._waits.forget(request.req_id)
-        self._hints.end(request.req_id)
         self._manager.end_request(request.req_id)
         if self._observer is not None:
             self._observer.ended(request)
@@ -192,7 +187,6 @@ class CacheService:
         fail.
         """
         self.is_idle = False
-        self._worker_jobs += 1
         plan = self._plan_load(keys, req_id)
         if plan is None:
             self._fail_request(req_id)
@@ -201,25 +195,19 @@ class CacheService:
         self._waits.begin(req_id)
         if plan.wait_s:
             self._submit_now()
-        if self._hints.retain_seconds(req_id):
-            self._loads.setdefault(req_id, deque()).append(keys)
-        self._hints.begin_job(req_id)
         return plan
 
     @_or_else(None)
-    def complete_load(self, req_id: str) -> None:
-        """End a request's oldest load and drop the chunks that a worker could not load."""
+    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+        """End a request's oldest load, which is of ``keys``; drop chunks that failed to load.
+
+        The request may have ended.
+        """
         self.is_idle = False
-        self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
-        self._waits.end(req_id)
-        loads = self._loads.get(req_id)
-        if loads:
-            # Before the manager unpins the chunks: it may hold them in RAM for this load only.
-            self._retain(loads.popleft(), req_id)
-            if not loads:
-                del self._loads[req_id]
-        self._manager.complete_load(req_id)
-        self._hints.end_job(req_id)
+        self._waits.end(request.req_id)
+        # Before the manager unpins the chunks: it may hold them in RAM for this load only.
+        self._retain(keys, request)
+        self._manager.complete_load(request.req_id)
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -228,22 +216,19 @@ class CacheService:
         """Allocate RAM slots for new chunks; return None if there are too few slots now."""
         self.is_idle = False
         self._jobs.take_results()
-        if self._is_disabled or self._hints.get(req_id).stores_nothing:
+        if self._is_disabled:
             return NOTHING_TO_STORE
-        plan = self._manager.prepare_store(keys, req_id)
-        if plan is not None and plan.keys:
-            self._worker_jobs += 1
-            self._hints.begin_job(req_id)
-        return plan
+        return self._manager.prepare_store(keys, req_id)
 
     @_or_else(None)
-    def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Let lookups find the chunks in ``keys`` that every worker recorded as complete."""
+    def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+        """Let lookups find the chunks in ``keys`` that every worker recorded as complete.
+
+        The request may have ended.
+        """
         self.is_idle = False
-        self._worker_jobs = max(self._worker_jobs - 1, 0)  # it may be of before a reset
         self._manager.complete_store(keys)
-        self._retain(keys, req_id)
-        self._hints.end_job(req_id)
+        self._retain(keys, request)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -321,7 +306,7 @@ class CacheService:
         the figures.
         """
         manager = self._manager
-        if manager.requests or self._worker_jobs:
+        if manager.requests or manager.has_worker_jobs:
             return True
         return not self._is_closed and manager.has_work()
 
@@ -384,9 +369,6 @@ class CacheService:
     def _reset_manager(self) -> None:
         """Make every chunk a miss in the manager; if the manager raises, disable the cache."""
         self.is_idle = False
-        self._worker_jobs = 0
-        self._loads.clear()
-        self._hints.forget_jobs()
         try:
             self._manager.reset()
         except Exception as error:  # noqa: BLE001 - from now on every lookup is a miss
@@ -455,8 +437,10 @@ class CacheService:
         self._notices.log_dropped(self._manager.dropped, now)
         self._notices.log_skipped(self._manager.cost_model, now)
 
-    def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        """Keep the chunks ``keys`` in RAM for the time that the request or the YAML sets."""
-        retain_s = self._hints.retain_seconds(req_id)
+    def _retain(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+        """Keep ``keys`` in RAM for the time that their request or the YAML sets."""
+        retain_s = self._hints.read(request.kv_transfer_params).retain_s
+        if retain_s is None:
+            retain_s = self._retain_s
         if retain_s:
             self._manager.retain(keys, time.monotonic() + retain_s)

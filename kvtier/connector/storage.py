@@ -11,13 +11,13 @@ from itertools import combinations
 from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.connector.build import build_manager, build_tiers
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import StoreInfo
 from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager
-from kvtier.manager.build import build_manager, build_tiers
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
 from kvtier.os.iopool import IoPool, start_thread
@@ -212,7 +212,7 @@ def _routes(
     """Return the routes of chunks: from RAM to each tier, back, and between tiers."""
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
-        routes[ram, tier.name] = ToTier(region, tier)
+        routes[ram, tier.name] = ToTier(region, tier, region.control)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
     if slots := region.geometry.bounce_range:
         bounce_buffer = BounceBuffer(region, slots)

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvtier.connector.storage import Storage
 from kvtier.connector.transfers import Transfers
+from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
@@ -54,7 +55,7 @@ class TierJobs:
         try:
             if jobs:
                 self._engine.submit(*jobs)
-        except Exception as error:  # noqa: BLE001 - requests wait for the result of each job
+        except ClosedError as error:  # none is queued; after another error, some may run
             self._report_error("submit", error)
             self._fail(jobs)
             return []

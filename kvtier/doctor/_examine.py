@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.config import (
+    TIERS,
     KvtierConfig,
     LocalStore,
     TierConfig,
     has_rank_paths,
-    is_built_in,
     resolve_rank_paths,
 )
 from kvtier.doctor import _machine, _stores
@@ -258,10 +258,10 @@ def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
     """Check that policies and tiers from other packages load and are complete."""
     # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
     if _has_custom_policies(config):
-        from kvtier.manager.build import check_policies  # noqa: PLC0415
+        from kvtier.connector.build import check_policies  # noqa: PLC0415
 
         yield from _problems_of(check_policies, config)
-    if not all(is_built_in(tier.kind) for tier in config.tiers):
+    if not all(tier.kind in TIERS.built_in for tier in config.tiers):
         from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
 
         yield from _problems_of(check_tiers, config)

@@ -13,8 +13,8 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
 
 These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
 (:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the jobs in flight and the
-:mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt. ``build`` makes a
-manager from a configuration.
+:mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt.
+:mod:`kvtier.connector.build` makes a manager from a configuration, which no module here reads.
 """
 
 from __future__ import annotations

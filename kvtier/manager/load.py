@@ -99,6 +99,9 @@ class Loader:
         self._demoter = demoter
         self._loads: dict[str, list[_PendingLoad]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
     def prepare(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
     ) -> LoadPlan:
@@ -242,7 +245,8 @@ class Loader:
                 self._stack.drop(self._ram, copy)
         if late:
             shared = self._share_lateness(late)
-            self._stack.slot_status.forgive([copy.slot for copy in late if copy not in shared])
+            slots = [copy.slot for copy in late if copy not in shared]
+            self._stack.slot_status.clear_failed_loads(slots)
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
         """Mark ``late`` copies as late in other loads in flight; return the copies found there.

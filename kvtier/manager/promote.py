@@ -331,7 +331,7 @@ class Promoter:
             return None
         slots, _ = taken
         self._ram.counters.misses += len(sources)
-        stack.slot_status.withdraw(slots)
+        stack.slot_status.clear_generations(slots)
         jobs = []
         for index in dict.fromkeys(tiers):
             of_tier = [tier == index for tier in tiers]
@@ -365,7 +365,6 @@ class Promoter:
             ),
             slots,
             timeout_s=stack.limits.load_timeout_s,
-            generations=[generation] * len(copies),
         )
         stack.cost_model.record_job(job_id, index, len(copies))
         return job_id, copies

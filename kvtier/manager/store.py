@@ -60,6 +60,9 @@ class Storer:
         self._demoter = demoter
         self._writes: dict[int, CopyList] = {}  # in flight, by generation
 
+    def __bool__(self) -> bool:
+        return bool(self._writes)
+
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
@@ -198,7 +201,7 @@ class Storer:
             return NOTHING_TO_STORE
         slots, evicted = taken
         self._count_refused(len(new) - fits)
-        stack.slot_status.withdraw(slots)
+        stack.slot_status.clear_generations(slots)
         generation = stack.next_generation()
         parents, depths = _places(head, offered, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ NO_GENERATION: Final = 0
 _RESIDENT = CopyState.RESIDENT
 _LATE = CopyState.LATE
 _DONE = Outcome.DONE
+_generation_of = operator.attrgetter("generation")
 Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
 """The source copy, the destination copy, and the outcome of the failed transfer."""
 
@@ -86,7 +88,7 @@ class SlotStatus(Protocol):
     def issue(self, slots: Sequence[int]) -> None:
         """Record that each worker gets one more job on each of ``slots``."""
 
-    def withdraw(self, slots: Sequence[int]) -> None:
+    def clear_generations(self, slots: Sequence[int]) -> None:
         """Clear the generations of ``slots`` before the bytes in the slots change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
@@ -98,10 +100,10 @@ class SlotStatus(Protocol):
         True if there were no such loads.
         """
 
-    def forgive(self, slots: Sequence[int]) -> None:
-        """Forget failed loads from ``slots``; no load may be using these slots."""
+    def clear_failed_loads(self, slots: Sequence[int]) -> None:
+        """Forget failed loads from ``slots`` that no load is using."""
 
-    def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
+    def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""
 
 
@@ -389,6 +391,13 @@ class JobRecord:
         """Whether the job moves chunks to RAM; if not, the job demotes them."""
         return not self.destination
 
+    @property
+    def ram_copies(self) -> Sequence[ChunkCopy]:
+        """The copies in RAM that the job reads or writes; none if both tiers are slower."""
+        if self.is_promotion:
+            return self.destinations
+        return () if self.source else self.sources.copies
+
     def split(self, outcomes: Sequence[Outcome]) -> tuple[Sequence[ChunkCopy], list[Failure]]:
         """Return the destination copies whose bytes arrived, and the failures."""
         if outcomes.count(_DONE) == len(self.destinations):
@@ -437,21 +446,13 @@ class _StorageJobs:
             if record.source == tier and not record.is_late
         )
 
-    def add(
-        self,
-        record: JobRecord,
-        slots: Sequence[int],
-        *,
-        timeout_s: float,
-        generations: Sequence[int] | None = None,
-    ) -> JobId:
-        """Record a job and queue it for the engine; return the job's new id.
+    def add(self, record: JobRecord, slots: Sequence[int], *, timeout_s: float) -> JobId:
+        """Record a job and queue it for the engine; return the new job id.
 
         Args:
             record: The job.
             slots: Slots of the job's destinations.
             timeout_s: Deadline of the job.
-            generations: Generations of the RAM slots that the job fills.
         """
         job_id = self._next_id
         self._next_id += 1
@@ -466,7 +467,7 @@ class _StorageJobs:
                 source_slots=record.sources.slots,
                 destination_slots=slots,
                 timeout_s=timeout_s,
-                payload=generations,
+                payload=list(map(_generation_of, record.ram_copies)),
             )
         )
         return job_id

@@ -181,7 +181,7 @@ class TieredOffloadingManager:
         """
         request = self._requests.get(req_id)
         if request is not None:
-            if request.is_stale:
+            if request.is_stale or request.terms.stores_nothing:
                 return NOTHING_TO_STORE
             request.has_kv = True
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
@@ -358,6 +358,11 @@ class TieredOffloadingManager:
         return len(self._requests)
 
     @property
+    def has_worker_jobs(self) -> bool:
+        """Whether a load or a store was prepared and is not complete."""
+        return bool(self._loader or self._storer)
+
+    @property
     def dropped(self) -> list[int]:
         """Number of new chunks dropped per tier because a disk did not keep up."""
         return [tier.counters.dropped for tier in self._stack.tiers]
@@ -474,9 +479,9 @@ class _Quarantine:
         if not self._held:
             return
         held, self._held = self._held, []
-        quiet = self._stack.slot_status.quiet([copy.slot for copy in held])
-        for copy, is_quiet in zip(held, quiet, strict=True):
-            if is_quiet:
+        over = self._stack.slot_status.all_acknowledged([copy.slot for copy in held])
+        for copy, is_over in zip(held, over, strict=True):
+            if is_over:
                 self._stack.ram.unpin((copy,))
             else:
                 self._held.append(copy)

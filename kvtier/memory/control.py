@@ -6,15 +6,15 @@ reset, or when a promoted chunk has arrived. So a worker writes each slot's stat
 memory that both sides map, *before* it acknowledges a job:
 
 ``generation[rank, slot]``
-    Stamp of the write that filled this rank's part of the slot. Every write to a slot has a new
-    stamp, a number, so bytes of an earlier write never count as whole.
+    Generation of the write that filled this rank's part of the slot. Every write to a slot has
+    a new generation, a number, so bytes of an earlier write never count as whole.
 ``acknowledged[rank, slot]``
     Jobs on this slot that the rank has finished, successful or not. The scheduler counts the
     jobs it issued; while the numbers differ, a worker may still touch the slot.
-``refused[rank, slot]``
-    Stamp of the last write that the rank failed to load. This word is separate from
-    ``generation``, which others may write at the same moment. If the bytes were only late, the
-    scheduler clears the word after the load.
+``failed[rank, slot]``
+    Generation that the rank last failed to load. This word is separate from ``generation``,
+    which others may write at the same moment. If the bytes were only late, the scheduler clears
+    the word after the load.
 
 Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
 slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
@@ -41,8 +41,8 @@ __all__ = ["ControlBlock"]
 
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
-_POISON = np.uint64(1 << 63)
-"""Flag on the stamp of a failed write, which ends the wait of workers."""
+_LOST = np.uint64(1 << 63)
+"""Flag on the generation of a failed write, which ends the wait of workers."""
 
 
 class ControlBlock:
@@ -65,8 +65,8 @@ class ControlBlock:
         self._acknowledged: npt.NDArray[np.uint32] = np.frombuffer(
             buffer, np.uint32, words, offset=words * 8
         ).reshape(ranks, slots)
-        self._refused: npt.NDArray[np.uint64] = np.frombuffer(
-            buffer, np.uint64, words, offset=_refused_at(slots, ranks)
+        self._failed: npt.NDArray[np.uint64] = np.frombuffer(
+            buffer, np.uint64, words, offset=_failed_at(slots, ranks)
         ).reshape(ranks, slots)
         self._issued = np.zeros(slots, np.uint32)
         self._acknowledging = threading.Lock()
@@ -75,21 +75,21 @@ class ControlBlock:
     @staticmethod
     def nbytes(slots: int, ranks: int) -> int:
         """Return how many bytes a control block takes, rounded up to whole pages."""
-        nbytes = _refused_at(slots, ranks) + slots * ranks * 8
+        nbytes = _failed_at(slots, ranks) + slots * ranks * 8
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
     # -- worker -------------------------------------------------------------------------------
 
-    def stamp(self, rank: int, slots: Sequence[int], generation: int) -> None:
-        """Stamp ``slots`` with ``generation``: this rank has written all its bytes there."""
+    def set_generation(self, rank: int, slots: Sequence[int], generation: int) -> None:
+        """Record that this rank has written all its bytes of ``generation`` to ``slots``."""
         self._generation[rank, _index(slots)] = generation
 
     def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Remove this rank's stamps from ``slots``, because their bytes are incomplete."""
+        """Remove this rank's ``generations`` from ``slots``: their bytes are incomplete."""
         index = np.asarray(slots, np.intp)
-        # Other stamps stay: since a reset the slot may belong to another chunk.
-        borne = self._generation[rank, index] == _stamps(generations)
-        self._generation[rank, index[borne]] = 0
+        # Other generations stay: since a reset the slot may belong to another chunk.
+        is_same = self._generation[rank, index] == _words(generations)
+        self._generation[rank, index[is_same]] = 0
 
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
         """Record that this rank finished one job on each of ``slots``, all distinct."""
@@ -97,40 +97,44 @@ class ControlBlock:
         with self._acknowledging:
             self._acknowledged[rank, index] += _ONE
 
-    def bears(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> bool:
-        """Return whether every slot has the required stamp, so that it may be loaded."""
-        return bool((self._generation[rank, _index(slots)] == _stamps(generations)).all())
+    def has_generations(
+        self, rank: int, slots: Sequence[int], generations: Sequence[int]
+    ) -> bool:
+        """Return whether every slot has its generation in this rank, so it may be loaded."""
+        return bool((self._generation[rank, _index(slots)] == _words(generations)).all())
 
-    def refuse(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Record that this rank could not load ``slots`` with the stamps ``generations``."""
+    def record_failed_loads(
+        self, rank: int, slots: Sequence[int], generations: Sequence[int]
+    ) -> None:
+        """Record that this rank could not load ``generations`` from ``slots``."""
         if slots:
-            self._refused[rank, _index(slots)] = _stamps(generations)
+            self._failed[rank, _index(slots)] = _words(generations)
 
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have their required stamp and which slots will never get it.
+        """Return which slots have their generation and which slots will never get it.
 
         Returns:
-            Two lists with one entry per slot: whether its bytes are whole, and whether its
-            bytes are lost because the write failed or the slot has another stamp.
+            Per slot, whether its bytes are whole, and whether they are lost because the write
+            failed or the slot has another generation.
         """
-        # A copy: a stamp published between two reads of one word would look like another one.
+        # A copy: a word published between two reads would look like another generation.
         words = self._generation[rank, _index(slots)].copy()
-        whole = words == _stamps(generations)
+        whole = words == _words(generations)
         return whole.tolist(), ((words != 0) & ~whole).tolist()
 
     # -- storage engine -----------------------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` for every rank, after their bytes were read from a slower tier."""
+        """Set ``generations`` in all ranks, after the bytes were read from a slower tier."""
         if slots:
-            self._generation[:, _index(slots)] = _stamps(generations)
+            self._generation[:, _index(slots)] = _words(generations)
 
-    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` for all ranks with ``generations`` and the flag for lost bytes."""
+    def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Set ``generations`` in all ranks, with the flag for lost bytes."""
         if slots:
-            self._generation[:, _index(slots)] = _POISON | _stamps(generations)
+            self._generation[:, _index(slots)] = _LOST | _words(generations)
 
     # -- scheduler ----------------------------------------------------------------------------
 
@@ -138,36 +142,33 @@ class ControlBlock:
         """Add one to the number of jobs issued on each of ``slots``, all distinct."""
         self._issued[_index(slots)] += _ONE
 
-    def withdraw(self, slots: Sequence[int]) -> None:
-        """Remove the stamps of ``slots``, whose bytes are about to change."""
+    def clear_generations(self, slots: Sequence[int]) -> None:
+        """Remove the generations of ``slots``, whose bytes are about to change."""
         if slots:
             self._generation[:, _index(slots)] = 0
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether all ranks have the required stamp."""
+        """Return for each slot whether it has its generation in all ranks."""
         if not slots:
             return []
-        return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
+        return _in_every_rank(self._generation[:, _index(slots)] == _words(generations))
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether all loads with its given stamp succeeded on every rank.
-
-        True if there were no such loads.
-        """
+        """Return for each slot whether every rank's loads of its generation succeeded."""
         if not slots:
             return []
-        return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
+        return _in_every_rank(self._failed[:, _index(slots)] != _words(generations))
 
-    def forgive(self, slots: Sequence[int]) -> None:
+    def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget the failed loads of ``slots``; no load of these slots may be in progress.
 
-        Those loads were too early. The bytes may still arrive under the same stamp, and a later
-        load of the slot must not count as failed then.
+        Those loads were too early. The bytes may still arrive under the same generation, and a
+        later load of the slot must not count as failed then.
         """
         if slots:
-            self._refused[:, _index(slots)] = 0
+            self._failed[:, _index(slots)] = 0
 
-    def quiet(self, slots: Sequence[int]) -> list[bool]:
+    def all_acknowledged(self, slots: Sequence[int]) -> list[bool]:
         """Return for each slot whether every rank acknowledged every job issued on it."""
         if not slots:
             return []
@@ -178,12 +179,12 @@ class ControlBlock:
         """Release the shared memory; the control block must not be used afterwards."""
         self._generation = np.zeros((0, 0), np.uint64)
         self._acknowledged = np.zeros((0, 0), np.uint32)
-        self._refused = np.zeros((0, 0), np.uint64)
+        self._failed = np.zeros((0, 0), np.uint64)
         self._buffer.release()
 
 
-def _refused_at(slots: int, ranks: int) -> int:
-    """Return the byte offset of the array of refused stamps, rounded up to whole words."""
+def _failed_at(slots: int, ranks: int) -> int:
+    """Return the byte offset of the array of failed loads, rounded up to whole words."""
     return -(-slots * ranks * (8 + 4) // 8) * 8
 
 
@@ -196,7 +197,7 @@ def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:
     return np.asarray(slots, np.intp)
 
 
-def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
+def _words(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
     """Return ``generations`` as one number if all are equal, else as an array."""
     first = generations[0] if generations else 0
     if generations.count(first) == len(generations):

@@ -53,6 +53,11 @@ class RequestTerms:
     store_tiers: frozenset[int] | None = None
     session: str = ""
 
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether no tier may keep new chunks."""
+        return self.store_tiers is not None and not self.store_tiers
+
     def may_store_in(self, tier: int | None) -> bool:
         """Return whether ``tier`` may store new chunks; for None, whether all tiers may."""
         return self.store_tiers is None or tier in self.store_tiers

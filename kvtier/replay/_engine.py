@@ -25,7 +25,6 @@ from kvtier.connector.protocols import Step
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
-from kvtier.manager import prompt_tokens
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batcher
 from kvtier.replay._requests import ReplayRequest
@@ -139,7 +138,7 @@ class ReplayEngine:
         self.counts.steps += 1
         step = self.batcher.schedule()
         metadata = self._scheduler.build_connector_meta(step)
-        self.cache.step_scheduled(prompt_tokens(step.num_scheduled_tokens.values()))
+        self.cache.step_scheduled(step.prompt_tokens)
         self._worker.handle_preemptions(metadata)
         # Compare loaded blocks before they are overwritten.
         self._check()

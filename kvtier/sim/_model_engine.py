@@ -345,7 +345,7 @@ class ReliableSlotStatus:
     def issue(self, slots: Sequence[int]) -> None:
         """Do nothing, because no worker gets a job."""
 
-    def withdraw(self, slots: Sequence[int]) -> None:
+    def clear_generations(self, slots: Sequence[int]) -> None:
         """Do nothing, because no worker reads the generation of a slot."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - the manager passes these arguments
@@ -358,10 +358,10 @@ class ReliableSlotStatus:
             return [True] * len(slots)
         return [place not in self._lost for place in zip(slots, generations, strict=True)]
 
-    def forgive(self, slots: Sequence[int]) -> None:
+    def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget the failed promotions into ``slots``."""
         self._lost = {place for place in self._lost if place[0] not in slots}
 
-    def quiet(self, slots: Sequence[int]) -> list[bool]:
+    def all_acknowledged(self, slots: Sequence[int]) -> list[bool]:
         """Return True for each slot, because no worker is busy."""
         return [True] * len(slots)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
+from kvtier.connector.build import build_manager, build_tiers
 from kvtier.manager import TierState
-from kvtier.manager.build import build_manager, build_tiers
 from kvtier.sim._model_engine import Engine, ModelEngine, ModelRequest, ReliableSlotStatus
 from kvtier.sim._step_engine import StepEngine, StepModel
 from kvtier.sim.single import Progress, chunk_keys

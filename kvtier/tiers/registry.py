@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Final
 
-from kvtier.config import KvtierConfig, TierConfig, is_built_in, load_tier
-from kvtier.errors import ConfigError
+from kvtier.config import TIERS, KvtierConfig, TierConfig
 from kvtier.tiers.base import Fields, StorageTier, StoreExamination, TierContext
 from kvtier.tiers.slab.examine import examine_store
 
@@ -47,22 +46,10 @@ def check_tiers(config: KvtierConfig) -> None:
         ConfigError: A kind is not installed, or its class is not a complete tier.
     """
     for number, tier in enumerate(config.tiers):
-        if not is_built_in(tier.kind):
+        if tier.kind not in TIERS.built_in:
             with config.origin.at(f"tiers[{number}].kind"):
                 _class_of(tier.kind)
 
 
 def _class_of(kind: str) -> type[StorageTier]:
-    if kind == "nvme":
-        from kvtier.tiers.slab import SlabTier  # noqa: PLC0415 - see _FAST_EXAMINERS
-
-        return SlabTier
-    loaded = load_tier(kind)
-    if not (isinstance(loaded, type) and issubclass(loaded, StorageTier)):
-        problem = f"tier kind {kind}: {loaded!r} is no StorageTier"
-        raise ConfigError(f"{problem}; derive it from kvtier.tiers.StorageTier")
-    missing = sorted(cast("frozenset[str]", getattr(loaded, "__abstractmethods__", ())))
-    if missing:
-        problem = f"tier kind {kind}: {loaded.__name__} leaves out {', '.join(missing)}"
-        raise ConfigError(f"{problem}; kvtier.tiers.base says what each must do")
-    return loaded
+    return TIERS.find_derived(kind, StorageTier)

@@ -26,7 +26,7 @@ __all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
 _PAUSE_SHARE: Final = 1 / 8
-"""Pause between two checks of a slot's stamp, as a fraction of the time waited so far.
+"""Pause between two checks of a slot's generation, as a share of the time waited so far.
 
 A disk read takes 0.1 ms or more; a check holds the interpreter lock for a few microseconds."""
 _CHECKED_AT_ONCE: Final = 256
@@ -41,8 +41,9 @@ class LoadRequest:
     Attributes:
         plan: The block copies.
         after: Point in the compute stream that the copies must follow; None on a CPU.
-        generations: Required stamp per slot; 0 for a chunk without a slot, whose load fails.
-        wait_s: How long to wait until the slots have their stamps.
+        generations: Required generation per slot; 0 for a chunk without a slot, whose load
+            fails.
+        wait_s: How long to wait until the slots have their generations.
     """
 
     plan: BlockCopyPlan
@@ -75,7 +76,7 @@ class StoreRequest:
         job_id: The submitter's id for the store.
         plan: The block copies.
         after: Point in the compute stream that the copies must follow; None on a CPU.
-        generations: Stamp to write for each slot; all are equal.
+        generations: Generation to give each slot; all are equal.
     """
 
     job_id: JobId
@@ -85,27 +86,17 @@ class StoreRequest:
 
 
 class DeviceStore(_DeviceRoute):
-    """Copies KV blocks to RAM slots and stamps the slots before the job settles.
+    """Copies KV blocks to RAM slots and sets their generation before the job settles.
 
     A job's payload is a sequence of :class:`StoreRequest`, for example those of all prompts of
     a step. One call copies the blocks of all of them, because each call takes interpreter time
     that the model needs. If that call fails, all of them fail.
 
-    A chunk that lacks blocks is never stamped, because a later hit would load the slot's former
-    content. An engine may offer such a chunk if a sliding window is shorter than a chunk. The
-    engine does not say which blocks are missing. So the group's other chunks are not stamped
-    either, unless only the head of the first chunk is missing.
+    A chunk that lacks blocks gets no generation, because a later hit would load the slot's
+    former content. An engine may offer such a chunk if a sliding window is shorter than a
+    chunk. The engine does not say which blocks are missing, so the group's other chunks get no
+    generation either, unless only the head of the first chunk is missing.
     """
-
-    def __init__(
-        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
-    ) -> None:
-        super().__init__(copier, control, rank=rank, pool=pool)
-        self._revoked: set[JobId] = set()
-
-    def revoke(self, job_id: JobId) -> None:
-        """Leave the slots of store ``job_id`` unstamped: its blocks may change from now on."""
-        self._revoked.add(job_id)
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
@@ -125,13 +116,11 @@ class DeviceStore(_DeviceRoute):
         return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
 
     def _finish(self, store: StoreRequest) -> SlotOutcomes:
-        """Stamp the slots of a store after its bytes are copied."""
+        """Set the generation of a store's slots after its bytes are copied."""
         slots = store.plan.slots
-        if store.job_id in self._revoked:
-            self._revoked.discard(store.job_id)
-            return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
         filled = store.plan.slots_filled(self._copier.blocks_per_chunk)
-        self._control.stamp(self._rank, filled, store.generations[0] if slots else 0)
+        generation = store.generations[0] if slots else 0
+        self._control.set_generation(self._rank, filled, generation)
         if filled is slots:
             return SlotOutcomes([Outcome.DONE] * len(slots))
         whole = set(filled)
@@ -142,10 +131,10 @@ class DeviceStore(_DeviceRoute):
 
 
 class DeviceLoad(_DeviceRoute):
-    """Copies RAM slots to KV blocks once each slot has the stamp that its load requires.
+    """Copies RAM slots to KV blocks once each slot has the generation that its load requires.
 
-    A load may wait for slots that a slower tier is still filling. It polls their stamps on the
-    engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
+    A load may wait for slots that a slower tier is still filling. It polls their generations on
+    the engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
 
     A chunk is useless without the chunks before it. So once a chunk is lost, the load stops
     waiting for later ones. It still loads earlier ones, because the engine may keep the head of
@@ -209,15 +198,15 @@ class DeviceLoad(_DeviceRoute):
         """Return two lists of positions from ``waiting``: arrived chunks and lost chunks."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
-        stamps = [payload.generations[at] for at in near]
-        if 0 in stamps:  # a chunk without a slot
-            first = stamps.index(0)
-            near, stamps = near[:first], stamps[:first]
+        generations = [payload.generations[at] for at in near]
+        if 0 in generations:  # a chunk without a slot
+            first = generations.index(0)
+            near, generations = near[:first], generations[:first]
             without = [at for at in waiting[first:] if not payload.generations[at]]
         else:
             without = []
         slots = [payload.plan.slots[at] for at in near]
-        whole, lost = self._control.arrivals(self._rank, slots, stamps)
+        whole, lost = self._control.arrivals(self._rank, slots, generations)
         ready = [yes and not no for yes, no in zip(whole, lost, strict=True)]
         return list(compress(near, ready)), [*compress(near, lost), *without]
 
@@ -229,15 +218,15 @@ class DeviceLoad(_DeviceRoute):
         *,
         priority: int,
     ) -> bool:
-        """Copy the chunks at positions ``ready``; return whether every slot kept its stamp."""
+        """Copy the chunks at positions ``ready``; return whether no slot was reused."""
         part = payload.plan
         if len(ready) < len(part.slots):
             part = part.restricted_to([part.slots[at] for at in ready])
-        stamps = [payload.generations[at] for at in ready]
+        generations = [payload.generations[at] for at in ready]
 
         def copy() -> bool:
             self._copier.load(part, after=payload.after)
-            return self._control.bears(self._rank, part.slots, stamps)
+            return self._control.has_generations(self._rank, part.slots, generations)
 
         _mark(outcomes, ready, Outcome.FAILED)
         whole = await self._pool.run(copy, priority=priority)
@@ -246,15 +235,16 @@ class DeviceLoad(_DeviceRoute):
 
     def _record(self, payload: LoadRequest, outcomes: Sequence[Outcome]) -> None:
         """Record the chunks that failed to load, and release the slots."""
-        slots, stamps = payload.plan.slots, payload.generations
-        held = [bool(stamp) for stamp in stamps]
+        slots, generations = payload.plan.slots, payload.generations
+        held = [bool(generation) for generation in generations]
         if outcomes.count(Outcome.DONE) < len(outcomes):
             lost = [
                 yes and outcome not in _UNBLAMED
                 for yes, outcome in zip(held, outcomes, strict=True)
             ]
-            refused = list(compress(slots, lost))
-            self._control.refuse(self._rank, refused, list(compress(stamps, lost)))
+            self._control.record_failed_loads(
+                self._rank, list(compress(slots, lost)), list(compress(generations, lost))
+            )
         self._control.acknowledge(self._rank, list(compress(slots, held)))
 
 
@@ -267,5 +257,5 @@ def _reason(payload: LoadRequest, lost: int) -> str:
     if not payload.generations[lost]:
         return "no RAM slot was free for a chunk"
     if not payload.wait_s:
-        return "a slot has another stamp than expected"
+        return "a slot has another generation than expected"
     return "a chunk was not promoted from a slower tier"

@@ -161,7 +161,6 @@ class TransferEngine:
         if fits or alone:
             self._runner.enqueue(pending)
             return True
-        channel.refused += 1
         self._results.drop(pending, Outcome.REFUSED, error="the queue is full")
         return False
 

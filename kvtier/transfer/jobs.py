@@ -146,8 +146,11 @@ class JobResults:
             self.changed.notify_all()
 
     def drop(self, pending: Pending, outcome: Outcome, *, error: str) -> None:
-        """Settle a job that never ran."""
+        """Settle a job that never ran, and count it if it was refused."""
         pending.channel.route.abandon(pending.job)
+        if outcome is Outcome.REFUSED:
+            with self.changed:
+                pending.channel.refused += 1
         outcomes = [outcome] * len(pending.job.source_slots)
         self.settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
 

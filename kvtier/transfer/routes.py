@@ -16,9 +16,9 @@ from kvtier.types import Job, JobId, Outcome
 
 __all__ = [
     "FromTier",
+    "Generations",
     "Route",
     "SlotMemory",
-    "Stamps",
     "ToTier",
     "all_of",
     "part_of",
@@ -29,8 +29,8 @@ _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
 """Smallest part of a split job: a disk reads it in about a millisecond."""
 _MOST_NBYTES_IN_PARTS: Final = 16 << 20
-"""Larger jobs are read in one part, because parts take more processor time: 0.19 instead of
-0.17 core-seconds per GiB."""
+"""Larger jobs are read in one part: parts took 0.19 instead of 0.17 core-seconds per GiB."""
+_REUSED: Final = "a RAM slot was reused before its chunk was written"
 
 
 class SlotMemory(Protocol):
@@ -63,31 +63,80 @@ class Route(ABC):
         """
 
 
-class Stamps(Protocol):
-    """The part of the control block that routes use: stamps that workers read."""
+class Generations(Protocol):
+    """The part of the control block that routes use: the generations of RAM slots."""
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` with ``generations``, because all bytes of the slots arrived."""
+        """Set the generations of ``slots``, because all bytes of the slots arrived."""
 
-    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp ``slots`` with ``generations`` and a flag: these chunks will never arrive."""
+    def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Set the generations of ``slots`` and a flag: these chunks will never arrive."""
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether it has its generation in all ranks."""
 
 
 class ToTier(Route):
-    """Writes RAM slots to a storage tier."""
+    """Writes RAM slots to a storage tier.
 
-    def __init__(self, memory: SlotMemory, tier: StorageTier) -> None:
+    The job's payload has the generation of each RAM slot. A slot with another generation before
+    or after the write has bytes of another chunk, although the job pins it. Its chunk counts as
+    corrupt, and the tier forgets what was written. This guards against a lost pin.
+    """
+
+    def __init__(self, memory: SlotMemory, tier: StorageTier, generations: Generations) -> None:
         self._memory = memory
         self._tier = tier
+        self._generations = generations
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        intact = self._intact(job)
+        if all(intact):
+            return self._finish(job, self._begin(job))
+        return self._write_intact(job, intact)
+
+    def _intact(self, job: Job) -> Sequence[bool]:
+        """Return for each chunk whether its RAM slot has the job's generation."""
+        return self._generations.stored(job.source_slots, job.payload)
+
+    def _begin(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        views = [self._memory.slot(number) for number in job.source_slots]
         return self._tier.begin_write(
-            job.keys,
-            job.destination_slots,
-            [self._memory.slot(number) for number in job.source_slots],
-            purpose=job.purpose,
+            job.keys, job.destination_slots, views, purpose=job.purpose
         )
+
+    async def _finish(
+        self, job: Job, writing: Coroutine[Any, Any, SlotOutcomes]
+    ) -> SlotOutcomes:
+        """Await the write, then forget the chunks whose slots were reused meanwhile."""
+        chunks = len(job.source_slots)
+        moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
+        intact = self._intact(job)
+        if all(intact):
+            return moved
+        reused = [not is_intact for is_intact in intact]
+        self._tier.forget(_select(job.destination_slots, reused))
+        outcomes = [
+            outcome if is_intact else Outcome.CORRUPT
+            for outcome, is_intact in zip(moved.outcomes, intact, strict=True)
+        ]
+        return SlotOutcomes(outcomes, _REUSED)
+
+    async def _write_intact(self, job: Job, intact: Sequence[bool]) -> SlotOutcomes:
+        """Write only the chunks in ``intact`` slots."""
+        written = SlotOutcomes(())
+        if any(intact):
+            part = job._replace(
+                keys=list(compress(job.keys, intact)),
+                source_slots=_select(job.source_slots, intact),
+                destination_slots=_select(job.destination_slots, intact),
+                payload=_select(job.payload, intact),
+            )
+            written = await self._finish(part, self._begin(part))
+        outcomes = iter(written.outcomes)
+        every = [next(outcomes) if is_intact else Outcome.CORRUPT for is_intact in intact]
+        return SlotOutcomes(every, _REUSED)
 
     @override
     def abandon(self, job: Job) -> None:
@@ -95,35 +144,35 @@ class ToTier(Route):
 
 
 @dataclass(slots=True)
-class _Stamped:
-    """Records the parts of a running job whose slots have been stamped.
+class _EndedParts:
+    """The parts of a running job that have been read.
 
     Attributes:
-        parts: Each part and which of its chunks are whole, in the order of stamping.
-        poisoned: How many of ``parts`` were poisoned later by :meth:`FromTier.abandon`.
+        parts: Each part and which of its chunks are whole, in the order of their ends.
+        lost: How many of ``parts`` were marked lost later by :meth:`FromTier.abandon`.
     """
 
     parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
-    poisoned: int = 0
+    lost: int = 0
 
 
 class FromTier(Route):
     """Reads chunks of a storage tier into RAM slots; the tier verifies every byte.
 
-    The job's payload has the stamp of each slot. Workers may already wait for the chunks. So
-    whole chunks are published (stamped as whole) and lost chunks poisoned (stamped as lost)
-    before the job's result is posted.
+    The job's payload has the generation of each slot. Workers may already wait for the chunks.
+    So whole chunks are published and lost chunks are marked lost before the job's result is
+    posted.
 
-    A job of some MiB is read in a few parts that are published one by one. So a worker copies
-    the first parts while the last are still being read. Abandoning the job poisons all parts;
-    the whole chunks are published again at the end.
+    A job of some MiB is read in a few parts that are published one by one, so a worker copies
+    the first while the last are still being read. Abandoning the job marks all parts lost; the
+    whole chunks are published again at the end.
     """
 
-    def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:
+    def __init__(self, memory: SlotMemory, tier: StorageTier, generations: Generations) -> None:
         self._memory = memory
         self._tier = tier
-        self._stamps = stamps
-        self._stamped: dict[JobId, _Stamped] = {}
+        self._generations = generations
+        self._ended: dict[JobId, _EndedParts] = {}
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
@@ -144,19 +193,19 @@ class FromTier(Route):
         try:
             return self._finish(part, self._begin(part))
         except Exception as raised:  # noqa: BLE001 - earlier parts have started
-            self._poison(part)
+            self._mark_lost(part)
             return raise_later(raised)
 
     async def _join(
         self, job: Job, parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]
     ) -> SlotOutcomes:
-        stamped = self._stamped[job.job_id] = _Stamped()
+        ended = self._ended[job.job_id] = _EndedParts()
         try:
             moved = await all_of(parts)
         finally:
-            del self._stamped[job.job_id]
-        for part, whole in stamped.parts[: stamped.poisoned]:
-            self._stamp(part, whole)
+            del self._ended[job.job_id]
+        for part, whole in ended.parts[: ended.lost]:
+            self._publish(part, whole)
         return moved
 
     async def _finish(
@@ -166,34 +215,34 @@ class FromTier(Route):
             chunks = len(job.source_slots)
             moved = check_outcomes(await reading, chunks, mover=f"tier {job.source}")
         except BaseException:
-            self._poison(job)
+            self._mark_lost(job)
             raise
         whole = [outcome is Outcome.DONE for outcome in moved.outcomes]
-        self._stamp(job, whole)
+        self._publish(job, whole)
         self._tier.touch(_select(job.source_slots, whole))
-        if job.job_id in self._stamped:
-            self._stamped[job.job_id].parts.append((job, whole))
+        if job.job_id in self._ended:
+            self._ended[job.job_id].parts.append((job, whole))
         return moved
 
     @override
     def abandon(self, job: Job) -> None:
-        self._poison(job)
-        if job.job_id in self._stamped:
-            stamped = self._stamped[job.job_id]
-            stamped.poisoned = len(stamped.parts)
+        self._mark_lost(job)
+        if job.job_id in self._ended:
+            ended = self._ended[job.job_id]
+            ended.lost = len(ended.parts)
 
-    def _poison(self, job: Job) -> None:
-        self._stamps.poison(job.destination_slots, job.payload)
+    def _mark_lost(self, job: Job) -> None:
+        self._generations.mark_lost(job.destination_slots, job.payload)
 
-    def _stamp(self, job: Job, whole: Sequence[bool]) -> None:
-        """Stamp the slots of arrived chunks as complete and all other slots as lost."""
+    def _publish(self, job: Job, whole: Sequence[bool]) -> None:
+        """Publish the slots of arrived chunks and mark all other slots as lost."""
         slots, generations = job.destination_slots, job.payload
         if all(whole):
-            self._stamps.publish(slots, generations)
+            self._generations.publish(slots, generations)
             return
         lost = [not arrived for arrived in whole]
-        self._stamps.publish(_select(slots, whole), _select(generations, whole))
-        self._stamps.poison(_select(slots, lost), _select(generations, lost))
+        self._generations.publish(_select(slots, whole), _select(generations, whole))
+        self._generations.mark_lost(_select(slots, lost), _select(generations, lost))
 
 
 def part_of(job: Job, part: slice) -> Job:

@@ -217,7 +217,6 @@ class Runner:
             self._tasks.create_task(self._execute(pending, _begin(pending)))
 
     def _refuse(self, pending: Pending) -> None:
-        pending.channel.refused += 1
         self._drop(pending, Outcome.REFUSED, "the tier is out of service")
 
     def _drop(self, pending: Pending, outcome: Outcome, error: str) -> None:

@@ -11,6 +11,9 @@ vLLM loads nothing while another adapter has the same ``lora_int_id``. vLLM does
 which content it loaded, and its prefix cache keeps KV of the old content. So the files must be
 older than the engine and stay unchanged, and the ``lora_int_id`` must be unique. Chunks of any
 other adapter get a digest that no other engine computes: they are hits until this engine ends.
+
+The files may be on a server that stops answering, and the scheduler must not wait for it. So
+another thread reads them. If it is late, the request neither loads nor stores.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +33,7 @@ import xxhash
 
 from kvtier.keys import ADAPTER_NBYTES, ADAPTER_OFFSET, ChunkKey
 from kvtier.logs import get_logger
+from kvtier.os.timed_calls import TimedCalls
 
 __all__ = [
     "AdapterContent",
@@ -45,6 +51,11 @@ _SAMPLES: Final = 1024
 _SAMPLE_NBYTES: Final = 32 << 10
 _READ_NBYTES: Final = 1 << 20
 
+_READ_TIMEOUT_S: Final = 2.0
+"""How long an adapter's first request waits until its files are read."""
+_CHECK_TIMEOUT_S: Final = 0.05
+"""How long a request or a store waits for the state of the files."""
+
 _SETTINGS: Final = (
     "lora_dtype",
     "target_modules",
@@ -53,6 +64,7 @@ _SETTINGS: Final = (
 )
 """Settings of vLLM that change how an adapter is applied."""
 
+_LATE: Final = "its file system does not answer in time"
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"
 _YOUNG: Final = "its files are newer than the engine, which may have loaded older ones"
 _CHANGED: Final = "its files changed, and vLLM does not say which ones it uses"
@@ -98,26 +110,41 @@ class AdapterContent:
         return key[:ADAPTER_OFFSET] + self.digest + key[ADAPTER_OFFSET:]
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the engine's first look at an adapter found.
+
+    Attributes:
+        directory: Directory of its files.
+        files: State of its files; None if they cannot be read.
+        digest: Digest of its content; None if the digest is not trusted.
+        problem: Why the digest is not trusted.
+    """
+
+    directory: Path
+    files: _Files | None
+    digest: bytes | None = None
+    problem: str | None = None
+
+
 @dataclass(slots=True)
 class _Adapter:
     """An adapter that the engine has served.
 
     Attributes:
-        directory: Directory of its files.
-        digest: Digest of its content; None if the digest is not trusted.
-        files: State of its files; None if they cannot be read.
+        look: The first look at its files; None if it has not begun.
+        is_trusted: False once vLLM may serve other content than the first look found.
     """
 
-    directory: Path
-    digest: bytes | None
-    files: _Files | None
+    look: Future[_Found] | None = None
+    is_trusted: bool = True
 
 
 class AdapterContents:
     """Digests of the adapters of one engine. Never raises; one thread calls it.
 
-    An adapter's files are read at its first request. Every later request checks whether the
-    files changed.
+    An adapter's files are read at its first request. Every request checks their state.
+    Requests whose files are not read in time get a digest of their own and store nothing.
 
     Args:
         settings: vLLM's configuration of adapters.
@@ -132,69 +159,88 @@ class AdapterContents:
         self._adapters: dict[_Name, _Adapter] = {}
         self._owners: dict[int, _Name] = {}
         self._warned: set[str] = set()
+        self._calls = TimedCalls(name="kvtier-adapters")
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
         """Return the content of a new request's adapter."""
         try:
             return self._of(request)
+        except TimeoutError:
+            self._warn(request.lora_name, _LATE)
         except Exception:
-            logger.exception("a LoRA adapter: its chunks will not outlive this request")
-            return AdapterContent(os.urandom(DIGEST_NBYTES), _always)
+            logger.exception("a LoRA adapter: its request neither loads nor stores KV")
+        return AdapterContent(os.urandom(DIGEST_NBYTES), _never)
+
+    def close(self) -> None:
+        """End the thread that reads files, without waiting. Idempotent."""
+        self._calls.close()
 
     def _of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
         name, path = request.lora_name, request.lora_path
         known_by = (name, path, bool(getattr(request, "is_3d_lora_weight", False)))
-        adapter = self._adapters.get(known_by)
-        if adapter is None:
-            adapter = self._adapters[known_by] = self._look(*known_by)
-        elif adapter.files != (now := _files(adapter.directory)):
-            # For good, even if the files are restored: vLLM's prefix cache has KV of both.
-            adapter.digest, adapter.files = None, now
-            self._warn(name, _CHANGED)
+        adapter = self._adapters.setdefault(known_by, _Adapter())
         owner = self._owners.setdefault(request.lora_int_id, known_by)
         if owner != known_by:
             # vLLM applies the adapter that is loaded to requests for both.
-            adapter.digest = self._adapters[owner].digest = None
+            adapter.is_trusted = self._adapters[owner].is_trusted = False
             self._warn(name, _SHARED)
-        directory, files, digest = adapter.directory, adapter.files, adapter.digest
-        if digest is None:
+        found = self._found(adapter, known_by)
+        if found.problem is not None:
+            self._warn(name, found.problem)
+        directory, files = found.directory, self._files_now(found.directory)
+        if files != found.files:
+            # For good, even if the files are restored: vLLM's prefix cache has KV of both.
+            adapter.is_trusted = False
+            self._warn(name, _CHANGED)
+        digest = found.digest
+        if digest is None or not adapter.is_trusted:
             # Loaded again under another number, or in place: it may have other content.
             loaded = (request.lora_int_id, getattr(request, "load_inplace", False))
             digest = _join(self._life, known_by, files, loaded)
-        return AdapterContent(digest, lambda: _files(directory) == files)
+        return AdapterContent(digest, partial(self._is_current, name, directory, files))
 
-    def _look(self, name: str, path: str, is_3d: bool) -> _Adapter:  # noqa: FBT001
-        directory = Path(path)
-        with suppress(RuntimeError):  # there is no such user
-            directory = directory.expanduser()
-        directory = directory.absolute()
-        files = _files(directory)
-        if files is None:
-            self._warn(name, _UNREADABLE)
-            return _Adapter(directory, None, None)
-        if max(file.changed_ns for file in files) >= self._started_ns:
-            self._warn(name, _YOUNG)
-            return _Adapter(directory, None, files)
+    def _found(self, adapter: _Adapter, known_by: _Name) -> _Found:
+        """Return what the first look at an adapter found.
+
+        Raises:
+            TimeoutError: It is not known yet.
+            CapacityError: The system allows no more threads.
+        """
+        timeout_s = 0.0
+        if adapter.look is None:
+            look = partial(_look, known_by, self._settings, started_ns=self._started_ns)
+            adapter.look, timeout_s = self._calls.begin(look), _READ_TIMEOUT_S
+        return adapter.look.result(timeout_s)
+
+    def _files_now(self, directory: Path) -> _Files | None:
+        """Return the state of an adapter's files; None if no file can be read.
+
+        Raises:
+            TimeoutError: It is not known yet.
+        """
+        return self._calls.begin(partial(_files, directory)).result(_CHECK_TIMEOUT_S)
+
+    def _is_current(self, name: str, directory: Path, files: _Files | None) -> bool:
         try:
-            read = [_read(directory, file) for file in files]
-        except OSError:
-            self._warn(name, _UNREADABLE)
-            return _Adapter(directory, None, files)
-        return _Adapter(directory, _join(self._settings, is_3d, read), files)
+            return self._files_now(directory) == files
+        except TimeoutError:
+            self._warn(name, _LATE)
+            return False
 
     def _warn(self, name: str, why: str) -> None:
-        if why not in self._warned:
-            self._warned.add(why)
-            logger.warning(
-                "LoRA adapter %s: %s, so chunks computed with it are hits only until this "
-                "engine ends (said once for all adapters)",
-                name,
-                why,
-            )
+        if why in self._warned:
+            return
+        self._warned.add(why)
+        effect = "chunks computed with it are hits only until this engine ends"
+        if why is _LATE:
+            effect = "requests for it neither load nor store KV meanwhile"
+        logger.warning(
+            "LoRA adapter %s: %s, so %s (said once for all adapters)", name, why, effect
+        )
 
 
-def _always() -> bool:
-    return True
+def _never() -> bool:
+    return False
 
 
 def _text_of(settings: object) -> str:
@@ -202,6 +248,25 @@ def _text_of(settings: object) -> str:
     return repr(
         [(name, sorted(value) if isinstance(value, list) else value) for name, value in values]
     )
+
+
+def _look(known_by: _Name, settings: str, *, started_ns: int) -> _Found:
+    """Look at an adapter's files for the first time, and read them."""
+    _, path, is_3d = known_by
+    directory = Path(path)
+    with suppress(RuntimeError):  # there is no such user
+        directory = directory.expanduser()
+    directory = directory.absolute()
+    files = _files(directory)
+    if files is None:
+        return _Found(directory, None, problem=_UNREADABLE)
+    if max(file.changed_ns for file in files) >= started_ns:
+        return _Found(directory, files, problem=_YOUNG)
+    try:
+        read = [_read(directory, file) for file in files]
+    except OSError:
+        return _Found(directory, files, problem=_UNREADABLE)
+    return _Found(directory, files, digest=_join(settings, is_3d, read))
 
 
 def _files(directory: Path) -> _Files | None:

@@ -38,7 +38,6 @@ from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
 from kvtier.keys import group_of, hash_part, strip_adapter
 from kvtier.logs import get_logger
-from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.content import kv_content
@@ -47,7 +46,7 @@ from kvtier.vllm.kinds import cache_groups
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.vllm.opening import open_cache, open_device, read_settings
 from kvtier.vllm.pages import find_pages, share_slots
-from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
+from kvtier.vllm.refusals import refuse_layout, warn_of_restarts
 from kvtier.vllm.steps import StepReader
 from kvtier.vllm.versions import hit_sources, require_supported_vllm
 
@@ -100,9 +99,10 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
         return _WorkerMetadata(self.output.aggregate(other.output))
 
 
-_workers: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()
-"""Workers of this process. An engine in the process of its ``LLM`` sleeps without waiting for
-the connector. So the cache reset before the sleep waits for the stores of these workers."""
+_workers: weakref.WeakKeyDictionary[ConnectorWorker, str] = weakref.WeakKeyDictionary()
+"""Workers of this process, with the ids of their engines. An engine in the process of its
+``LLM`` sleeps without waiting for the connector. So the cache reset before the sleep waits for
+the stores of the engine's workers."""
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -157,7 +157,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
         self._reporter = Reporter(self._cache)
-        warn_of_weak_hashes(self._vllm, settings)
+        warn_of_restarts(self._vllm, settings)
         transfer = self._vllm.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy == "fail":
             logger.warning(
@@ -212,10 +212,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the workers' jobs of this step."""
-        tokens = scheduler_output.num_scheduled_tokens
-        generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
-        self._cache.step_scheduled(0 if generates else prompt_tokens(tokens.values()))
         step = self._steps.read(scheduler_output, self._tables)
+        self._cache.step_scheduled(step.prompt_tokens)
         jobs = self._scheduler.build_connector_meta(step)
         return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
@@ -311,19 +309,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Make every stored chunk a miss.
 
         Returns:
-            True if the reset is durable and no store of this process reads blocks any more.
-            After False, vLLM neither sleeps nor frees the blocks.
+            Whether the reset survives a restart and no store of the engine's workers in this
+            process reads blocks. After False vLLM neither sleeps nor frees the blocks.
         """
-        stores_ended = [worker.wait_for_stores() for worker in list(_workers)]
+        own = [
+            worker for worker, engine in _workers.items() if engine == self._engine.engine_id
+        ]
+        stores_ended = [worker.wait_for_stores() for worker in own]
         return self._scheduler.reset_cache() and all(stores_ended)
 
     @override
     def shutdown(self) -> None:
         """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
         if self._worker is not None:
-            _workers.discard(self._worker)
+            _workers.pop(self._worker, None)
             self._worker.shutdown()
         if self.role is KVConnectorRole.SCHEDULER:
+            self._adapters.close()
             self._cache.shutdown()
 
     # -- worker side ---------------------------------------------------------------------------
@@ -348,7 +350,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         content = kv_content(self._vllm, engine)
         device = open_device(engine, settings, kv, shape, content=content)
         self._worker = ConnectorWorker(device, ram_name=settings.ram.name)
-        _workers.add(self._worker)
+        _workers[self._worker] = engine.engine_id
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -9,12 +9,16 @@ that, and their sizes and dates do not suffice: fine-tunes of one architecture h
 and files in reproducibly built container images have equal dates. So blocks all over every
 weight file are read; training changes some of these blocks. The number of blocks is bounded,
 not the reading time, because the next start must read the same blocks.
+
+In a Hugging Face cache, a weight file is a link to a blob that is named by its SHA-256. That
+name replaces the date, so a copy of the cache keeps the identity.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -41,6 +45,7 @@ _BLOCK_NBYTES: Final = 64 << 10
 _BLOCKS: Final = 256
 """How many blocks are read of all files together; at least ``_LEAST_BLOCKS`` of each."""
 _LEAST_BLOCKS: Final = 3
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _THREADS: Final = 32
 """Concurrent reads; each waits for a disk or a network."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -113,8 +118,8 @@ class ModelFiles(NamedTuple):
     """The identity of a local model's files.
 
     Attributes:
-        digest: Digest of the settings, and of the weights' sizes, dates and samples; empty if
-            the model is not local.
+        digest: Digest of the settings, and of the weights' sizes, samples, and dates or
+            SHA-256; empty if the model is not local.
         has_weights: Whether the digest covers weights, so that it replaces the path.
     """
 
@@ -157,7 +162,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return the path, a text with the size and perhaps the date, and the parts to read.
+    """Return a file, a text with its size and its date or digest, and the parts to read.
 
     Args:
         path: The file.
@@ -167,8 +172,15 @@ def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[in
     found = path.stat()
     if path.suffix == ".json" and found.st_size <= _READ_NBYTES:
         return path, str(found.st_size), [(0, found.st_size)]
-    status = f"{found.st_size}:{found.st_mtime_ns}"
+    status = f"{found.st_size}:{_blob(path) or found.st_mtime_ns}"
     return path, status, list(_samples(found.st_size, first, blocks))
+
+
+def _blob(path: Path) -> str:
+    """Return the SHA-256 that names a file in a Hugging Face cache; "" for other files."""
+    blob = path.resolve()
+    is_blob = blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name)
+    return blob.name if is_blob else ""
 
 
 def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:

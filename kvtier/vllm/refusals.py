@@ -8,6 +8,7 @@ the processes would wait for each other until a timeout.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import KvtierConfig, check_chunk_fits, variable
@@ -15,7 +16,7 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.vllm.engine import EngineFacts
 
-__all__ = ["refuse_layout", "refuse_worker", "warn_of_weak_hashes"]
+__all__ = ["refuse_layout", "refuse_worker", "warn_of_restarts"]
 
 logger = get_logger(__name__)
 
@@ -74,10 +75,16 @@ def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - v
     _refuse_unshareable_kv(config, layers)
 
 
-def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
-    """Warn if vLLM's block hashes do not suit a store that survives a restart."""
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if len(config.tiers) == 1 or algorithm.startswith("sha256"):
+def warn_of_restarts(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
+    """Warn of settings of vLLM that do not suit a store that survives a restart."""
+    if len(config.tiers) == 1:
+        return
+    _warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
+    _warn_of_moving_model(vllm_config.model_config, config)
+
+
+def _warn_of_weak_hashes(algorithm: str) -> None:
+    if algorithm.startswith("sha256"):
         return
     logger.warning(
         "--prefix-caching-hash-algo %s is not collision-resistant: a crafted prompt can read "
@@ -90,6 +97,20 @@ def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa
             "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
             algorithm,
         )
+
+
+def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
+    """Warn of a hub's model whose name covers other weights once its branch moves."""
+    # Some releases of vLLM resolve the revision to an object that has what was given.
+    revision = getattr(model.revision, "initial", model.revision)
+    identity = config.identity
+    if revision or identity.name or identity.model_revision or Path(model.model).exists():
+        return
+    logger.warning(
+        "the model %s has no revision: if its branch moves, a restart serves KV of the old "
+        "weights; start vLLM with --revision COMMIT, or set identity.model_revision",
+        model.model,
+    )
 
 
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, data_parallel_rank
 from kvtier.vllm.opening import open_cache, open_device, read_settings
 from kvtier.vllm.pages import SlotShape
-from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
+from kvtier.vllm.refusals import refuse_layout, warn_of_restarts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -130,7 +130,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise UnsupportedError("vLLM does not say how this worker is configured")
         _require_served(vllm_config, engine)
         if engine.rank == 0:
-            warn_of_weak_hashes(vllm_config, settings)
+            warn_of_restarts(vllm_config, settings)
         groups = [
             [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
             for refs in kv_caches.group_data_refs
@@ -269,7 +269,7 @@ class _Manager(OffloadingManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """End a request's oldest load."""
-        self._cache.complete_load(req_context.req_id)
+        self._cache.complete_load(keys, req_context)
 
     @override
     def prepare_store(
@@ -295,7 +295,7 @@ class _Manager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Let lookups find the chunks in ``keys`` that every worker recorded as complete."""
-        self._cache.complete_store(list(keys), req_context.req_id)
+        self._cache.complete_store(list(keys), req_context)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

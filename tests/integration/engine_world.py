@@ -195,7 +195,8 @@ class EngineWorld:
 
     def close(self) -> None:
         assert self.cache.service.statistics().internal_errors == 0
-        self.cache.service.shutdown()
+        assert self.scheduler.connector is not None
+        self.scheduler.connector.shutdown()
 
     # -- what a client does --------------------------------------------------------------------
 
@@ -447,15 +448,15 @@ class EngineWorld:
             for slot, outcome in zip(plan.slots, outcomes, strict=True)
             if outcome is Outcome.DONE
         }
-        stamps = dict(zip(plan.slots, generations, strict=True))
-        self.loaded.update(self.known.key_in(slot, stamps[slot]) for slot in whole)
-        for block, slot, note in self._pairs(plan, stamps):
+        generation_of = dict(zip(plan.slots, generations, strict=True))
+        self.loaded.update(self.known.key_in(slot, generation_of[slot]) for slot in whole)
+        for block, slot, note in self._pairs(plan, generation_of):
             self.contents[block] = note if slot in whole else WRONG
 
     def check_store(self, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
         """Check that what is stored is what its keys say."""
-        stamps = dict(zip(plan.slots, generations, strict=True))
-        for block, _, note in self._pairs(plan, stamps):
+        generation_of = dict(zip(plan.slots, generations, strict=True))
+        for block, _, note in self._pairs(plan, generation_of):
             assert self._is(block, note), (
                 f"wrong KV is stored under a valid key: {self.contents.get(block)!r} for group "
                 f"{group_of(note)}"
@@ -464,15 +465,15 @@ class EngineWorld:
         self.seen["stored"] += len(plan.slots)
 
     def _pairs(
-        self, plan: BlockCopyPlan, stamps: dict[int, int]
+        self, plan: BlockCopyPlan, generation_of: dict[int, int]
     ) -> Iterator[tuple[int, int, bytes]]:
         """Yield each block of a job with its slot and what it should hold."""
         for part in plan.groups:
             for block, slot, sub in zip(part.blocks, part.slots, part.subs, strict=True):
-                if not stamps[int(slot)]:
+                if not generation_of[int(slot)]:
                     yield int(block), int(slot), WRONG
                     continue
-                key = self.known.key_in(int(slot), stamps[int(slot)])
+                key = self.known.key_in(int(slot), generation_of[int(slot)])
                 assert group_of(key) == part.group
                 yield int(block), int(slot), self._notes_of(key)[int(sub)]
 

@@ -123,9 +123,9 @@ class NotesDevice:
         share = max(failing, 0.5) if world.draw.random() < failing else 0.0
         outcomes = [
             Outcome.FAILED
-            if not stamp or (share and world.draw.random() < share)
+            if not generation or (share and world.draw.random() < share)
             else Outcome.DONE
-            for stamp in copy.generations
+            for generation in copy.generations
         ]
         copy.outcomes = outcomes
         if copy.purpose is Purpose.LOAD:
@@ -151,12 +151,12 @@ class NotesDevice:
     ) -> None:
         """Write into the control block what became of each slot."""
         cache = self._world.cache
-        for slot, stamp, outcome in zip(slots, generations, outcomes, strict=True):
-            if not stamp:
+        for slot, generation, outcome in zip(slots, generations, outcomes, strict=True):
+            if not generation:
                 continue
             is_whole = outcome is Outcome.DONE
             if purpose is Purpose.LOAD and not is_whole:
-                cache.slot_status.refuse([slot], [stamp])
+                cache.slot_status.record_failed_loads([slot], [generation])
             cache.finish(
-                [slot], stored=stamp if purpose is Purpose.STORE and is_whole else None
+                [slot], stored=generation if purpose is Purpose.STORE and is_whole else None
             )

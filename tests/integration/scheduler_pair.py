@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connector.figures import EngineStatistics
+from kvtier.connector.protocols import RequestContext
 from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, StorePlan
@@ -78,8 +79,8 @@ class Books:
         self._step = 0
         self._slots: dict[ChunkKey, int] = {}
         self._whole: dict[ChunkKey, int] = {}
-        self._stamped: set[int] = set()
-        self._refused: set[int] = set()
+        self._stored: set[int] = set()
+        self._failed: set[int] = set()
         self._loads: dict[str, list[ChunkKey]] = {}
         self._planned = 0
 
@@ -113,9 +114,9 @@ class Books:
         slots = [self._whole[key] for key in keys]
         return LoadPlan(slots, [1] * len(slots), [0] * len(slots))
 
-    def complete_load(self, req_id: str) -> None:
-        for key in self._loads.pop(req_id):
-            if self._whole.get(key) in self._refused:
+    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+        for key in self._loads.pop(request.req_id):
+            if self._whole.get(key) in self._failed:
                 self._forget(key)
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan:
@@ -126,10 +127,10 @@ class Books:
         self._slots.update(zip(new, slots, strict=True))
         return StorePlan(new, slots, 1, [])
 
-    def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
+    def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
         for key in keys:
             slot = self._slots.get(key)
-            if slot is not None and slot in self._stamped:
+            if slot is not None and slot in self._stored:
                 self._whole[key] = slot
             else:
                 self._slots.pop(key, None)
@@ -183,10 +184,10 @@ class Books:
 
     def finish(self, slots: Sequence[int], *, stored: int | None = None) -> None:
         if stored is not None:
-            self._stamped.update(slots)
+            self._stored.update(slots)
 
-    def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        self._refused.update(slots)
+    def record_failed_loads(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        self._failed.update(slots)
 
 
 class ReferenceManager(OffloadingManager):
@@ -324,8 +325,8 @@ class PairedConnector(NotesConnector):
             their_id, their_job = others[req_id]
             self._loads[job_id] = their_id
             keys = [
-                self.world.known.key_in(slot, stamp)
-                for slot, stamp in zip(job.slots.slots, job.slots.generations, strict=True)
+                self.world.known.key_in(slot, generation)
+                for slot, generation in zip(job.slots.slots, job.slots.generations, strict=True)
             ]
             blocks = their_job.dst_spec
             assert keys == self.world.manager.loads[req_id]

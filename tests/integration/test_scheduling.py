@@ -439,6 +439,16 @@ def test_vllm_frees_no_blocks_that_a_store_still_reads(
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
 
 
+def test_a_reset_waits_for_the_stores_of_its_own_engine_only(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, other = make_world(), make_world()
+    with monkeypatch.context() as patch:
+        patch.setattr(other.device, "wait_for_stores", lambda: False)
+        assert world.scheduler.reset_prefix_cache(reset_connector=True)
+        assert not other.scheduler.reset_prefix_cache(reset_connector=True)
+
+
 class Router:
     """Keeps, as a router does, the chunks that are in each medium."""
 

@@ -359,7 +359,7 @@ class BytesWorld:
         region, disks = self._region, self._disks
         ways: dict[tuple[str, str], routes.Route] = {}
         for disk in disks:
-            ways["ram", disk.name] = ToTier(region, disk)
+            ways["ram", disk.name] = ToTier(region, disk, region.control)
             ways[disk.name, "ram"] = FromTier(region, disk, region.control)
         if bounce := self._geometry.bounce_range:
             upper, lower = disks

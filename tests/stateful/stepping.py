@@ -271,14 +271,15 @@ class SlowTruth(ControlBlock):
         super().issue(slots)
 
     @override
-    def withdraw(self, slots: Any) -> None:
+    def clear_generations(self, slots: Any) -> None:
         self._stage.meanwhile()
-        super().withdraw(slots)
+        super().clear_generations(slots)
         self._stage.meanwhile()
 
     @override
     def stored(self, slots: Any, generations: Any) -> list[bool]:
-        self._stage.meanwhile()
+        if not is_in_loop():  # else the storage engine asks
+            self._stage.meanwhile()
         return super().stored(slots, generations)
 
     @override
@@ -287,9 +288,9 @@ class SlowTruth(ControlBlock):
         return super().loaded(slots, generations)
 
     @override
-    def quiet(self, slots: Any) -> list[bool]:
+    def all_acknowledged(self, slots: Any) -> list[bool]:
         self._stage.meanwhile()
-        return super().quiet(slots)
+        return super().all_acknowledged(slots)
 
 
 def is_in_loop() -> bool:

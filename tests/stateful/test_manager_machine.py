@@ -26,7 +26,7 @@ from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext, Promotion
-from kvtier.types import Job, Outcome, TransferResult
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager, eviction_order
 from tests.support.workbench import TIER_NAMES, RarelyPromoting, Workbench, prefix
@@ -343,7 +343,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Whether a load's workers have to wait for one of its chunks."""
         return not op.writes and any(
             self.slot_status.generations.get(slot) != generation
-            and (slot, generation) not in self.slot_status.poisoned
+            and (slot, generation) not in self.slot_status.lost
             for slot, generation in zip(op.slots, op.generations, strict=True)
         )
 
@@ -356,20 +356,20 @@ class ManagerMachine(RuleBasedStateMachine):
         for at, (key, slot, generation) in enumerate(
             zip(op.keys, op.slots, op.generations, strict=True)
         ):
-            if not op.writes and (slot, generation) in self.slot_status.poisoned:
-                self.slot_status.refuse([slot], [generation])
+            if not op.writes and (slot, generation) in self.slot_status.lost:
+                self.slot_status.record_failed_loads([slot], [generation])
                 op.failed = True
             elif not op.writes:
                 assert self.contents[0].get(slot) == (key, op.epoch), "a wrong byte was loaded"
                 assert self.slot_status.generations[slot] == generation
                 if fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
-                    self.slot_status.refuse([slot], [generation])
+                    self.slot_status.record_failed_loads([slot], [generation])
                     op.failed = True
             elif fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
                 self.contents[0][slot] = None
             else:
                 self.contents[0][slot] = (key, op.epoch)
-                self.slot_status.stamp([slot], generation)
+                self.slot_status.set_generation([slot], generation)
         self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
@@ -380,7 +380,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """The workers' own deadline passes before any chunk of a load has come."""
         op = next(op for op in self.orders if self.awaits(op))
         self.orders.remove(op)
-        self.slot_status.refuse(op.slots, op.generations)
+        self.slot_status.record_failed_loads(op.slots, op.generations)
         op.failed = True
         self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
@@ -421,8 +421,8 @@ class ManagerMachine(RuleBasedStateMachine):
         op = data.draw(st.sampled_from([op for op in self.storage if not op.late]))
         op.late = True
         outcomes = [Outcome.EXPIRED] * len(op.job.keys)
-        if op.job.payload is not None:
-            self.slot_status.poison(op.job.destination_slots, op.job.payload)
+        if op.job.purpose is Purpose.PROMOTE:
+            self.slot_status.mark_lost(op.job.destination_slots, op.job.payload)
         self.manager.apply(TransferResult(op.job.job_id, outcomes, settled=False))
 
     @precondition(lambda self: any(self.contents[1:]))
@@ -439,6 +439,9 @@ class ManagerMachine(RuleBasedStateMachine):
         source = TIER_NAMES.index(job.source)
         destination = TIER_NAMES.index(job.destination)
         corrupt = set()
+        if not source:
+            intact = self.slot_status.stored(job.source_slots, job.payload)
+            assert all(intact), "a slot was reused while it was demoted"
         for at, (key, src, dst) in enumerate(
             zip(job.keys, job.source_slots, job.destination_slots, strict=True)
         ):
@@ -449,8 +452,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 corrupt.add((source, src))
             done = outcomes[at] is Outcome.DONE
             self.contents[destination][dst] = (key, op.epoch) if done else None
-            if job.payload is not None:
-                (self.slot_status.publish if done else self.slot_status.poison)(
+            if not destination:
+                (self.slot_status.publish if done else self.slot_status.mark_lost)(
                     [dst], [job.payload[at]]
                 )
             self.rotten.discard((destination, dst))
@@ -473,24 +476,24 @@ class ManagerMachine(RuleBasedStateMachine):
             op = StorageOp(job, self.epoch)
             source = TIER_NAMES.index(job.source)
             destination = TIER_NAMES.index(job.destination)
-            stamps = job.payload or [0] * len(job.keys)
+            generations = [0] * len(job.keys) if destination else job.payload
             for slot in job.source_slots:
                 self.claim(source, slot, writes=False)
-            for slot, stamp in zip(job.destination_slots, stamps, strict=True):
-                self.claim(destination, slot, stamp, writes=True)
+            for slot, generation in zip(job.destination_slots, generations, strict=True):
+                self.claim(destination, slot, generation, writes=True)
             self.storage.append(op)
         self.manager.take_cancels()
 
     # -- what must hold ---------------------------------------------------------------------
 
-    def claim(self, tier: int, slot: int, stamp: int = 0, *, writes: bool) -> None:
+    def claim(self, tier: int, slot: int, generation: int = 0, *, writes: bool) -> None:
         """Check that whoever still touches ``slot`` does not mind the new user.
 
-        A load and the write it waits for name the same stamp, and do not mind each other.
+        A load and the write it waits for name the same generation, and do not mind each other.
         """
         for op in self.orders:
             if tier == 0 and slot in op.slots:
-                if stamp and op.generations[list(op.slots).index(slot)] == stamp:
+                if generation and op.generations[list(op.slots).index(slot)] == generation:
                     continue
                 assert not writes, f"slot {slot} is given away while a worker uses it"
                 assert not op.writes, f"slot {slot} is read while a worker writes it"
@@ -499,8 +502,8 @@ class ManagerMachine(RuleBasedStateMachine):
             if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"
             if tier == TIER_NAMES.index(job.destination):
-                if stamp and (slot, stamp) in zip(
-                    job.destination_slots, job.payload or (), strict=False
+                if generation and (slot, generation) in zip(
+                    job.destination_slots, job.payload, strict=True
                 ):
                     continue
                 assert slot not in job.destination_slots, f"slot {slot} is being written"
@@ -623,9 +626,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for key, slot, generation in zip(op.keys, op.slots, op.generations, strict=True):
             if op.writes:
                 self.contents[0][slot] = (key, op.epoch)
-                self.slot_status.stamp([slot], generation)
-            elif (slot, generation) in self.slot_status.poisoned:
-                self.slot_status.refuse([slot], [generation])
+                self.slot_status.set_generation([slot], generation)
+            elif (slot, generation) in self.slot_status.lost:
+                self.slot_status.record_failed_loads([slot], [generation])
                 op.failed = True
             else:
                 assert self.contents[0].get(slot) == (key, op.epoch)

@@ -17,22 +17,22 @@ class SlotStatusError(KvtierError):
 class FakeSlotStatus:
     """A :class:`~kvtier.manager.SlotStatus` that records calls and replaces the workers.
 
-    Generations ascend. A stamp that is not newer than the slot's is a write of a former owner
-    over the bytes of the current one; it raises.
+    Generations ascend. A generation that is not newer than the slot's is a write of a former
+    owner over the bytes of the current one; it raises.
 
     Args:
-        driven: Whether the test acts for the workers, with :meth:`stamp` and
+        driven: Whether the test acts for the workers, with :meth:`set_generation` and
             :meth:`acknowledge`. If not, every store is instant and works unless the test says
             otherwise.
 
     Attributes:
         not_stored: Slots whose stores fail.
         not_loaded: Slots whose loads fail.
-        not_quiet: Slots whose jobs never end.
+        not_acknowledged: Slots whose jobs never end.
         issued: Jobs issued, per slot.
-        published: Every (slot, generation) stamped for a slower tier, in order.
-        poisoned: Every (slot, generation) whose bytes will not arrive.
-        generations: Stamp of each slot.
+        published: Every (slot, generation) filled from a slower tier, in order.
+        lost: Every (slot, generation) whose bytes will not arrive.
+        generations: Generation of each slot.
     """
 
     def __init__(self, *, driven: bool = False) -> None:
@@ -40,28 +40,28 @@ class FakeSlotStatus:
         self._acknowledged: Counter[int] = Counter()
         self.not_stored: set[int] = set()
         self.not_loaded: set[int] = set()
-        self.not_quiet: set[int] = set()
+        self.not_acknowledged: set[int] = set()
         self.issued: Counter[int] = Counter()
         self.published: list[tuple[int, int]] = []
-        self.poisoned: set[tuple[int, int]] = set()
+        self.lost: set[tuple[int, int]] = set()
         self.generations: dict[int, int] = {}
-        self._refused: dict[int, int] = {}
+        self._failed: dict[int, int] = {}
         self._bare: set[int] = set()
 
     # -- the workers' side ------------------------------------------------------------------
 
-    def stamp(self, slots: Sequence[int], generation: int) -> None:
+    def set_generation(self, slots: Sequence[int], generation: int) -> None:
         """Mark ``slots`` as completely written by ``generation``.
 
         Raises:
-            SlotStatusError: A slot bears that stamp or a newer one.
+            SlotStatusError: A slot has that generation or a newer one.
         """
         for slot in slots:
-            self._stamp(slot, generation)
+            self._set_generation(slot, generation)
 
-    def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+    def record_failed_loads(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Mark these generations of ``slots`` as failed to load."""
-        self._refused.update(zip(slots, generations, strict=True))
+        self._failed.update(zip(slots, generations, strict=True))
 
     def acknowledge(self, slots: Sequence[int]) -> None:
         """Acknowledge one job on each of ``slots``.
@@ -86,15 +86,15 @@ class FakeSlotStatus:
             raise SlotStatusError(f"a slot is issued twice: {slots}")
         self.issued.update(slots)
 
-    def withdraw(self, slots: Sequence[int]) -> None:
-        """Remove the stamps of ``slots``."""
+    def clear_generations(self, slots: Sequence[int]) -> None:
+        """Remove the generations of ``slots``."""
         self._bare.update(slots)
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return whether each slot has its stamp and is not set to fail."""
+        """Return whether each slot has its generation and is not set to fail."""
         if not self._driven:
             for slot, generation in zip(slots, generations, strict=True):
-                self._stamp(slot, generation)
+                self._set_generation(slot, generation)
         return [
             slot not in self.not_stored | self._bare
             and self.generations.get(slot) == generation
@@ -104,42 +104,42 @@ class FakeSlotStatus:
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return whether loading each slot worked; True unless the test set a failure."""
         return [
-            slot not in self.not_loaded and self._refused.get(slot) != generation
+            slot not in self.not_loaded and self._failed.get(slot) != generation
             for slot, generation in zip(slots, generations, strict=True)
         ]
 
-    def forgive(self, slots: Sequence[int]) -> None:
+    def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Clear the failed loads of ``slots``."""
         for slot in slots:
-            self._refused.pop(slot, None)
+            self._failed.pop(slot, None)
 
     # -- the storage engine's side ----------------------------------------------------------
 
-    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Record that the bytes of these stamps will not arrive."""
-        self.poisoned.update(zip(slots, generations, strict=True))
+    def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Record that the bytes of these generations will not arrive."""
+        self.lost.update(zip(slots, generations, strict=True))
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp slots filled from a slower tier.
+        """Set the generations of slots filled from a slower tier.
 
         Raises:
-            SlotStatusError: A slot bears that stamp or a newer one.
+            SlotStatusError: A slot has that generation or a newer one.
         """
         for slot, generation in zip(slots, generations, strict=True):
-            self._stamp(slot, generation)
+            self._set_generation(slot, generation)
             self.published.append((slot, generation))
 
-    def quiet(self, slots: Sequence[int]) -> list[bool]:
+    def all_acknowledged(self, slots: Sequence[int]) -> list[bool]:
         """Return whether all jobs of each slot have ended."""
         return [
-            slot not in self.not_quiet
+            slot not in self.not_acknowledged
             and (not self._driven or self._acknowledged[slot] == self.issued[slot])
             for slot in slots
         ]
 
-    def _stamp(self, slot: int, generation: int) -> None:
+    def _set_generation(self, slot: int, generation: int) -> None:
         if generation <= self.generations.get(slot, 0):
-            bears = self.generations[slot]
-            raise SlotStatusError(f"slot {slot} bears {bears} and is stamped {generation}")
+            has = self.generations[slot]
+            raise SlotStatusError(f"slot {slot} has generation {has} and is given {generation}")
         self.generations[slot] = generation
         self._bare.discard(slot)

@@ -155,7 +155,7 @@ class SteppedCache:
     Attributes:
         service: The cache.
         bench: The manager's workbench, for its books.
-        slot_status: What the workers say: to be stamped and acknowledged by the test.
+        slot_status: What the workers say: the test sets generations and acknowledges.
         engine: The storage jobs.
         tiers: The slower tiers, which hold no bytes.
         storage: All of these, as the cache has them.
@@ -213,5 +213,5 @@ class SteppedCache:
             stored: Generation that a store leaves; None for a load, or a store that failed.
         """
         if stored is not None:
-            self.slot_status.stamp(slots, stored)
+            self.slot_status.set_generation(slots, stored)
         self.slot_status.acknowledge(slots)

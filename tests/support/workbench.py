@@ -26,7 +26,7 @@ from kvtier.policies import (
     TieredPlacement,
     build_eviction,
 )
-from kvtier.types import Job, Outcome, TransferResult
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.invariants import check_manager
 
@@ -170,13 +170,12 @@ class Workbench:
         """Report ``outcomes`` for the chunks of ``job``; the last one repeats."""
         padded = outcomes or (Outcome.DONE,)
         every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
-        for slot, stamp, outcome in zip(
-            job.destination_slots, job.payload or (), every, strict=False
-        ):
+        filled = job.destination_slots if job.purpose is Purpose.PROMOTE else ()
+        for slot, generation, outcome in zip(filled, job.payload, every, strict=False):
             if outcome is not Outcome.DONE:
-                self.slot_status.poison([slot], [stamp])
+                self.slot_status.mark_lost([slot], [generation])
             elif settled:
-                self.slot_status.publish([slot], [stamp])
+                self.slot_status.publish([slot], [generation])
         self.manager.apply(TransferResult(job.job_id, every, settled=settled))
         self.check()
 

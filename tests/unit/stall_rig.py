@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
+from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys, make_payload
 from kvtier.tiers.base import TierContext
@@ -75,6 +76,8 @@ class Rig:
     ) -> None:
         self.io = FaultyIo()
         self.ram = Ram()
+        words = memoryview(bytearray(ControlBlock.nbytes(CAPACITY, 1)))
+        self.control = ControlBlock(words, slots=CAPACITY, ranks=1)
         self._options = NvmeTierConfig(
             path=directory / "store",
             capacity_bytes=CAPACITY * SLOT,
@@ -86,7 +89,7 @@ class Rig:
         self.engine = TransferEngine(
             "rig",
             {
-                ("ram", "nvme"): ToTier(self.ram, self.tier),
+                ("ram", "nvme"): ToTier(self.ram, self.tier, self.control),
                 ("nvme", "ram"): FromTier(self.ram, self.tier, slot_status or FakeSlotStatus()),
             },
             chunk_nbytes=SLOT,
@@ -132,8 +135,12 @@ class Rig:
     ) -> Job:
         source, destination = WAYS[purpose]
         number = next(self._ids)
-        stamps = [number + 1] * len(keys)
-        job = Job(number, purpose, source, destination, keys, slots, slots, timeout_s, stamps)
+        generations = [number + 1] * len(keys)
+        if purpose is Purpose.STORE:
+            self.control.publish(slots, generations)
+        job = Job(
+            number, purpose, source, destination, keys, slots, slots, timeout_s, generations
+        )
         self.engine.submit(job)
         return job
 

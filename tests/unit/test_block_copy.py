@@ -265,10 +265,10 @@ def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
     return Job(1, Purpose.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, request)
 
 
-def store_job(*plans: BlockCopyPlan, stamp: int = 8) -> Job:
+def store_job(*plans: BlockCopyPlan, generation: int = 8) -> Job:
     slots = [slot for plan in plans for slot in plan.slots]
     requests = [
-        StoreRequest(number, plan, None, [stamp] * len(plan.slots))
+        StoreRequest(number, plan, None, [generation] * len(plan.slots))
         for number, plan in enumerate(plans, start=1)
     ]
     return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
@@ -308,7 +308,7 @@ def make_device(make_region: MakeRegion, pool: IoPool) -> Iterator[MakeDevice]:
         device.copier.close()
 
 
-def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(make_device: MakeDevice) -> None:
+def test_a_store_sets_its_generation_and_a_load_requires_it(make_device: MakeDevice) -> None:
     device = make_device(blocks_per_chunk=1)
     control = device.control
     plan = plan_copy([3, 4], [2, 0], [0, 0], [0, 1], blocks_per_chunk=1)
@@ -316,7 +316,7 @@ def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(make_device: MakeDevi
     moved = asyncio.run(device.store.run(store_job(plan)))
     assert list(moved.outcomes) == [Outcome.DONE] * 2
     assert control.stored([0, 1], [8, 8]) == [True, True]
-    assert control.quiet([0, 1]) == [True, True]
+    assert control.all_acknowledged([0, 1]) == [True, True]
     loaded = asyncio.run(device.load.run(load_job(plan, [8, 8])))
     assert list(loaded.outcomes) == [Outcome.DONE] * 2
     refused = asyncio.run(device.load.run(load_job(plan, [8, 9])))
@@ -347,7 +347,7 @@ def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
     assert [outcome is Outcome.DONE for outcome in moved.outcomes] == [*whole, True]
     assert bool(moved.error) is not all(whole)
     assert control.stored(slots, [8] * 4) == [*whole, True]
-    assert control.quiet(slots) == [True] * 4
+    assert control.all_acknowledged(slots) == [True] * 4
 
 
 def test_the_end_of_one_chunk_and_the_begin_of_the_next_are_not_taken_for_neighbours(
@@ -363,18 +363,6 @@ def test_the_end_of_one_chunk_and_the_begin_of_the_next_are_not_taken_for_neighb
         assert block_bytes(device.kv, 0, loaded) == block_bytes(device.kv, 0, stored)
 
 
-def test_a_revoked_store_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
-    device = make_device(blocks_per_chunk=1)
-    control = device.control
-    plan = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
-    control.issue([0])
-    job = store_job(plan)
-    device.store.revoke(job.job_id)
-    assert asyncio.run(device.store.run(job)).outcomes == [Outcome.EXPIRED]
-    assert control.stored([0], [8]) == [False]
-    assert control.quiet([0]) == [True]
-
-
 def test_a_store_that_fails_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
     device = make_device(blocks_per_chunk=1)
     control = device.control
@@ -383,7 +371,7 @@ def test_a_store_that_fails_is_acknowledged_but_never_whole(make_device: MakeDev
     with pytest.raises((IndexError, RuntimeError)):
         asyncio.run(device.store.run(store_job(plan)))
     assert control.stored([0], [8]) == [False]
-    assert control.quiet([0]) == [True]
+    assert control.all_acknowledged([0]) == [True]
 
 
 @pytest.fixture
@@ -411,14 +399,13 @@ def test_the_stores_of_a_job_are_copied_in_one_call(
         plan_copy([8, 9], [0, 2], [0, 0], [2], blocks_per_chunk=2),
     ]
     control.issue([1, 2, 4, 5])
-    device.store.revoke(3)
     moved = asyncio.run(device.store.run(store_job(*plans)))
     assert len(calls) == 1
-    # The half of a chunk in slot 1, and what was revoked, concern themselves alone.
+    # The half of a chunk in slot 1 concerns itself alone.
     done, refused = Outcome.DONE, Outcome.REFUSED
-    assert list(moved.outcomes) == [done, refused, done, Outcome.EXPIRED]
-    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, False]
-    assert control.quiet([1, 2, 4, 5]) == [True] * 4
+    assert list(moved.outcomes) == [done, refused, done, done]
+    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, True]
+    assert control.all_acknowledged([1, 2, 4, 5]) == [True] * 4
     for group, slot, blocks in ((0, 4, (3, 4)), (0, 5, (6, 7)), (1, 2, (8, 9))):
         for place, block in enumerate(blocks):
             at, wanted = place * BLOCK_NBYTES, block_bytes(device.kv, group, block)
@@ -455,9 +442,9 @@ def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: Make
     with pytest.raises((IndexError, RuntimeError)):
         asyncio.run(device.store.run(store_job(good, bad)))
     assert control.stored([0, 1], [8, 8]) == [False, False]
-    assert control.quiet([0, 1]) == [True, True]
+    assert control.all_acknowledged([0, 1]) == [True, True]
     control.issue([0])
-    again = asyncio.run(device.store.run(store_job(good, stamp=9)))
+    again = asyncio.run(device.store.run(store_job(good, generation=9)))
     assert again.outcomes == [Outcome.DONE]
 
 

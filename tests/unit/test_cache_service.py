@@ -60,7 +60,7 @@ def store(cache: SteppedCache, context: Context, chunks: int, *, ends_first: boo
     if ends_first:
         service.end_request(context)
     cache.finish(plan.slots, stored=plan.generation)
-    service.complete_store(plan.keys, context.req_id)
+    service.complete_store(plan.keys, context)
     if not ends_first:
         service.end_request(context)
 
@@ -94,23 +94,21 @@ def test_the_last_chunks_of_a_request_are_kept_as_it_asked(ends_first: bool) -> 
     assert retained(cache) == 3, "the hints ended with their request"
 
 
-@pytest.mark.parametrize(("new", "kept"), [(None, 0), ({"kvtier": {"retain_s": 7}}, 2)])
-def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
-    new: Mapping[str, Any] | None, kept: int
-) -> None:
+def test_a_request_of_an_id_that_is_used_again_has_its_own_hints() -> None:
     cache = make_cache()
     service = cache.service
-    service.begin_request(Context("a", KEPT))
+    first, second = Context("a", KEPT), Context("a")
+    service.begin_request(first)
     plan = service.prepare_store(prefix(2), "a")
     assert plan is not None
-    service.end_request(Context("a", KEPT))
-    service.begin_request(Context("a", new))
+    service.end_request(first)
+    service.begin_request(second)
     cache.finish(plan.slots, stored=plan.generation)
-    service.complete_store(plan.keys, "a")
-    assert retained(cache) == kept
-    service.end_request(Context("a", new))
-    store(cache, Context("a"), 4, ends_first=False)
-    assert retained(cache) == kept
+    service.complete_store(plan.keys, first)
+    assert retained(cache) == 2
+    service.end_request(second)
+    store(cache, second, 4, ends_first=False)
+    assert retained(cache) == 2
 
 
 def hold_in_nvme(cache: SteppedCache, chunks: int) -> None:
@@ -129,7 +127,7 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     for _ in range(4):
         step(cache)
     cache.slot_status.acknowledge(plan.slots)
-    service.complete_load("b")
+    service.complete_load(prefix(2), context)
     assert retained(cache) == 2
 
 
@@ -150,7 +148,7 @@ def test_a_load_is_waited_for_from_the_first_question_to_its_end() -> None:
     plan = service.prepare_load(prefix(2), "b")
     assert service.take_load_waits() == []
     cache.slot_status.acknowledge(plan.slots)
-    service.complete_load("b")
+    service.complete_load(prefix(2), Context("b"))
     (waited_s,) = service.take_load_waits()
     assert 0 < waited_s < 60
     service.end_request(Context("b"))
@@ -314,6 +312,31 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     assert not service.has_pending_work()
 
 
+def test_jobs_that_may_have_been_queued_before_an_error_keep_their_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache()
+    service, manager = cache.service, cache.bench.manager
+    manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(3))])
+
+    def fail(*jobs: Job) -> None:
+        queued.extend(jobs)
+        raise RuntimeError("a bug behind the first job")
+
+    queued: list[Job] = []
+    monkeypatch.setattr(cache.engine, "submit", fail)
+    service.begin_request(Context("a"))
+    assert look(cache, 1, "a") is None
+    step(cache)
+    service.end_request(Context("a"))
+    step(cache)
+    assert cache.bench.ram.slots.free == 7, "a thread may be writing into one"
+    assert service.statistics().internal_errors == 1
+    (job,) = queued
+    manager.apply(TransferResult(job.job_id, [Outcome.DONE]))
+    assert not manager.has_work()
+
+
 def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -341,7 +364,7 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     plan = service.prepare_store(prefix(1, of=1), "writer")
     assert plan is not None
     cache.finish(plan.slots, stored=plan.generation)
-    service.complete_store(plan.keys, "writer")
+    service.complete_store(plan.keys, Context("writer"))
     results.append(TransferResult(jobs[0].job_id, [Outcome.CORRUPT]))
     step(cache)
     assert done[1:] == [("forget", [0]), ("DEMOTE", [0])]

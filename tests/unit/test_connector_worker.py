@@ -77,11 +77,13 @@ class Bench:
         self.caches = make_caches()
         self.worker = make_worker(kv_blocks(self.caches), region, ram_name=ram_name)
 
-    def job(self, request: str, blocks: list[int], slots: list[int], stamp: int) -> TransferJob:
+    def job(
+        self, request: str, blocks: list[int], slots: list[int], generation: int
+    ) -> TransferJob:
         return TransferJob(
             request,
             BlockSpec(tuple(blocks), (len(blocks),), (0,)),
-            SlotSpec(tuple(slots), (stamp,) * len(slots)),
+            SlotSpec(tuple(slots), (generation,) * len(slots)),
         )
 
     def step(self, metadata: ConnectorMetadata) -> set[str]:
@@ -100,8 +102,8 @@ class Bench:
             output = output.aggregate(self.worker.take_output() or WorkerOutput())
         return output
 
-    def stamped(self, slot: int, stamp: int) -> bool:
-        return self.region.control.stored([slot], [stamp])[0]
+    def has_generation(self, slot: int, generation: int) -> bool:
+        return self.region.control.stored([slot], [generation])[0]
 
     def holds(self, block: int, other: int, original: Sequence[torch.Tensor]) -> bool:
         layers = zip(self.caches, original, strict=True)
@@ -144,8 +146,8 @@ def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
     stored = bench.until(1)
     assert stored.completed_jobs == {1: 1}
     assert stored.failed_loads == {}
-    assert bench.stamped(5, 7)
-    assert bench.stamped(6, 7)
+    assert bench.has_generation(5, 7)
+    assert bench.has_generation(6, 7)
     bench.step(ConnectorMetadata(load_jobs={2: bench.job("b", [9, 8], [5, 6], 7)}))
     loaded = bench.until(2)
     assert bench.holds(9, 3, original)
@@ -170,10 +172,10 @@ def test_a_store_waits_for_the_next_step(bench: Bench) -> None:
     stores = ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)})
     bench.step(stores)
     assert bench.worker.take_output() is None
-    assert not bench.stamped(5, 7)
+    assert not bench.has_generation(5, 7)
     before = bench.caches[0][3].clone()
     bench.until(1)
-    assert bench.stamped(5, 7)
+    assert bench.has_generation(5, 7)
     assert bytes(bench.region.slot(5)[:PAGE_NBYTES]) == before.numpy().tobytes()
 
 
@@ -183,8 +185,8 @@ def test_a_store_to_flush_has_ended_when_its_blocks_are_given_away(bench: Bench)
     bench.worker.handle_preemptions(
         ConnectorMetadata(store_jobs=same_step, jobs_to_flush=frozenset({1, 2}))
     )
-    assert bench.stamped(5, 7)
-    assert bench.stamped(6, 8)
+    assert bench.has_generation(5, 7)
+    assert bench.has_generation(6, 8)
 
 
 def test_a_flushed_store_is_not_carried_out_again_in_the_next_step(bench: Bench) -> None:
@@ -212,7 +214,7 @@ def test_a_step_waits_for_no_store_that_need_not_be_flushed(
     assert bench.until(1).completed_jobs == {1: 1}
 
 
-def test_a_load_that_finds_another_stamp_fails_and_names_its_blocks(bench: Bench) -> None:
+def test_a_load_that_finds_another_generation_fails_and_names_its_blocks(bench: Bench) -> None:
     bench.step(ConnectorMetadata(load_jobs={4: bench.job("a", [3, 9], [1, 2], 7)}))
     output = bench.until(4)
     assert output.completed_jobs == {4: 1}
@@ -220,7 +222,7 @@ def test_a_load_that_finds_another_stamp_fails_and_names_its_blocks(bench: Bench
     assert failed.request_id == "a"
     assert output.failed_requests == {"a"}
     assert output.invalid_block_ids == {3, 9}
-    assert "stamp" in failed.error
+    assert "generation" in failed.error
 
 
 def test_a_copy_that_raises_is_a_failed_load_or_a_store_that_never_counts(
@@ -243,7 +245,7 @@ def test_a_copy_that_raises_is_a_failed_load_or_a_store_that_never_counts(
     assert output.failed_loads == {
         1: FailedLoad("a", frozenset({3}), "RuntimeError: the device is gone")
     }
-    assert not bench.stamped(6, 8)
+    assert not bench.has_generation(6, 8)
 
 
 def test_a_request_whose_load_ended_is_reported_whether_it_worked_or_not(bench: Bench) -> None:
@@ -284,14 +286,14 @@ def test_a_lost_store_never_counts_whether_it_began_or_not(bench: Bench) -> None
     )
     bench.step(metadata)
     assert bench.until(1, 2).failed_loads == {}
-    assert not bench.stamped(5, 7)
-    assert not bench.stamped(6, 8)
+    assert not bench.has_generation(5, 7)
+    assert not bench.has_generation(6, 8)
 
 
 def test_an_engine_that_takes_memory_away_waits_for_all_stores(bench: Bench) -> None:
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
     assert bench.worker.wait_for_stores()
-    assert bench.stamped(5, 7)
+    assert bench.has_generation(5, 7)
 
 
 def test_a_job_whose_blocks_and_slots_do_not_match_fails_alone(bench: Bench) -> None:

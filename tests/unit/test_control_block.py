@@ -20,42 +20,44 @@ def block() -> ControlBlock:
     return ControlBlock(memoryview(bytearray(nbytes)), slots=SLOTS, ranks=RANKS)
 
 
-def test_a_slot_is_stored_when_every_rank_stamped_this_very_write(block: ControlBlock) -> None:
-    block.stamp(0, [0, 1], 5)
+def test_a_slot_is_stored_when_every_rank_has_its_generation(block: ControlBlock) -> None:
+    block.set_generation(0, [0, 1], 5)
     assert block.stored([0, 1], [5, 5]) == [False, False]
-    block.stamp(1, [0, 1], 5)
+    block.set_generation(1, [0, 1], 5)
     assert block.stored([0, 1], [5, 5]) == [True, True]
     assert block.stored([0], [6]) == [False]
 
 
-def test_a_slot_is_quiet_when_every_rank_acknowledged_every_job(block: ControlBlock) -> None:
-    assert block.quiet([0, 1]) == [True, True]
+def test_all_is_acknowledged_when_every_rank_acknowledged_every_job(
+    block: ControlBlock,
+) -> None:
+    assert block.all_acknowledged([0, 1]) == [True, True]
     block.issue([0, 1])
     block.issue([1])
     for rank in range(RANKS):
         block.acknowledge(rank, [0, 1])
-    assert block.quiet([0, 1]) == [True, False]
+    assert block.all_acknowledged([0, 1]) == [True, False]
     block.acknowledge(0, [1])
-    assert block.quiet([1]) == [False]
+    assert block.all_acknowledged([1]) == [False]
     block.acknowledge(1, [1])
-    assert block.quiet([1]) == [True]
+    assert block.all_acknowledged([1]) == [True]
 
 
 def test_a_worker_may_load_what_it_stored_or_what_was_published(block: ControlBlock) -> None:
-    block.stamp(0, [2], 9)
+    block.set_generation(0, [2], 9)
     block.publish([3], [10])
-    assert block.bears(0, [2, 3], [9, 10])
-    assert not block.bears(1, [2, 3], [9, 10])
-    assert block.bears(1, [3], [10])
+    assert block.has_generations(0, [2, 3], [9, 10])
+    assert not block.has_generations(1, [2, 3], [9, 10])
+    assert block.has_generations(1, [3], [10])
 
 
-def test_a_rank_takes_back_its_own_stamps_and_no_others(block: ControlBlock) -> None:
+def test_a_rank_retracts_its_own_generations_and_no_others(block: ControlBlock) -> None:
     for rank in range(RANKS):
-        block.stamp(rank, [0, 1, 3], 5)
+        block.set_generation(rank, [0, 1, 3], 5)
     block.publish([3], [6])
     block.retract(1, [1, 3], [5, 5])
     assert block.stored([0, 1], [5, 5]) == [True, False]
-    assert block.bears(0, [1], [5])
+    assert block.has_generations(0, [1], [5])
     assert block.stored([3], [6]) == [True]
 
 
@@ -78,15 +80,15 @@ def test_no_acknowledgement_is_lost_when_two_threads_of_a_rank_make_them_at_once
         thread.join()
     for _ in range(2 * rounds):
         block.issue(slots)
-    assert block.quiet(slots) == [True, True, True]
+    assert block.all_acknowledged(slots) == [True, True, True]
 
 
 def test_every_rank_is_told_what_will_not_come_and_what_is_about_to_change(
     block: ControlBlock,
 ) -> None:
     block.publish([0, 1, 2], [5, 6, 7])
-    block.withdraw([0])
-    block.poison([1], [6])
+    block.clear_generations([0])
+    block.mark_lost([1], [6])
     for rank in range(RANKS):
         whole, lost = block.arrivals(rank, [0, 1, 2], [5, 6, 7])
         assert whole == [False, False, True]
@@ -112,33 +114,33 @@ def test_what_comes_while_a_rank_looks_for_it_is_not_somebody_elses(
     words = block._generation
     monkeypatch.setattr(Publishing, "shared", words, raising=False)
     monkeypatch.setattr(block, "_generation", words.view(Publishing))
-    stamps = [5] * len(slots)
-    assert block.arrivals(0, slots, stamps) == ([False] * len(slots), [False] * len(slots))
-    assert block.arrivals(0, slots, stamps) == ([True] * len(slots), [False] * len(slots))
+    generations = [5] * len(slots)
+    assert block.arrivals(0, slots, generations) == ([False] * len(slots), [False] * len(slots))
+    assert block.arrivals(0, slots, generations) == ([True] * len(slots), [False] * len(slots))
 
 
 def test_what_was_late_for_a_load_of_any_rank_was_not_lost(block: ControlBlock) -> None:
-    block.refuse(0, [1, 2], [5, 6])
-    block.refuse(1, [2, 3], [6, 7])
-    block.forgive([2])
+    block.record_failed_loads(0, [1, 2], [5, 6])
+    block.record_failed_loads(1, [2, 3], [6, 7])
+    block.clear_failed_loads([2])
     assert block.loaded([1, 2, 3], [5, 6, 7]) == [False, True, False]
-    block.forgive([])
+    block.clear_failed_loads([])
     assert block.loaded([1, 3], [5, 7]) == [False, False]
 
 
 def test_slots_in_any_order_are_those_that_were_named(block: ControlBlock) -> None:
     """Also where the first and the last are as far apart as if they stood in order."""
-    slots, stamps = [0, 2, 1, 3], [5, 6, 7, 8]
-    block.publish(slots, stamps)
-    assert block.bears(0, [0, 1, 2, 3], [5, 7, 6, 8])
+    slots, generations = [0, 2, 1, 3], [5, 6, 7, 8]
+    block.publish(slots, generations)
+    assert block.has_generations(0, [0, 1, 2, 3], [5, 7, 6, 8])
 
 
 def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
     block.publish([], [])
     block.issue([])
     assert block.stored([], []) == []
-    assert block.quiet([]) == []
-    assert block.bears(0, [], [])
+    assert block.all_acknowledged([]) == []
+    assert block.has_generations(0, [], [])
 
 
 def test_its_size_is_whole_pages() -> None:
@@ -150,10 +152,10 @@ def test_a_load_that_one_rank_refused_did_not_work_until_the_slot_is_written_aga
     block: ControlBlock,
 ) -> None:
     block.publish([2, 3], [9, 10])
-    block.refuse(1, [3], [10])
+    block.record_failed_loads(1, [3], [10])
     assert block.loaded([2, 3], [9, 10]) == [True, False]
-    assert block.bears(0, [2, 3], [9, 10])
+    assert block.has_generations(0, [2, 3], [9, 10])
     block.publish([3], [11])
     assert block.loaded([2, 3], [9, 11]) == [True, True]
-    block.refuse(0, [], [])
+    block.record_failed_loads(0, [], [])
     assert block.loaded([], []) == []

@@ -165,7 +165,7 @@ class TestByClass:
     def test_an_unknown_kind_is_refused_when_it_is_opened(self, context: TierContext) -> None:
         options = TierConfig(kind="tape", capacity_bytes=SLOT)
         with pytest.raises(
-            ConfigError, match=r"unknown tier kind 'tape'; installed: ram, nvme"
+            ConfigError, match=r"unknown tier kind 'tape'; installed: nvme, ram"
         ):
             open_tier(options, context)
 

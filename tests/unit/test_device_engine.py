@@ -21,7 +21,7 @@ from kvtier.types import Job, Outcome, Purpose
 from tests.unit.regions import open_regions
 
 BLOCKS, SLOTS, PAGE_NBYTES = 16, 8, 4096
-STAMP = 8
+GENERATION = 8
 SOON_S = 60.0
 
 
@@ -63,7 +63,7 @@ def submitted(device: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> list[int
 def store(device: DeviceEngine, region: HostRegion, number: int) -> None:
     """Store block ``number + 1`` in slot ``number``, as job ``number``."""
     region.control.issue([number])
-    device.store(number, device.plan([number + 1], [1], [0], [number]), [STAMP])
+    device.store(number, device.plan([number + 1], [1], [0], [number]), [GENERATION])
 
 
 def test_stores_wait_for_the_end_of_the_step_and_begin_together(
@@ -117,7 +117,7 @@ def test_who_waits_for_a_store_does_not_wait_in_vain(
 ) -> None:
     store(device, region, 0)
     device.wait({0})
-    assert region.control.stored([0], [STAMP]) == [True]
+    assert region.control.stored([0], [GENERATION]) == [True]
     device.poll()
     store(device, region, 1)
     assert device.wait_any(timeout_s=SOON_S)
@@ -130,11 +130,11 @@ def test_what_is_waited_for_is_copied_ahead_of_the_rest(
     for number in range(4):
         store(device, region, number)
     device.wait({1, 3})
-    assert region.control.stored([1, 3], [STAMP] * 2) == [True, True]
+    assert region.control.stored([1, 3], [GENERATION] * 2) == [True, True]
     assert submitted == [1, 0]
     device.wait({2})
     assert [result.job_id for result in device.poll()] == [1, 3, 0, 2]
-    assert region.control.stored([0, 2], [STAMP] * 2) == [True, True]
+    assert region.control.stored([0, 2], [GENERATION] * 2) == [True, True]
 
 
 def test_a_store_whose_blocks_changed_is_not_whole_even_if_it_ended(
@@ -148,8 +148,8 @@ def test_a_store_whose_blocks_changed_is_not_whole_even_if_it_ended(
     device.wait({0, 1, 2, 3})
     results = {each.job_id: each.is_whole for each in device.poll()}
     assert results == {0: False, 1: True, 2: True, 3: False}
-    assert region.control.stored(range(4), [STAMP] * 4) == [False, True, True, False]
-    assert region.control.quiet(range(4)) == [True] * 4
+    assert region.control.stored(range(4), [GENERATION] * 4) == [False, True, True, False]
+    assert region.control.all_acknowledged(range(4)) == [True] * 4
     assert device.retract({0, 1}) == set()
 
 
@@ -157,7 +157,7 @@ def test_a_load_takes_the_stores_before_it_along(
     device: DeviceEngine, region: HostRegion, submitted: list[int]
 ) -> None:
     store(device, region, 0)
-    device.load(7, device.plan([9], [1], [0], [0]), [STAMP], wait_s=SOON_S)
+    device.load(7, device.plan([9], [1], [0], [0]), [GENERATION], wait_s=SOON_S)
     assert submitted == [0, 7]
     device.wait({0, 7})
     assert [result.job_id for result in device.poll()] == [0, 7]
@@ -244,14 +244,15 @@ def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(
     assert device.wait_any(timeout_s=SOON_S)
     (result,) = device.poll()
     assert list(result.outcomes) == [Outcome.EXPIRED]
-    assert region.control.stored([0], [STAMP]) == [False]
+    assert region.control.stored([0], [GENERATION]) == [False]
+    assert region.control.all_acknowledged([0]) == [True]
 
 
 def test_closing_waits_for_no_chunk_that_is_on_its_way(
     device: DeviceEngine, region: HostRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     region.control.issue([0])
-    device.load(1, device.plan([1], [1], [0], [0]), [STAMP], wait_s=6 * SOON_S)
+    device.load(1, device.plan([1], [1], [0], [0]), [GENERATION], wait_s=6 * SOON_S)
     device.close()
     (result,) = device.poll()
     assert (result.job_id, list(result.outcomes)) == (1, [Outcome.FAILED])
@@ -263,8 +264,8 @@ def test_a_store_after_the_end_fails_alone(device: DeviceEngine, region: HostReg
     control.issue([0])
     plan = device.plan([1], [1], [0], [0])
     device._engine.close(timeout_s=SOON_S)
-    device.store(0, plan, [STAMP])
+    device.store(0, plan, [GENERATION])
     (result,) = device.poll()
     assert (result.job_id, list(result.outcomes)) == (0, [Outcome.FAILED])
-    assert control.stored([0], [STAMP]) == [False]
-    assert control.quiet([0]) == [True]
+    assert control.stored([0], [GENERATION]) == [False]
+    assert control.all_acknowledged([0]) == [True]

@@ -66,8 +66,8 @@ def test_every_process_sees_the_same_slots_and_control_words(name: str) -> None:
     first.slot(3)[:5] = b"bytes"
     assert bytes(second.slot(3)[:5]) == b"bytes"
     assert len(second.payload) == 4 * 8192
-    first.control.stamp(1, [2], 7)
-    first.control.stamp(0, [2], 7)
+    first.control.set_generation(1, [2], 7)
+    first.control.set_generation(0, [2], 7)
     assert second.control.stored([2, 3], [7, 7]) == [True, False]
     second.close()
     first.close()

@@ -79,7 +79,7 @@ def dropped_while_on_its_way_down() -> tuple[Workbench, Job]:
     bench.store(prefix(1))
     (first,) = bench.step()
     plan = bench.manager.prepare_load(prefix(1), "reader")
-    bench.slot_status.refuse(plan.slots, plan.generations)
+    bench.slot_status.record_failed_loads(plan.slots, plan.generations)
     bench.manager.complete_load("reader")
     assert bench.resident() == set(), "a worker could not load it"
     return bench, first

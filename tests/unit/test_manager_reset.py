@@ -19,7 +19,7 @@ def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:
     assert removed == {0, 1, 2}
 
 
-def test_slots_that_workers_may_touch_are_in_quarantine_until_they_are_quiet() -> None:
+def test_slots_that_workers_may_touch_are_in_quarantine_until_all_is_acknowledged() -> None:
     slot_status = FakeSlotStatus(driven=True)
     bench = Workbench(4, 0, slot_status=slot_status)
     plan = bench.manager.prepare_store(prefix(2), "a")
@@ -29,7 +29,7 @@ def test_slots_that_workers_may_touch_are_in_quarantine_until_they_are_quiet() -
     assert bench.ram.slots.free == 2
     assert bench.manager.snapshot().tiers[0].quarantined == 2
     assert bench.manager.has_work()
-    slot_status.stamp(plan.slots[:1], plan.generation)
+    slot_status.set_generation(plan.slots[:1], plan.generation)
     slot_status.acknowledge(plan.slots[:1])
     bench.step()
     assert bench.ram.slots.free == 3
@@ -43,12 +43,12 @@ def test_a_load_in_flight_keeps_its_slots_until_it_is_over() -> None:
     bench = Workbench(2, 0)
     bench.store(prefix(2))
     bench.settle()
-    bench.slot_status.not_quiet = {0}
+    bench.slot_status.not_acknowledged = {0}
     bench.manager.prepare_load(prefix(1), "a")
     bench.manager.reset()
     bench.manager.complete_load("a")
     assert bench.ram.slots.free == 1
-    bench.slot_status.not_quiet = set()
+    bench.slot_status.not_acknowledged = set()
     bench.step()
     assert bench.ram.slots.free == 2
 
@@ -86,16 +86,16 @@ def test_a_slot_needs_both_its_job_and_its_workers_to_let_go() -> None:
         bench = Workbench(1, 8)
         bench.store(prefix(1))
         (job,) = bench.step()
-        bench.slot_status.not_quiet = {0}
+        bench.slot_status.not_acknowledged = {0}
         bench.manager.prepare_load(prefix(1), "a")
         bench.manager.reset()
         if job_first:
             bench.finish(job)
         else:
-            bench.slot_status.not_quiet = set()
+            bench.slot_status.not_acknowledged = set()
             bench.step()
         assert bench.ram.slots.free == 0
-        bench.slot_status.not_quiet = set()
+        bench.slot_status.not_acknowledged = set()
         bench.step()
         if not job_first:
             bench.finish(job)
@@ -124,13 +124,13 @@ def test_a_condemned_chunk_that_was_to_be_demoted_gives_its_slot_back() -> None:
 
 def test_a_second_reset_leaves_the_quarantine_as_it_is() -> None:
     bench = Workbench(2, 0)
-    bench.slot_status.not_quiet = {0}
+    bench.slot_status.not_acknowledged = {0}
     bench.manager.prepare_store(prefix(1), "a")
     bench.manager.reset()
     bench.manager.reset()
     bench.check()
     assert bench.ram.slots.free == 1
-    bench.slot_status.not_quiet = set()
+    bench.slot_status.not_acknowledged = set()
     bench.step()
     assert bench.ram.slots.free == 2
 
@@ -154,13 +154,13 @@ def test_requests_live_on_and_ask_afresh() -> None:
 
 def test_the_same_key_stored_after_a_reset_is_a_new_chunk() -> None:
     bench = Workbench(2, 0)
-    bench.slot_status.not_quiet = {0}
+    bench.slot_status.not_acknowledged = {0}
     bench.manager.prepare_store(prefix(1), "a")
     bench.manager.reset()
     plan = bench.store(prefix(1), "b")
     assert plan is not None
     assert plan.slots == [1]
-    bench.slot_status.not_quiet = set()
+    bench.slot_status.not_acknowledged = set()
     bench.settle()
     assert bench.resident() == {*prefix(1)}
     assert bench.ram.slots.free == 1

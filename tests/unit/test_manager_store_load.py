@@ -120,7 +120,7 @@ def test_loading_what_is_not_there_is_an_error_and_pins_nothing() -> None:
     assert bench.ram.copies[prefix(1)[0]].hits == 0
 
 
-def test_the_stamp_of_a_load_is_the_stamp_of_the_store() -> None:
+def test_the_generation_of_a_load_is_the_generation_of_the_store() -> None:
     bench = Workbench(4, 0)
     first, second = bench.store(prefix(2)), bench.store(prefix(3))
     assert first is not None

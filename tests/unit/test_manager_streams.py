@@ -55,25 +55,25 @@ def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> Non
     assert bench.look(prefix(3), "other") == 3
 
 
-def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
+def test_a_slot_has_no_generation_while_its_next_chunk_is_on_its_way() -> None:
     """Or it might be loaded while it changes, or be taken for one that will not be filled."""
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(2, 1))), slots=2, ranks=1)
     bench = streaming(2, below=2, slot_status=cast("FakeSlotStatus", control))
     bench.manager.recover(1, zip(prefix(2, of=1), (8, 9), strict=True))
-    unstamped = [False, False]
+    without = [False, False]
     plan = LoadPlan((), (), ())
     for of in range(2):
         keys = prefix(2, of=of)
         assert bench.look(keys) == 2
         plan = bench.manager.prepare_load(keys, "reader")
-        assert control.arrivals(0, plan.slots, plan.generations) == (unstamped, unstamped)
+        assert control.arrivals(0, plan.slots, plan.generations) == (without, without)
         (job,) = bench.manager.take_jobs()
         bench.finish(job)
         bench.manager.complete_load("reader")
     store = bench.manager.prepare_store(prefix(2, of=2), "writer")
     assert store is not None
     assert set(store.slots) == set(plan.slots)
-    assert control.arrivals(0, plan.slots, plan.generations) == (unstamped, unstamped)
+    assert control.arrivals(0, plan.slots, plan.generations) == (without, without)
 
 
 def test_what_was_only_asked_for_changes_nothing() -> None:
@@ -201,9 +201,9 @@ def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request
     plan, (job,) = begin(bench, 3)
     bench.finish(job, Outcome.DONE, outcome, Outcome.DONE)
     bad = (plan.slots[1], plan.generations[1])
-    assert bench.slot_status.poisoned == {bad}
+    assert bench.slot_status.lost == {bad}
     assert bench.ram.slots.free == 1, "a worker may still look at the slot"
-    bench.slot_status.refuse([bad[0]], [bad[1]])
+    bench.slot_status.record_failed_loads([bad[0]], [bad[1]])
     bench.manager.complete_load("reader")
     bench.check()
     assert [tier.counters.hits for tier in bench.tiers] == [0, 1]
@@ -219,7 +219,7 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     bench.look(prefix(2))
     plan, (job,) = begin(bench, 2)
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.slot_status.refuse(plan.slots, plan.generations)
+    bench.slot_status.record_failed_loads(plan.slots, plan.generations)
     bench.manager.complete_load("reader")
     bench.check()
     assert bench.ram.counters.load_failed == 0
@@ -238,7 +238,7 @@ def test_a_chunk_that_came_too_late_for_one_load_is_loaded_by_the_next_and_stays
     bench.look(prefix(2))
     plan, (job,) = begin(bench, 2)
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.slot_status.refuse(plan.slots, plan.generations)
+    bench.slot_status.record_failed_loads(plan.slots, plan.generations)
     if arrives_first:
         bench.finish(job)
     bench.manager.complete_load("reader")
@@ -259,7 +259,7 @@ def test_what_one_load_could_not_wait_for_is_not_forgotten_before_another_is_ove
     plan, (job,) = begin(bench, 1, "a")
     assert begin(bench, 1, "b")[0].slots == plan.slots
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.slot_status.refuse(plan.slots, plan.generations)
+    bench.slot_status.record_failed_loads(plan.slots, plan.generations)
     bench.manager.complete_load("a")
     bench.manager.complete_load("b")
     assert bench.look(prefix(1), "b") == 0
@@ -276,7 +276,7 @@ def test_a_chunk_that_came_too_late_stays_for_a_load_that_found_it_there_meanwhi
     bench.look(prefix(1), "a")
     plan, (job,) = begin(bench, 1, "a")
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.slot_status.refuse(plan.slots, plan.generations)
+    bench.slot_status.record_failed_loads(plan.slots, plan.generations)
     bench.finish(job)
     assert bench.look(prefix(1), "b") == 1
     assert begin(bench, 1, "b")[0].generations == plan.generations
@@ -310,7 +310,7 @@ def test_reads_that_are_stuck_leave_the_rest_of_ram_to_others() -> None:
     bench.look(prefix(4), "a")
     plan, (job,) = begin(bench, 4, "a")
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.slot_status.refuse(plan.slots, plan.generations)
+    bench.slot_status.record_failed_loads(plan.slots, plan.generations)
     bench.manager.complete_load("a")
     assert bench.look(prefix(4, of=1), "b") is None
     assert bench.step() == []
@@ -369,14 +369,14 @@ def test_a_reset_while_chunks_stream_keeps_their_slots_until_job_and_worker_are_
     bench = streaming(4, below=2)
     bench.look(prefix(2))
     plan, (job,) = begin(bench, 2)
-    bench.slot_status.not_quiet = set(plan.slots)
+    bench.slot_status.not_acknowledged = set(plan.slots)
     bench.manager.reset()
     bench.check()
     assert bench.look(prefix(2), "other") == 0
     bench.finish(job)
     bench.step()
     assert bench.ram.slots.free == 2
-    bench.slot_status.not_quiet = set()
+    bench.slot_status.not_acknowledged = set()
     bench.step()
     assert bench.ram.slots.free == 4
     bench.manager.complete_load("reader")
@@ -388,11 +388,11 @@ def test_a_reset_frees_the_slot_of_a_chunk_that_had_failed_before_it() -> None:
     bench.look(prefix(1))
     plan, (job,) = begin(bench, 1)
     bench.finish(job, Outcome.FAILED)
-    bench.slot_status.not_quiet = set(plan.slots)
+    bench.slot_status.not_acknowledged = set(plan.slots)
     bench.manager.reset()
     bench.step()
     assert bench.ram.slots.free == 3
-    bench.slot_status.not_quiet = set()
+    bench.slot_status.not_acknowledged = set()
     bench.step()
     assert bench.ram.slots.free == 4
 

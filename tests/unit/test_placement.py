@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 
 from kvtier.config import parse_config
+from kvtier.connector.build import build_manager, build_tiers
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.manager.build import build_manager, build_tiers
 from kvtier.policies import (
     ChunkCopy,
     ConditionalPlacement,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvtier.config import parse_config, schema
+from kvtier.connector.build import build_manager, build_tiers, check_policies
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import TieredOffloadingManager
-from kvtier.manager.build import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     Eviction,
     build_admission,

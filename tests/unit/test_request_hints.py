@@ -31,7 +31,7 @@ def test_a_request_without_hints_asks_for_nothing() -> None:
 def test_hints_are_read() -> None:
     hints = read({"retain_s": 600, "skip_store": True, "session": "chat 7"})
     assert hints.retain_s == 600.0
-    assert hints.stores_nothing
+    assert hints.terms.stores_nothing
     assert hints.terms == RequestTerms(store_tiers=frozenset(), session="chat 7")
 
 
@@ -133,7 +133,7 @@ def test_a_bad_field_does_not_take_the_good_ones_with_it() -> None:
 def test_a_name_that_is_no_text_does_not_take_the_good_ones_with_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert read({"\ud800": 1, "skip_store": True}).stores_nothing
+    assert read({"\ud800": 1, "skip_store": True}).terms.stores_nothing
     (record,) = caplog.records
     assert "no such field" in record.getMessage()
 
@@ -164,7 +164,7 @@ def test_what_is_nested_too_deep_to_be_shown_does_not_take_the_good_fields_with_
     nested: list[Any] = []
     for _ in range(10_000):
         nested = [nested]
-    assert read({"skip_store": True, field: nested}).stores_nothing
+    assert read({"skip_store": True, field: nested}).terms.stores_nothing
 
 
 def test_keys_that_are_no_text_are_ignored_too() -> None:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.config import KvtierConfig, parse_config
+from kvtier.connector import build
+from kvtier.connector.build import build_manager, build_tiers
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState, build
-from kvtier.manager.build import build_manager, build_tiers
+from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
 from kvtier.policies import (
     ConditionalPlacement,
     Placement,

@@ -46,6 +46,7 @@ class Cache:
         assert plan is not None
         for key, slot in zip(plan.keys, plan.slots, strict=True):
             self.rig.ram.slot(slot)[:] = make_payload(key, SLOT)
+        self.rig.control.set_generation(0, plan.slots, plan.generation)
 
     def run(self) -> JobId:
         """End a step and let the engine run what it planned."""

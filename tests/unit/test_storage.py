@@ -181,10 +181,11 @@ def test_a_tier_that_hangs_takes_no_thread_of_another_tier(
         source="test",
     )
     opened = open_storage(config, region)
+    region.control.publish([0], [1])
     disk_answers = tiers["hangs"].medium.stall([0])
     keys = make_keys(range(1))
     for number, name in enumerate(names):
-        job = Job(number, Purpose.DEMOTE, "ram", name, keys, [0], [0], timeout_s=30)
+        job = Job(number, Purpose.DEMOTE, "ram", name, keys, [0], [0], 30.0, payload=[1])
         opened.engine.submit(job)
     try:
         assert opened.engine.wait([1], timeout_s=5)

@@ -24,7 +24,7 @@ from tests.support.fakes import FakeSlotStatus
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 SLOTS = [2, 3, 5, 7]
-STAMPS = [11, 11, 12, 12]
+GENERATIONS = [11, 11, 12, 12]
 SOON_S = 30.0
 
 Event = Callable[["Scripted"], None]
@@ -67,13 +67,13 @@ class Copier:
 
 def comes(*places: int) -> Event:
     return lambda control: control.publish(
-        [SLOTS[at] for at in places], [STAMPS[at] for at in places]
+        [SLOTS[at] for at in places], [GENERATIONS[at] for at in places]
     )
 
 
 def fails(*places: int) -> Event:
-    return lambda control: control.poison(
-        [SLOTS[at] for at in places], [STAMPS[at] for at in places]
+    return lambda control: control.mark_lost(
+        [SLOTS[at] for at in places], [GENERATIONS[at] for at in places]
     )
 
 
@@ -97,13 +97,13 @@ def load(pool: IoPool, copier: Copier) -> Load:
         control: ControlBlock,
         *,
         slots: Sequence[int] = SLOTS,
-        stamps: Sequence[int] = STAMPS,
+        generations: Sequence[int] = GENERATIONS,
         wait_s: float = SOON_S,
     ) -> SlotOutcomes:
         count = len(slots)
         plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
         route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
-        payload = LoadRequest(plan, None, stamps, wait_s)
+        payload = LoadRequest(plan, None, generations, wait_s)
         job = Job(1, Purpose.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
         return asyncio.run(route.run(job))
 
@@ -114,8 +114,8 @@ def test_chunks_are_copied_as_they_arrive(load: Load, copier: Copier) -> None:
     control = Scripted([nothing, comes(1), nothing, comes(0, 3), comes(2)])
     assert load(control).outcomes == [DONE] * 4
     assert copier.batches == [[3], [2, 7], [5]]
-    assert control.quiet(SLOTS) == [True] * 4
-    assert control.loaded(SLOTS, STAMPS) == [True] * 4
+    assert control.all_acknowledged(SLOTS) == [True] * 4
+    assert control.loaded(SLOTS, GENERATIONS) == [True] * 4
 
 
 def test_what_is_there_at_once_is_one_copy(load: Load, copier: Copier) -> None:
@@ -132,8 +132,8 @@ def test_a_chunk_that_will_not_come_ends_the_wait_for_those_behind_it(
     assert moved.outcomes == [DONE, DONE, FAILED, Outcome.CANCELLED]
     assert "was not promoted" in moved.error
     assert copier.batches == [[2], [3]]
-    assert control.loaded(SLOTS, STAMPS) == [True, True, False, True]
-    assert control.quiet(SLOTS) == [True] * 4
+    assert control.loaded(SLOTS, GENERATIONS) == [True, True, False, True]
+    assert control.all_acknowledged(SLOTS) == [True] * 4
 
 
 def test_the_first_of_several_bad_chunks_decides(load: Load, copier: Copier) -> None:
@@ -145,14 +145,14 @@ def test_the_first_of_several_bad_chunks_decides(load: Load, copier: Copier) -> 
 def test_nobody_waits_longer_than_told(load: Load, copier: Copier) -> None:
     control = Scripted([comes(0, 1)])
     assert load(control, wait_s=0.01).outcomes == [DONE, DONE, FAILED, FAILED]
-    assert control.loaded(SLOTS, STAMPS) == [True, True, False, False]
+    assert control.loaded(SLOTS, GENERATIONS) == [True, True, False, False]
 
 
 def test_a_load_that_need_not_wait_does_not(load: Load) -> None:
     control = Scripted([comes(0, 1, 2)])
     moved = load(control, wait_s=0.0)
     assert moved.outcomes == [DONE, DONE, DONE, FAILED]
-    assert "another stamp than expected" in moved.error
+    assert "another generation than expected" in moved.error
     assert control.looks == 2
 
 
@@ -165,11 +165,11 @@ def test_a_slot_that_is_given_away_while_it_is_read_does_not_count(
     load: Load, copier: Copier
 ) -> None:
     control = Scripted([comes(0, 1, 2, 3)])
-    copier.during = lambda: control.withdraw([3])
+    copier.during = lambda: control.clear_generations([3])
     moved = load(control)
     assert moved.outcomes == [CORRUPT] * 4
     assert "was reused" in moved.error
-    assert control.loaded(SLOTS, STAMPS) == [False] * 4
+    assert control.loaded(SLOTS, GENERATIONS) == [False] * 4
 
 
 def test_a_copy_that_breaks_is_acknowledged_and_never_whole(load: Load, copier: Copier) -> None:
@@ -182,18 +182,18 @@ def test_a_copy_that_breaks_is_acknowledged_and_never_whole(load: Load, copier: 
     copier.during = break_at_the_second
     with pytest.raises(RuntimeError, match="device is gone"):
         load(control)
-    assert control.loaded(SLOTS, STAMPS) == [True, True, False, False]
-    assert control.quiet(SLOTS) == [True] * 4
+    assert control.loaded(SLOTS, GENERATIONS) == [True, True, False, False]
+    assert control.all_acknowledged(SLOTS) == [True] * 4
 
 
 def test_a_chunk_without_a_slot_fails_and_touches_no_other(load: Load, copier: Copier) -> None:
     control = Scripted([comes(0, 1)])
     control.issue([5, 7])  # jobs of others, still running
-    moved = load(control, slots=[2, 3, -1, -1], stamps=[11, 11, 0, 0])
+    moved = load(control, slots=[2, 3, -1, -1], generations=[11, 11, 0, 0])
     assert moved.outcomes == [DONE, DONE, FAILED, FAILED]
     assert "no RAM slot" in moved.error
     assert copier.batches == [[2, 3]]
-    assert control.quiet([2, 3]) == [True, True]
+    assert control.all_acknowledged([2, 3]) == [True, True]
 
 
 # -- the storage engine's end
@@ -251,13 +251,13 @@ def route_of(disk: Disk) -> tuple[FromTier, FakeSlotStatus]:
     return FromTier(Ram(), cast("StorageTier", disk), slot_status), slot_status
 
 
-def test_what_arrived_is_stamped_and_what_did_not_is_poisoned() -> None:
+def test_chunks_that_arrived_are_published_and_the_others_marked_lost() -> None:
     disk = Disk(DONE, CORRUPT, DONE)
     disk.gate.set()
     route, slot_status = route_of(disk)
     asyncio.run(route.run(rise()))
     assert slot_status.published == [(4, 21), (6, 22)]
-    assert slot_status.poisoned == {(5, 21)}
+    assert slot_status.lost == {(5, 21)}
     assert disk.used == [0, 2]
 
 
@@ -270,17 +270,17 @@ def test_chunks_that_all_arrived_were_all_of_use() -> None:
     assert disk.used == [0, 1, 2]
 
 
-def test_a_read_that_raises_poisons_all_of_it() -> None:
+def test_a_read_that_raises_marks_all_chunks_lost() -> None:
     disk = Disk(OSError(5, "gone"))
     disk.gate.set()
     route, slot_status = route_of(disk)
     with pytest.raises(OSError, match="gone"):
         asyncio.run(route.run(rise()))
-    assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
+    assert slot_status.lost == {(4, 21), (5, 21), (6, 22)}
 
 
 @pytest.mark.parametrize("outcomes", [[], [DONE], [DONE] * 4], ids=len)
-def test_a_read_that_does_not_answer_for_each_chunk_poisons_all_of_it(
+def test_a_read_that_does_not_answer_for_each_chunk_marks_all_lost(
     outcomes: list[Outcome],
 ) -> None:
     disk = Disk(*outcomes)
@@ -289,7 +289,7 @@ def test_a_read_that_does_not_answer_for_each_chunk_poisons_all_of_it(
     with pytest.raises(TypeError, match=f"tier nvme returned {len(outcomes)} outcomes for 3"):
         asyncio.run(route.run(rise()))
     assert slot_status.published == []
-    assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
+    assert slot_status.lost == {(4, 21), (5, 21), (6, 22)}
     assert disk.used == []
 
 
@@ -323,11 +323,11 @@ class LargeSlots(Disk):
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON_S):
-        while not condition():  # noqa: ASYNC110 - a stamp wakes nobody
+        while not condition():  # noqa: ASYNC110 - a generation wakes nobody
             await asyncio.sleep(0)
 
 
-def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
+def test_the_parts_of_a_large_job_are_published_as_they_arrive() -> None:
     disk = LargeSlots(DONE, CORRUPT, DONE)
     route, slot_status = route_of(disk)
 
@@ -336,7 +336,7 @@ def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
         disk.gates[2].set()
         await until(lambda: slot_status.published == [(6, 22)])
         disk.gates[1].set()
-        await until(lambda: slot_status.poisoned == {(5, 21)})
+        await until(lambda: slot_status.lost == {(5, 21)})
         assert not moving.done()
         disk.gates[0].set()
         return await moving
@@ -345,12 +345,12 @@ def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
     assert moved.outcomes == [DONE, CORRUPT, DONE]
     assert moved.error == "slot 1 is lost"
     assert slot_status.published == [(6, 22), (4, 21)]
-    assert slot_status.poisoned == {(5, 21)}
+    assert slot_status.lost == {(5, 21)}
     assert disk.used == [2, 0]
 
 
-def test_what_was_stamped_before_a_deadline_is_whole_once_the_job_is_over() -> None:
-    """The deadline poisons it, and the manager then has it as a hit for others."""
+def test_what_was_published_before_a_deadline_is_whole_once_the_job_is_over() -> None:
+    """The deadline marks it lost, and the manager then has it as a hit for others."""
     disk = LargeSlots(DONE, DONE, DONE)
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(8, 1))), slots=8, ranks=1)
     route = FromTier(Ram(), cast("StorageTier", disk), control)
@@ -388,7 +388,7 @@ def test_a_part_that_raises_is_waited_for_with_the_others(error: BaseException) 
     async def read() -> None:
         moving = asyncio.create_task(_caught(route.run(rise())))
         disk.gates[0].set()
-        await until(lambda: slot_status.poisoned == {(4, 21)})
+        await until(lambda: slot_status.lost == {(4, 21)})
         assert not moving.done(), "threads touch the slots of the others"
         for gate in disk.gates:
             gate.set()
@@ -396,7 +396,7 @@ def test_a_part_that_raises_is_waited_for_with_the_others(error: BaseException) 
 
     asyncio.run(read())
     assert slot_status.published == [(5, 21), (6, 22)]
-    assert slot_status.poisoned == {(4, 21)}
+    assert slot_status.lost == {(4, 21)}
 
 
 def test_a_part_that_cannot_begin_does_not_keep_the_others_from_it() -> None:
@@ -410,7 +410,7 @@ def test_a_part_that_cannot_begin_does_not_keep_the_others_from_it() -> None:
 
     assert isinstance(asyncio.run(read()), KvtierError)
     assert slot_status.published == [(4, 21), (6, 22)]
-    assert slot_status.poisoned == {(5, 21)}
+    assert slot_status.lost == {(5, 21)}
 
 
 async def _caught(moving: Awaitable[object]) -> BaseException | None:
@@ -433,23 +433,23 @@ def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, Fak
         assert engine.close(timeout_s=SOON_S)
 
 
-def test_a_job_that_never_ran_is_poisoned_before_its_result_is_posted() -> None:
+def test_a_job_that_never_ran_is_marked_lost_before_its_result_is_posted() -> None:
     with engine_over(Disk(DONE, DONE, DONE), queued_bytes=3) as (engine, slot_status):
         engine.submit(rise(0))
         engine.submit(rise(1))  # the queue is full
         (refused,) = engine.poll()
         assert list(refused.outcomes) == [Outcome.REFUSED] * 3
-        assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
+        assert slot_status.lost == {(4, 21), (5, 21), (6, 22)}
 
 
-def test_a_deadline_poisons_while_the_read_goes_on() -> None:
+def test_a_deadline_marks_chunks_lost_while_the_read_goes_on() -> None:
     disk = Disk(DONE, DONE, DONE)
     with engine_over(disk) as (engine, slot_status):
         engine.submit(rise(0, timeout_s=0.01))
         assert engine.wait_any(timeout_s=SOON_S)
         (expired,) = engine.poll()
         assert not expired.settled
-        assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
+        assert slot_status.lost == {(4, 21), (5, 21), (6, 22)}
         assert slot_status.published == []
 
 

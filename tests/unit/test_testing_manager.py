@@ -17,7 +17,7 @@ def busy() -> Workbench:
     """A bench with a bit of everything: jobs both ways, grants, queues and quarantine."""
     limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=1)
     bench = Workbench(8, 8, limits=limits)
-    bench.slot_status.not_quiet = {0}
+    bench.slot_status.not_acknowledged = {0}
     bench.manager.prepare_store(prefix(1, of=5), "old")
     bench.manager.reset()
     bench.manager.recover(1, [(prefix(1)[0], 4)])
@@ -136,39 +136,39 @@ def test_the_order_of_an_lru_is_oldest_first_and_skips_stale_entries() -> None:
 
 def test_a_workbench_that_never_settles_says_so() -> None:
     bench = Workbench(2, 0)
-    bench.slot_status.not_quiet = {0}
+    bench.slot_status.not_acknowledged = {0}
     bench.manager.prepare_store(prefix(1), "a")
     bench.manager.reset()
     with pytest.raises(TimeoutError):
         bench.settle(steps=3)
 
 
-def test_a_truth_refuses_a_stamp_of_a_former_owner() -> None:
+def test_a_slot_status_refuses_a_generation_of_a_former_owner() -> None:
     slot_status = FakeSlotStatus(driven=True)
-    slot_status.stamp([1], 5)
-    with pytest.raises(SlotStatusError, match="bears 5 and is stamped 4"):
-        slot_status.stamp([1], 4)
-    with pytest.raises(SlotStatusError, match="bears 5 and is stamped 5"):
+    slot_status.set_generation([1], 5)
+    with pytest.raises(SlotStatusError, match="has generation 5 and is given 4"):
+        slot_status.set_generation([1], 4)
+    with pytest.raises(SlotStatusError, match="has generation 5 and is given 5"):
         slot_status.publish([1], [5])
     slot_status.publish([1], [6])
     assert slot_status.published == [(1, 6)]
 
 
-def test_a_truth_is_quiet_when_every_job_was_acknowledged() -> None:
+def test_a_slot_status_knows_when_every_job_was_acknowledged() -> None:
     slot_status = FakeSlotStatus(driven=True)
     slot_status.issue([1, 2])
     slot_status.acknowledge([1])
-    slot_status.not_quiet = {3}
-    assert slot_status.quiet([1, 2, 3]) == [True, False, False]
+    slot_status.not_acknowledged = {3}
+    assert slot_status.all_acknowledged([1, 2, 3]) == [True, False, False]
     with pytest.raises(SlotStatusError, match="more often"):
         slot_status.acknowledge([1])
     with pytest.raises(SlotStatusError, match="twice"):
         slot_status.issue([1, 1])
 
 
-def test_a_driven_truth_has_stored_what_was_stamped() -> None:
+def test_a_driven_slot_status_has_stored_what_has_its_generation() -> None:
     slot_status = FakeSlotStatus(driven=True)
-    slot_status.stamp([1, 2], 5)
+    slot_status.set_generation([1, 2], 5)
     slot_status.not_stored = {2}
     assert slot_status.stored([1, 2, 3], [5, 5, 5]) == [True, False, False]
     assert slot_status.stored([1], [4]) == [False]

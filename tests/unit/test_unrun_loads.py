@@ -12,6 +12,7 @@ import pytest
 from kvtier.config import parse_config
 from kvtier.connector import storage
 from kvtier.connector.service import CacheService
+from kvtier.errors import ClosedError
 from kvtier.keys import ChunkKey
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
@@ -52,9 +53,9 @@ class World:
         plan = service.prepare_store(keys, name)
         assert plan is not None
         assert len(plan.keys) == len(keys)
-        self.control.stamp(0, plan.slots, plan.generation)
+        self.control.set_generation(0, plan.slots, plan.generation)
         self.control.acknowledge(0, plan.slots)
-        service.complete_store(keys, name)
+        service.complete_store(keys, Context(name))
         service.end_request(Context(name))
         for _ in range(4):
             service.end_step(started=(), preempted=())
@@ -98,7 +99,7 @@ def test_a_load_whose_job_cannot_be_submitted_fails_at_once(
     old, _ = fill(world)
 
     def fail(*jobs: Job) -> None:
-        raise RuntimeError("can't start new thread")
+        raise ClosedError("its thread died")
 
     monkeypatch.setattr(world.engine, "submit", fail)
     assert world.lookup("c", old) == 16 * len(old)
@@ -106,9 +107,9 @@ def test_a_load_whose_job_cannot_be_submitted_fails_at_once(
     whole, lost = world.control.arrivals(0, plan.slots, plan.generations)
     assert not any(whole)
     assert all(lost), "workers wait for chunks that nobody brings"
-    world.control.refuse(0, plan.slots, plan.generations)
+    world.control.record_failed_loads(0, plan.slots, plan.generations)
     world.control.acknowledge(0, plan.slots)
-    world.service.complete_load("c")
+    world.service.complete_load(old, Context("c"))
     assert world.service.statistics().internal_errors == 1
 
 

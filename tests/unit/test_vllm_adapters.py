@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,24 @@ from kvtier.vllm.adapters import AdapterContent, AdapterContents
 LATER_NS = 1 << 62
 """An engine that starts then finds only files that are older."""
 
+MakeEngine = Callable[..., AdapterContents]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
+    """Make the adapters of an engine; its deadlines do not fail on a busy machine."""
+    monkeypatch.setattr(adapters, "_READ_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(adapters, "_CHECK_TIMEOUT_S", 60.0)
+    engines: list[AdapterContents] = []
+
+    def make(started_ns: int = LATER_NS, **settings: Any) -> AdapterContents:
+        engines.append(AdapterContents(SimpleNamespace(**settings), started_ns=started_ns))
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
+
 
 def write(directory: Path, weights: bytes = b"weights", config: bytes = b"{}") -> Path:
     directory.mkdir(exist_ok=True)
@@ -29,11 +48,7 @@ def asked(path: object, number: int = 1, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(lora_name="a", lora_path=str(path), lora_int_id=number, **more)
 
 
-def engine(started_ns: int = LATER_NS, **settings: Any) -> AdapterContents:
-    return AdapterContents(SimpleNamespace(**settings), started_ns=started_ns)
-
-
-def outlives(path: Path, started_ns: int = LATER_NS) -> bool:
+def outlives(engine: MakeEngine, path: Path, started_ns: int = LATER_NS) -> bool:
     """Return whether two engines come to one digest."""
     digests = {engine(started_ns).of(asked(path)).digest for _ in range(2)}
     return len(digests) == 1
@@ -53,9 +68,11 @@ def test_a_key_keeps_both_ends_and_its_group_and_comes_out_as_it_went_in(
     assert strip_adapter(key) == key
 
 
-def test_an_adapter_is_known_by_its_content_in_every_engine(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_content_in_every_engine(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
     first, copied = write(tmp_path / "one"), write(tmp_path / "two")
-    assert outlives(first)
+    assert outlives(engine, first)
     known = engine().of(asked(first))
     assert engine().of(asked(copied, number=7)).digest == known.digest
     assert known.is_current()
@@ -63,14 +80,16 @@ def test_an_adapter_is_known_by_its_content_in_every_engine(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("change", [{"weights": b"weightz"}, {"config": b'{"r": 8}'}])
 def test_another_content_at_the_same_path_has_another_digest(
-    change: Mapping[str, bytes], tmp_path: Path
+    engine: MakeEngine, change: Mapping[str, bytes], tmp_path: Path
 ) -> None:
     before = engine().of(asked(write(tmp_path / "a")))
     after = engine().of(asked(write(tmp_path / "a", **change)))
     assert before.digest != after.digest
 
 
-def test_how_an_adapter_is_applied_is_part_of_what_it_is(tmp_path: Path) -> None:
+def test_how_an_adapter_is_applied_is_part_of_what_it_is(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
     path = write(tmp_path / "a")
     some = {
         engine().of(asked(path)).digest,
@@ -84,7 +103,7 @@ def test_how_an_adapter_is_applied_is_part_of_what_it_is(tmp_path: Path) -> None
     assert len(same) == 1
 
 
-def test_what_vllm_does_not_read_is_not_looked_at(tmp_path: Path) -> None:
+def test_what_vllm_does_not_read_is_not_looked_at(engine: MakeEngine, tmp_path: Path) -> None:
     path = write(tmp_path / "a")
     contents = engine()
     before = contents.of(asked(path))
@@ -94,7 +113,7 @@ def test_what_vllm_does_not_read_is_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_changes_under_the_engine_is_believed_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a")
     contents = engine()
@@ -110,11 +129,11 @@ def test_an_adapter_that_changes_under_the_engine_is_believed_no_more(
     # Nor when it is what it was: vLLM's own prefix cache has KV of both.
     write(path)
     assert contents.of(asked(path)).digest not in {before.digest, after.digest}
-    assert outlives(path)
+    assert outlives(engine, path)
 
 
 def test_what_may_have_been_loaded_anew_is_told_apart_only_where_nothing_else_does(
-    tmp_path: Path,
+    engine: MakeEngine, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a")
     ways = [asked(path), asked(path, number=2), asked(path, load_inplace=True)]
@@ -125,7 +144,7 @@ def test_what_may_have_been_loaded_anew_is_told_apart_only_where_nothing_else_do
 
 
 def test_of_adapters_that_share_a_number_nothing_more_outlives_the_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM applies the one that it has loaded under that number to requests for the other."""
     paths = [write(tmp_path / name, name.encode()) for name in ("one", "two", "three")]
@@ -142,23 +161,23 @@ def test_of_adapters_that_share_a_number_nothing_more_outlives_the_engine(
 
 
 def test_of_an_adapter_newer_than_the_engine_nothing_outlives_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a")
     changed_ns = (path / "adapter_model.safetensors").stat().st_ctime_ns
     os.utime(path / "adapter_model.safetensors", (0, 0))  # as a copy that keeps dates
-    assert not outlives(path, started_ns=changed_ns)
+    assert not outlives(engine, path, started_ns=changed_ns)
     assert "newer than the engine" in caplog.text
     contents = engine(changed_ns)
     assert contents.of(asked(path)).digest == contents.of(asked(path)).digest
 
 
 def test_of_an_adapter_that_cannot_be_read_nothing_outlives_the_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name: Any = "organisation/adapter"
-    assert not outlives(name)
-    assert not outlives(tmp_path)
+    assert not outlives(engine, name)
+    assert not outlives(engine, tmp_path)
     contents = engine()
     caplog.clear()
     first = contents.of(asked(name))
@@ -168,16 +187,20 @@ def test_of_an_adapter_that_cannot_be_read_nothing_outlives_the_engine(
     assert caplog.text.count("cannot be read") == 1
 
 
-def test_a_request_of_an_unknown_kind_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_of_an_unknown_kind_is_no_error(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     contents = engine()
     strange = SimpleNamespace()
-    assert contents.of(strange).digest != contents.of(strange).digest
-    assert "will not outlive" in caplog.text
+    content = contents.of(strange)
+    assert content.digest != contents.of(strange).digest
+    assert not content.is_current()
+    assert "neither loads nor stores" in caplog.text
 
 
 @pytest.mark.parametrize("at", [0, 4095])
 def test_of_large_files_samples_and_the_date_are_enough(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "_WHOLE_NBYTES", 1000)
     monkeypatch.setattr(adapters, "_SAMPLE_NBYTES", 10)
@@ -193,3 +216,115 @@ def test_of_large_files_samples_and_the_date_are_enough(
     assert digest_of(zeros, 5) == digest_of(zeros, 5)
     assert digest_of(zeros, 5) != digest_of(bytes(changed), 5)
     assert digest_of(zeros, 5) != digest_of(zeros, 6)
+
+
+class StallingServer:
+    """Directories on a file server that answers, or stalls until it answers again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self._monkeypatch = monkeypatch
+        self._scandir = os.scandir
+        monkeypatch.setattr(os, "scandir", self._answer)
+
+    def _answer(self, directory: Path) -> Any:
+        self.answers.wait()
+        return self._scandir(directory)
+
+    def stall(self) -> None:
+        """Stall, and let the engine's deadlines pass at once."""
+        self.answers.clear()
+        self._monkeypatch.setattr(adapters, "_READ_TIMEOUT_S", 0.0)
+        self._monkeypatch.setattr(adapters, "_CHECK_TIMEOUT_S", 0.0)
+
+    def recover(self) -> None:
+        """Answer what was asked before and whatever is asked from now on."""
+        self._monkeypatch.setattr(adapters, "_READ_TIMEOUT_S", 60.0)
+        self._monkeypatch.setattr(adapters, "_CHECK_TIMEOUT_S", 60.0)
+        self.answers.set()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StallingServer]:
+    server = StallingServer(monkeypatch)
+    yield server
+    server.answers.set()
+
+
+def after_the_late_call(contents: AdapterContents, path: Path, **more: Any) -> AdapterContent:
+    """Return the content of the first request after the late call has ended."""
+    content = contents.of(asked(path, **more))
+    while contents.of(asked(path, **more)).digest != content.digest:
+        content = contents.of(asked(path, **more))
+    return content
+
+
+def test_a_request_whose_files_are_not_read_in_time_neither_loads_nor_stores(
+    engine: MakeEngine, server: StallingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a")
+    known, contents = engine().of(asked(path)), engine()
+    server.stall()
+    late = [contents.of(asked(path)) for _ in range(3)]
+    assert len({known.digest, *(each.digest for each in late)}) == 4
+    assert caplog.text.count("does not answer in time") == 1
+    server.recover()
+    assert after_the_late_call(contents, path).digest == known.digest
+    assert not any(each.is_current() for each in late)
+
+
+def test_a_store_while_the_file_server_stalls_is_refused_and_later_ones_are_not(
+    engine: MakeEngine, server: StallingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a")
+    contents = engine()
+    known = contents.of(asked(path))
+    server.stall()
+    assert not known.is_current()
+    assert not known.is_current()
+    assert contents.of(asked(path)).digest != known.digest
+    assert caplog.text.count("LoRA adapter a: its file system does not answer in time") == 1
+    server.recover()
+    assert after_the_late_call(contents, path).digest == known.digest
+    assert known.is_current()
+
+
+def test_files_that_change_while_the_server_stalls_are_believed_no_more(
+    engine: MakeEngine, server: StallingServer, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a")
+    contents = engine()
+    known = contents.of(asked(path))
+    server.stall()
+    contents.of(asked(path))
+    write(path, b"others!")
+    other = engine().of(asked(path))
+    server.recover()
+    after = after_the_late_call(contents, path)
+    assert after.digest not in {known.digest, other.digest, engine().of(asked(path)).digest}
+
+
+def test_a_number_of_a_late_adapter_is_shared_as_of_any_other(
+    engine: MakeEngine, server: StallingServer, tmp_path: Path
+) -> None:
+    """vLLM has loaded it, although kvtier does not know its content yet."""
+    paths = [write(tmp_path / name, name.encode()) for name in ("one", "two")]
+    believed = [engine().of(asked(path)).digest for path in paths]
+    contents = engine()
+    server.stall()
+    for path in paths:
+        contents.of(asked(path))
+    server.recover()
+    for path in paths:
+        assert after_the_late_call(contents, path).digest not in believed
+
+
+def test_closing_does_not_wait_for_a_server_that_stalls(
+    engine: MakeEngine, server: StallingServer, tmp_path: Path
+) -> None:
+    contents = engine()
+    server.stall()
+    contents.of(asked(tmp_path))
+    contents.close()
+    assert not server.answers.is_set()

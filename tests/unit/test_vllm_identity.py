@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.memory import RegionGeometry
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.identity import declared_identity, fingerprint
-from kvtier.vllm.refusals import warn_of_weak_hashes
+from kvtier.vllm.refusals import warn_of_restarts
 from tests.unit.warned import warnings_in
 
 GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
@@ -60,6 +60,27 @@ def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
     os.utime(path, (date_s, date_s))
 
 
+def warned_of(
+    caplog: pytest.LogCaptureFixture,
+    *,
+    keeps: bool = True,
+    identity: str = "{}",
+    algorithm: str = "sha256",
+    model: object = "org/model",
+    revision: str | None = "5b0e4e8",
+) -> list[str]:
+    """Return the warnings at the start of an engine, with a store or in memory only."""
+    nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n" if keeps else ""
+    ram = "tiers:\n- {kind: ram, capacity: 1MiB}\n"
+    config = parse_config(f"{ram}{nvme}identity: {identity}\n", source="a.yaml")
+    vllm = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+        model_config=SimpleNamespace(model=str(model), revision=revision),
+    )
+    warn_of_restarts(vllm, config)
+    return warnings_in(caplog)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "warned"),
     [("sha256", False), ("sha256_cbor", False), ("xxhash", True), ("xxhash_cbor", True)],
@@ -73,11 +94,7 @@ def test_hashes_that_may_collide_are_warned_of_where_a_store_keeps_them(
     keeps: bool,
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n" if keeps else ""
-    config = parse_config(f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{nvme}", source="a.yaml")
-    cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
-    warn_of_weak_hashes(SimpleNamespace(cache_config=cache), config)
-    found = warnings_in(caplog)
+    found = warned_of(caplog, keeps=keeps, algorithm=algorithm)
     assert len(found) == (warned and keeps)
     assert all(f"--prefix-caching-hash-algo {algorithm} is not" in text for text in found)
     assert all(text.endswith("use sha256 or sha256_cbor") for text in found)
@@ -86,13 +103,36 @@ def test_hashes_that_may_collide_are_warned_of_where_a_store_keeps_them(
 def test_hashes_that_change_with_each_start_are_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n"
-    config = parse_config(f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{nvme}", source="a.yaml")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    cache = SimpleNamespace(prefix_caching_hash_algo="xxhash")
-    warn_of_weak_hashes(SimpleNamespace(cache_config=cache), config)
-    _, found = warnings_in(caplog)
+    _, found = warned_of(caplog, algorithm="xxhash")
     assert "nothing stored is found after a restart: set PYTHONHASHSEED" in found
+
+
+class ResolvedRevision(str):
+    """What vLLM makes of a revision that was not given: its branch, now at a commit."""
+
+    __slots__ = ()
+    initial = None
+    resolved = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+
+
+@pytest.mark.parametrize("revision", [None, ResolvedRevision("main")])
+def test_a_hubs_model_without_a_revision_is_warned_of_where_a_store_keeps_its_chunks(
+    caplog: pytest.LogCaptureFixture, revision: str | None
+) -> None:
+    assert not warned_of(caplog, revision=revision, keeps=False)
+    (found,) = warned_of(caplog, revision=revision)
+    assert "org/model has no revision" in found
+    assert found.endswith("--revision COMMIT, or set identity.model_revision")
+
+
+def test_a_model_that_is_pinned_named_or_local_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    assert not warned_of(caplog)
+    assert not warned_of(caplog, revision=None, identity="{model_revision: 5b0e4e8}")
+    assert not warned_of(caplog, revision=None, identity="{name: ours}")
+    assert not warned_of(caplog, revision=None, model=tmp_path)
 
 
 def test_groups_that_have_other_numbers_in_keys_are_others(
@@ -214,6 +254,43 @@ def test_weights_that_cannot_be_read_are_known_by_size_and_date(
     assert first == namespace(model, config) != readable
     put(model / "original" / "consolidated.00.pth", b"1", date_s=1)
     assert namespace(model, config) != first
+
+
+def snapshot(cache: Path, content: bytes, *, sha256: str = "0a" * 32, date_s: int = 0) -> Path:
+    """Return a model in a Hugging Face cache."""
+    put(cache / "blobs" / sha256, content, date_s=date_s)
+    link = cache / "snapshots" / "5b0e4e8" / "model.safetensors"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"../../blobs/{sha256}")
+    return link.parent
+
+
+def test_a_copy_of_a_hugging_face_cache_keeps_the_identity_whatever_its_dates(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    first = snapshot(tmp_path / "one", LARGE, date_s=1)
+    copied = snapshot(tmp_path / "two", LARGE, date_s=2)
+    assert namespace(first, config) == namespace(copied, config)
+
+
+def test_weights_in_a_hugging_face_cache_are_known_by_their_sha256_and_samples(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    """Two files may differ between all samples, and a tool may write into a blob."""
+    first = snapshot(tmp_path / "one", LARGE)
+    other = snapshot(tmp_path / "two", LARGE, sha256="0b" * 32)
+    written_to = snapshot(tmp_path / "three", LARGE[1:] + b"x")
+    assert len({namespace(model, config) for model in (first, other, written_to)}) == 3
+
+
+@pytest.mark.parametrize("sha256", ["0a" * 20, "model.bin"])
+def test_the_date_counts_of_blobs_that_have_another_name(
+    config: KvtierConfig, tmp_path: Path, sha256: str
+) -> None:
+    first = snapshot(tmp_path / "one", LARGE, sha256=sha256, date_s=1)
+    touched = snapshot(tmp_path / "two", LARGE, sha256=sha256, date_s=2)
+    assert namespace(first, config) != namespace(touched, config)
 
 
 def test_settings_that_were_only_touched_and_what_is_no_part_of_the_model_do_not_count(

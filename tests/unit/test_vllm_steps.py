@@ -52,6 +52,10 @@ class Output:
     states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None
 
     @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+    @property
     def scheduled_cached_reqs(self) -> Any:
         return SimpleNamespace(
             new_block_ids=self.new_block_ids, resumed_req_ids=set(self.resumed)
@@ -91,8 +95,14 @@ def test_a_step_that_only_generates_has_its_tokens_and_nothing_else() -> None:
     tokens = {"a": 1, "b": 1}
     step = Engine(states=True).step(num_scheduled_tokens=tokens, new_block_ids=[None, None])
     assert step.num_scheduled_tokens is tokens
+    assert step.prompt_tokens == 0
     assert not any((step.started, step.preempted, step.allocated, step.overwritten))
     assert step.states == {}
+
+
+def test_prompts_are_counted_without_the_tokens_that_are_generated_beside_them() -> None:
+    step = Engine().step(num_scheduled_tokens={"a": 1, "b": 512, "c": 4, "d": 100})
+    assert step.prompt_tokens == 612
 
 
 def test_new_and_resumed_requests_start_and_preempted_ones_are_named() -> None:

@@ -286,7 +286,7 @@ class ToyEngine:
             slots, generations = job.slots.slots, job.slots.generations
             if not works and not is_store:
                 failed[job_id] = FailedLoad(job.request_id, frozenset(job.blocks.block_ids))
-                self.cache.slot_status.refuse(slots, generations)
+                self.cache.slot_status.record_failed_loads(slots, generations)
             self.cache.finish(slots, stored=generations[0] if is_store and works else None)
         self.connector.update_connector_output(
             WorkerOutput(completed_jobs=dict.fromkeys(ended, ranks), failed_loads=failed)

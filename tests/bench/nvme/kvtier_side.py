@@ -98,22 +98,22 @@ class KvtierSide:
         return hits
 
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
-        """Mark each slot with its key, then stamp and acknowledge."""
+        """Mark each slot with its key, then set its generation and acknowledge."""
         if not keys:
             return
         for slot, key in zip(spec.slots, keys, strict=True):
             self._region.slot(slot)[: len(key)] = key
         control = self._region.control
-        control.stamp(0, spec.slots, spec.generations[0])
+        control.set_generation(0, spec.slots, spec.generations[0])
         control.acknowledge(0, spec.slots)
 
     def collect(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
-        """Check each slot's stamp and mark, then acknowledge."""
+        """Check each slot's generation and mark, then acknowledge."""
         if not keys:
             return
         control = self._region.control
-        if not control.bears(0, spec.slots, spec.generations):
-            raise WrongBytesError("a slot does not bear the stamp it was promised with")
+        if not control.has_generations(0, spec.slots, spec.generations):
+            raise WrongBytesError("a slot does not have the generation it was promised with")
         for slot, key in zip(spec.slots, keys, strict=True):
             if self._region.slot(slot)[: len(key)] != key:
                 raise WrongBytesError(f"slot {slot} does not hold {key.hex()}")
@@ -133,7 +133,7 @@ class KvtierSide:
 
 
 class _Slots(NamedTuple):
-    """Where the chunks of a job are, and the stamps of their slots."""
+    """Where the chunks of a job are, and the generations of their slots."""
 
     slots: Sequence[int]
     generations: Sequence[int]
@@ -167,7 +167,7 @@ class _Calls:
         return _Slots(plan.slots, plan.generations)
 
     def complete_load(self, keys: Collection[ChunkKey], context: Any) -> None:
-        self._cache.complete_load(context.req_id)
+        self._cache.complete_load(keys, context)
 
     def prepare_store(self, keys: Sequence[ChunkKey], context: Any) -> _StoreOutput | None:
         plan = self._cache.prepare_store(keys, context.req_id)
@@ -176,7 +176,7 @@ class _Calls:
         return _StoreOutput(plan.keys, _Slots(plan.slots, [plan.generation] * len(plan.slots)))
 
     def complete_store(self, keys: Collection[ChunkKey], context: Any) -> None:
-        self._cache.complete_store(keys, context.req_id)
+        self._cache.complete_store(keys, context)
 
     def on_schedule_end(self, context: Any) -> None:
         self._cache.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)

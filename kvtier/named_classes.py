@@ -1,0 +1,112 @@
+"""Classes by name: built in, from installed packages, or any class as ``module:Class``.
+
+Built-in classes are named as text, so that reading a configuration does not import them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from kvtier.errors import ConfigError, did_you_mean
+
+__all__ = ["CLASS_PATTERN", "NamedClasses"]
+
+CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""The form ``module:Class``, for a class that no package registers under a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedClasses:
+    """The classes that one key of a configuration can name.
+
+    Attributes:
+        what: The name of such a class in messages.
+        group: The group of entry points in which packages register such classes.
+        built_in: The built-in classes: name to ``module:Class``.
+    """
+
+    what: str
+    group: str
+    built_in: Mapping[str, str]
+
+    def installed(self) -> tuple[str, ...]:
+        """Return every name that a configuration may give, sorted."""
+        return tuple(sorted({*self.built_in, *entry_points(group=self.group).names}))
+
+    def obstacle(self, name: str) -> tuple[str, str] | None:
+        """Return why the class ``name`` does not load, and a remedy; None if it loads.
+
+        Also None for a built-in class, which is not imported, and for an unknown name, which
+        the caller must report.
+        """
+        point = None if name in self.built_in else self._point(name)
+        if point is None:
+            return None
+        try:
+            point.load()
+        except Exception as error:  # noqa: BLE001 - the import runs third-party code
+            return f"does not load: {error}", _remedy(point, error)
+        return None
+
+    def find(self, name: str) -> Any:  # noqa: ANN401 - may be of another package
+        """Return what is called ``name``.
+
+        Args:
+            name: A built-in name, a registered name of an installed package, or
+                ``module:Class``.
+
+        Raises:
+            ConfigError: There is nothing of this name, or it does not load.
+        """
+        point = self._point(name)
+        if point is None:
+            known = self.installed()
+            remedy = f"or name a class as module:Class{did_you_mean(name, known)}"
+            problem = f"unknown {self.what} {name!r}; installed: {', '.join(known)}"
+            raise ConfigError(f"{problem}; {remedy}")
+        try:
+            return point.load()
+        except Exception as error:  # the import runs third-party code
+            problem = f"{self.what} {name!r} ({point.value}) does not load: {error}"
+            raise ConfigError(f"{problem}; {_remedy(point, error)}") from error
+
+    def find_derived(self, name: str, base: type[Any]) -> type[Any]:
+        """Return the class called ``name``, which is derived from ``base`` and complete.
+
+        Raises:
+            ConfigError: There is no such class, or it is not usable.
+        """
+        found = self.find(name)
+        which = repr(found)
+        if isinstance(found, type):
+            which = f"{found.__module__}:{found.__qualname__}"
+        problem = f"{self.what} {name!r}: {which}"
+        package = ".".join(base.__module__.split(".")[:2])
+        public = f"{package}.{base.__name__}"
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise ConfigError(f"{problem} is no {base.__name__}; derive it from {public}")
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        if missing:
+            remedy = f"{public} says what each must do"
+            raise ConfigError(f"{problem} leaves out {missing}; {remedy}")
+        return found
+
+    def _point(self, name: str) -> EntryPoint | None:
+        if value := self.built_in.get(name):
+            return EntryPoint(name, value, self.group)
+        if re.fullmatch(CLASS_PATTERN, name):
+            return EntryPoint(name, name, self.group)
+        registered = entry_points(group=self.group)
+        return registered[name] if name in registered.names else None
+
+
+def _remedy(point: EntryPoint, error: Exception) -> str:
+    """Return how to repair a class that does not load."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
+        return f"put the directory of {point.module} on PYTHONPATH, the engine's too"
+    return "repair or remove the package that provides it"

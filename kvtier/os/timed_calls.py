@@ -1,0 +1,64 @@
+"""Blocking calls for a thread that must not block for long, such as an engine's scheduler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kvtier.os.iopool import start_thread
+
+__all__ = ["TimedCalls"]
+
+T = TypeVar("T")
+
+
+class TimedCalls:
+    """Runs blocking calls on a daemon thread, one at a time. One thread begins the calls.
+
+    The system cannot interrupt a call to a file server that has stopped answering. So the
+    caller waits for the result with a timeout, and no call is queued behind one that is late:
+    callers would otherwise wait for the same server again and again.
+
+    Args:
+        name: Name of the thread, which starts with the first call.
+    """
+
+    def __init__(self, *, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._last: Future[Any] | None = None
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Begin ``call`` and return its future.
+
+        Raises:
+            TimeoutError: The call before has not ended; ``call`` is not run.
+            CapacityError: The system allows no more threads.
+        """
+        if self._last is None:
+            start_thread(threading.Thread(target=self._work, name=self._name, daemon=True))
+        elif not self._last.done():
+            raise TimeoutError("the call before has not ended")
+        self._last = future = Future[T]()
+        self._queue.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the call in progress, without waiting. Idempotent.
+
+        A thread that never returns from its call dies with the process.
+        """
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            future, call = work
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - delivered to the caller
+                future.set_exception(error)
+            else:
+                future.set_result(result)
