@@ -80,7 +80,7 @@ def parse_size(text: str) -> int:
     """Return the size ``text`` in bytes; units are binary (``GiB``) or decimal (``GB``).
 
     Raises:
-        UnitError: Not a size, no unit, an ambiguous unit, negative, not whole bytes, or 8 EiB
+        UnitError: Not a size, no unit, an ambiguous unit, 0 or less, not whole bytes, or 8 EiB
             or more.
 
     >>> parse_size("1.5KiB"), parse_size("2TB")
@@ -90,10 +90,12 @@ def parse_size(text: str) -> int:
     if unit not in _SIZES:
         raise UnitError(*_wrong_size_unit(text, number, unit))
     nbytes = number * _SIZES[unit]
+    if not nbytes:
+        raise UnitError(f"{text} is no size", "write one such as 64GiB")
     if nbytes >= _TOO_MANY:
         raise UnitError(f"{text} is too large", "write less than 8192PiB")
     if nbytes != int(nbytes):
-        raise UnitError(f"{text} is not a whole number of bytes", f"write {int(nbytes)}B")
+        raise UnitError(f"{text} is not a whole number of bytes", f"write {int(nbytes) or 1}B")
     return int(nbytes)
 
 
@@ -155,12 +157,9 @@ def parse_rate(text: str) -> int:
     if not slash or per.strip() != "s":
         raise UnitError(f"{text} is not a rate", remedy)
     try:
-        rate = parse_size(size)
+        return parse_size(size)
     except UnitError as error:
         raise UnitError(error.problem, remedy) from error
-    if rate == 0:
-        raise UnitError("a rate of 0", "write one such as 2GiB/s")
-    return rate
 
 
 def format_size(nbytes: int) -> str:

@@ -31,7 +31,8 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
 )
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.removals import Removal, RemovalReason, find_marks
+from kvtier.tiers.slab.removals import RemovalReason, find_marks
+from kvtier.tiers.slab.schema import Removal
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import parse_duration
 

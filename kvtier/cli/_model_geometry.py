@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier.printable import printable
 
 __all__ = ["Attention", "KvDtype", "ModelGeometry", "read_model_geometry"]
 
@@ -123,11 +124,12 @@ def read_model_geometry(path: Path) -> ModelGeometry:
         ConfigError: The file does not exist or does not describe a transformer.
     """
     file = path / "config.json" if _is_directory(path) else path
-    fields = _Fields(_read_json(file), str(file))
+    source = printable(str(file))
+    fields = _Fields(_read_json(file, source), source)
     for name in _NESTED:
         nested = fields.values.get(name)
         if isinstance(nested, dict):
-            fields = _Fields({**fields.values, **nested}, str(file))
+            fields = _Fields({**fields.values, **nested}, source)
             break
     return _geometry(fields)
 
@@ -168,18 +170,18 @@ def _is_directory(path: Path) -> bool:
         return False
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, source: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         remedy = "give a directory that holds a model's config.json (kvtier downloads nothing)"
-        raise ConfigError(f"{file}: no such file; {remedy}") from error
+        raise ConfigError(f"{source}: no such file; {remedy}") from error
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; check the path") from error
+        raise ConfigError(f"{source}: {error.strerror}; check the path") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not JSON: {error}; download the file again") from error
+        raise ConfigError(f"{source}: not JSON: {error}; download the file again") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: not a JSON object; give a model's config.json")
+        raise ConfigError(f"{source}: not a JSON object; give a model's config.json")
     return values
 
 
@@ -196,7 +198,7 @@ def _geometry(fields: _Fields) -> ModelGeometry:
         head_elements = 2 * _head_dim(fields, query_heads)
     dtype, dtype_notes = _dtype(fields)
     return ModelGeometry(
-        model=str(fields.values.get("model_type", "unknown")),
+        model=printable(str(fields.values.get("model_type", "unknown"))),
         attention=attention,
         layers=layers,
         query_heads=query_heads,
@@ -252,5 +254,5 @@ def _dtype(fields: _Fields) -> tuple[KvDtype, list[str]]:
     if name == KvDtype.FLOAT32:
         note = "The weights are float32; vLLM serves them in 16 bits by default."
         return KvDtype.FLOAT16, [note]
-    said = f"has dtype {name}" if stated else "has no dtype"
+    said = f"has dtype {printable(name)}" if stated else "has no dtype"
     return KvDtype.BFLOAT16, [f"config.json {said}: 2 bytes per element are assumed."]

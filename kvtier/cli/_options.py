@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 from kvtier.errors import ConfigError, did_you_mean
+from kvtier.printable import printable
 from kvtier.units import UnitError
 
 __all__ = ["AsJson", "Commands", "EngineModel", "File", "choice", "finite", "quantity"]
@@ -54,7 +55,7 @@ def choice(option: str, value: str, known: Iterable[str]) -> str:
     if value not in names:
         hint = did_you_mean(value, names)
         remedy = f"write one of {', '.join(names)}{hint}"
-        raise ConfigError(f"{option} {value}: not a choice; {remedy}")
+        raise ConfigError(f"{option} {printable(value)}: not a choice; {remedy}")
     return value
 
 
@@ -72,7 +73,7 @@ def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
     try:
         return parse(text)
     except UnitError as error:
-        raise ConfigError(f"{option} {text}: {error}") from error
+        raise ConfigError(f"{option} {printable(text)}: {error}") from error
 
 
 def finite(value: float | None) -> float | None:

@@ -33,6 +33,7 @@ from kvtier.cli._trace import (
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.policies.registry import EVICTIONS
+from kvtier.printable import printable
 from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.recommend import RecommendRequest, recommend
@@ -215,7 +216,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     for trace in loaded:
         show_assumptions(trace)
     for path in filter(None, outputs.values()):
-        typer.echo(f"wrote {path}")
+        typer.echo(f"wrote {printable(str(path))}")
 
 
 @sim_app.command("recommend")

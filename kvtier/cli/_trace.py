@@ -16,6 +16,7 @@ import typer
 from kvtier.cli._options import AsJson, Commands, choice, finite
 from kvtier.cli._render import make_console, show_facts, show_json, show_line
 from kvtier.errors import ConfigError
+from kvtier.printable import printable
 from kvtier.sim.traces import (
     FORMAT_NAMES,
     GENERATORS,
@@ -80,7 +81,7 @@ def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
     name = cast("TraceFormat", choice("--format", format_name, FORMAT_NAMES))
     trace = read_trace(path, format_name=name, tokens_per_id=tokens_per_id)
     for warning in trace.warnings:
-        typer.echo(f"warning: {path}: {warning}", err=True)
+        typer.echo(f"warning: {printable(str(path))}: {warning}", err=True)
     return trace
 
 
@@ -166,7 +167,8 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
 
 def _write(trace: Trace, output: Path, to: str) -> None:
     write_output("--output", output, partial(write_trace, trace, format_name=to))
-    typer.echo(f"{output}: {trace.requests:,} requests, {trace.refs:,} references")
+    name = printable(str(output))
+    typer.echo(f"{name}: {trace.requests:,} requests, {trace.refs:,} references")
 
 
 def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:
@@ -186,7 +188,8 @@ def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) ->
         _check_writable(option, path)
         for other, what in taken:
             if _is_one_file(path, other):
-                raise ConfigError(f"{option} {path}: is {what}; name another file")
+                name = printable(str(path))
+                raise ConfigError(f"{option} {name}: is {what}; name another file")
         taken.append((path, f"the file of {option} as well"))
 
 
@@ -216,7 +219,7 @@ def _obstacle(path: Path) -> str:
     if path.is_dir():
         return "is a directory"
     if not path.parent.is_dir():
-        return f"there is no directory {path.parent}"
+        return f"there is no directory {printable(str(path.parent))}"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return "permission denied"
     return ""
@@ -233,4 +236,5 @@ def _is_one_file(path: Path, other: Path) -> bool:
 
 
 def _refusal(option: str, path: Path, problem: str) -> ConfigError:
-    return ConfigError(f"{option} {path}: cannot be written: {problem}; {_REMEDY}")
+    name = printable(str(path))
+    return ConfigError(f"{option} {name}: cannot be written: {problem}; {_REMEDY}")

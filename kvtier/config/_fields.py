@@ -41,6 +41,7 @@ __all__ = [
     "Duration",
     "FilePath",
     "Fraction",
+    "Label",
     "Size",
     "path_problem",
     "refusal",
@@ -49,6 +50,7 @@ __all__ = [
 RANK_PLACEHOLDER: Final = "{data_parallel_rank}"
 """Placeholder in a path for the data-parallel rank."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL_PROBLEM: Final = ("control characters", "write it without them")
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
@@ -81,8 +83,8 @@ def path_problem(path: Path) -> tuple[str, str] | None:
         remedy = "write it from the root: engines start in different directories"
         return "not an absolute path", remedy
     if _CONTROL.search(str(path)):
-        return "a path with control characters", "name it without them"
-    if not os.path.normpath(path).strip("/"):
+        return _CONTROL_PROBLEM
+    if not os.path.realpath(path).strip("/"):
         remedy = "name a directory that only kvtier fills, such as /var/lib/kvtier"
         return "the root of the file system", remedy
     return None
@@ -101,6 +103,15 @@ def _without_problem(path: Path) -> Path:
         raise refusal(*problem)
     return path
 
+
+def _without_control(text: str) -> str:
+    if _CONTROL.search(text):
+        raise refusal(*_CONTROL_PROBLEM)
+    return text
+
+
+Label = Annotated[str, AfterValidator(_without_control)]
+"""A text without control characters, for messages and file names."""
 
 Size = Annotated[
     int,

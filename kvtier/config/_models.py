@@ -26,7 +26,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import override
 
-from kvtier.config._fields import Duration, FilePath, Fraction, Size, path_problem, refusal
+from kvtier.config._fields import (
+    Duration,
+    FilePath,
+    Fraction,
+    Label,
+    Size,
+    path_problem,
+    refusal,
+)
 from kvtier.config._yaml import Origin
 from kvtier.errors import ConfigError
 from kvtier.units import format_size
@@ -323,9 +331,9 @@ class EngineConfig(_Section):
 class IdentityConfig(_Section):
     """Values besides model and layout that must be equal for engines to share stored chunks."""
 
-    name: str | None = Field(default=None, min_length=1)
+    name: Label | None = Field(default=None, min_length=1)
     """Name of the model, instead of the engine's `--model`."""
-    model_revision: str | None = None
+    model_revision: Label | None = None
     """Revision of the weights, if the engine is not given one."""
     weights_epoch: int = Field(default=0, ge=0)
     """Raise it when weights change under the same name; older chunks are then ignored."""
@@ -333,6 +341,11 @@ class IdentityConfig(_Section):
 
 def _is_one(path: Path, other: Path) -> bool:
     return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _overlap(path: Path, other: Path) -> bool:
+    one, two = Path(os.path.realpath(path)), Path(os.path.realpath(other))
+    return one.is_relative_to(two) or two.is_relative_to(one)
 
 
 def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
@@ -402,9 +415,10 @@ class KvtierConfig(_Section):
         record = self.trace.record
         for number, tier in enumerate(self.tiers):
             store = tier.local_store()
-            if record and store and _is_one(record, store.path):
-                problem = f"tiers[{number}] has the same path"
-                _refuse("trace.record", problem, "use two directories")
+            if record and store and _overlap(record, store.path):
+                problem = f"in the path of tiers[{number}], or around it"
+                remedy = "use two directories, neither in the other"
+                _refuse("trace.record", problem, remedy)
         return self
 
     @staticmethod

@@ -23,6 +23,7 @@ __all__ = ["Document", "Origin", "read_yaml"]
 
 _DEEPEST = 16
 _LONGEST_VALUE = 60
+_LONGEST_PROBLEM = 500
 _TAG: Final = "tag:yaml.org,2002:"
 _PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     f"{_TAG}null": lambda _: None,
@@ -77,6 +78,7 @@ class Origin:
         "a.yaml:9: transfer.piece = 8M: 'M' is not a unit; write 8MiB"
         """
         place = self.locate(key, value=value)
+        problem = _cut(problem, _LONGEST_PROBLEM)
         return f"{place}: {problem}; {remedy}" if place else f"{problem}; {remedy}"
 
     @contextmanager
@@ -91,11 +93,13 @@ class Origin:
         """Return ``file:line: key = value``; unknown parts are left out."""
         line = self.line_of(key)
         file = f"{self.source}:{line}" if line else self.source
-        shown = self.values.get(key, "" if value is None else str(value))
-        if len(shown) > _LONGEST_VALUE:
-            shown = f"{shown[:_LONGEST_VALUE]}..."
+        key, shown = _cut(key), _cut(self.values.get(key, "" if value is None else str(value)))
         subject = f"{key} = {shown}" if shown else key
         return printable(": ".join(part for part in (file, subject) if part))
+
+
+def _cut(text: str, length: int = _LONGEST_VALUE) -> str:
+    return f"{text[:length]}..." if len(text) > length else text
 
 
 @dataclass(slots=True)
@@ -196,7 +200,8 @@ class _Reader:
             if name in values:
                 first = self.lines[dotted]
                 remedy = f"it is on line {first} already: keep one"
-                raise ConfigError(f"{self.source}:{line}: {dotted}: written twice; {remedy}")
+                place = f"{self.source}:{line}: {printable(_cut(dotted))}"
+                raise ConfigError(f"{place}: written twice; {remedy}")
             self.lines[dotted] = line
             values[name] = self.read(value_node, dotted)
         return values
@@ -207,8 +212,7 @@ def _refuse_tabs(text: str, source: str) -> None:
     for number, line in enumerate(text.splitlines(), start=1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip() and not line.lstrip().startswith("#"):
-            shown = line.strip()
-            problem = f"{shown!r} is indented with a tab; indent with spaces"
+            problem = f"{_cut(line.strip())!r} is indented with a tab; indent with spaces"
             raise ConfigError(f"{source}:{number}: {problem}")
 
 
@@ -236,8 +240,10 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, source: str) -> str:
     if mark is None:
         return f"{source}: not YAML: {error.problem}; compare it with kvtier example"
     written = text.splitlines()[mark.line].strip() if mark.line < len(text.splitlines()) else ""
-    place = f"{source}:{mark.line + 1}: {written!r}" if written else f"{source}:{mark.line + 1}"
-    problem = error.problem or "not YAML"
+    place = f"{source}:{mark.line + 1}"
+    if written:
+        place += f": {_cut(written)!r}"
+    problem = _cut(error.problem or "not YAML", _LONGEST_PROBLEM)
     if "\\t" in problem:
         problem = "a tab where YAML wants spaces"
     if ";" in problem:

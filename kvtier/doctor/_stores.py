@@ -12,7 +12,7 @@ from typing import Final
 from kvtier.config import KvtierConfig, Remark, TierConfig
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import ConfigError
-from kvtier.os.ownership import find_exposure
+from kvtier.os.ownership import find_exposure, holds_foreign_entries
 from kvtier.printable import printable
 from kvtier.tiers.base import Fields, StoreExamination
 from kvtier.tiers.registry import examine_tier
@@ -77,7 +77,10 @@ def _check_mode(check: str, key: str, path: Path) -> Finding:
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         reason = f"{path} has mode {mode:04o}: other users can read the cached prompts"
-        return Finding(check, Status.WARNING, reason, f"run: chmod 700 {path}", key)
+        remedy = f"run: chmod 700 {path}"
+        if holds_foreign_entries(path):
+            remedy = f"use a directory that only kvtier fills, such as {path / 'kvtier'}"
+        return Finding(check, Status.WARNING, reason, remedy, key)
     return Finding(check, Status.OK, f"{path}, mode {mode:04o}, user {status.st_uid}")
 
 

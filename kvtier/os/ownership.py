@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Exposure", "find_exposure", "find_foreign_owner", "is_ambiguous"]
+__all__ = [
+    "Exposure",
+    "find_exposure",
+    "find_foreign_owner",
+    "find_writable",
+    "holds_foreign_entries",
+    "is_ambiguous",
+]
 
 _ROOT: Final = 0
+_OTHERS_WRITE: Final = 0o022
+_OWN_NAMES: Final = re.compile(r"[0-9a-f]{16}|requests-\d+\.jsonl|lost\+found")
+"""Names of namespaces, recordings, and what a new file system has."""
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP: Final = Path("/proc/self/uid_map")
 _ALL_USERS: Final = ["0", "0", "4294967295"]
@@ -76,6 +87,34 @@ def find_foreign_owner(paths: Iterable[Path]) -> str:
     return ""
 
 
+def find_writable(paths: Iterable[Path]) -> str:
+    """Return a message if other users can write to one of ``paths``; else empty.
+
+    Absent paths are ignored. The paths must not be symbolic links.
+
+    Raises:
+        OSError: Permission is missing to look at a path.
+    """
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            mode = stat.S_IMODE(path.lstat().st_mode)
+            if mode & _OTHERS_WRITE:
+                problem = f"{path} has mode {mode:04o}: other users can write to it"
+                return f"{problem} (if none did, run: chmod go-w {path})"
+    return ""
+
+
+def holds_foreign_entries(directory: Path) -> bool:
+    """Return whether ``directory`` has entries whose names kvtier does not give.
+
+    Such a directory may serve other programs, so its mode and owner must stay as they are.
+    """
+    try:
+        return not all(_OWN_NAMES.fullmatch(entry.name) for entry in directory.iterdir())
+    except OSError:  # nothing is known of its entries
+        return True
+
+
 def is_ambiguous(uid: int) -> bool:
     """Return whether the kernel reports ``uid`` for several users.
 
@@ -107,15 +146,17 @@ def _judge(
             f"use a path whose directories belong to root or to user {uid}",
         )
     if not is_parent and owner != uid:
-        return Exposure(
-            f"{place} belongs to user {owner}, and this process runs as user {uid}",
-            f"run: chown -R {uid} {place}"
-            if owner == _ROOT
-            else f"run the engine as user {owner}, or use a directory of user {uid}'s",
-        )
-    if mode & 0o022 and not mode & stat.S_ISVTX:
-        return Exposure(
-            f"{place} has mode {mode:04o}: other users can replace what is in it",
-            f"run: chmod go-w {place}",
-        )
+        remedy = f"run the engine as user {owner}, or use a directory of user {uid}'s"
+        if owner == _ROOT:
+            remedy = f"run: chown -R {uid} {place}"
+            if holds_foreign_entries(place):
+                remedy = f"use a directory that only kvtier fills, and that user {uid} owns"
+        problem = f"{place} belongs to user {owner}, and this process runs as user {uid}"
+        return Exposure(problem, remedy)
+    if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+        remedy = f"run: chmod go-w {place}"
+        if not is_parent and holds_foreign_entries(place):
+            remedy = f"use a directory that only kvtier fills, outside of {place}"
+        problem = f"{place} has mode {mode:04o}: other users can replace what is in it"
+        return Exposure(problem, remedy)
     return None

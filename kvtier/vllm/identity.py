@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.config import KvtierConfig, variable
+from kvtier.errors import ConfigError
+from kvtier.printable import printable
 from kvtier.types import LayoutFingerprint
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
     Args:
         config: The configuration.
         model: The model's path or name; None leaves out the fields that depend on it.
+
+    Raises:
+        ConfigError: The model's files cannot be looked at.
     """
     identity = config.identity
     fields: dict[str, str | int] = {
@@ -67,8 +72,13 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
         "hash_seed": variable("PYTHONHASHSEED") or "",
     }
     if model is not None:
-        files = model_files(Path(model))
-        fields["model"] = "" if files.has_weights else _canonical(model)
+        try:
+            files = model_files(Path(model))
+            fields["model"] = "" if files.has_weights else _canonical(model)
+        except OSError as error:  # its name is too long, it vanished, or permission is missing
+            problem = f"{printable(str(error.filename or model))}: {error.strerror}"
+            remedy = "run this as the user that runs the engine"
+            raise ConfigError(f"model {problem}; {remedy}") from error
         fields["model_files"] = files.digest
     if identity.name is not None:
         fields["model"] = identity.name

@@ -94,6 +94,29 @@ def test_every_problem_is_an_error_line_without_a_traceback(shell: Shell, config
     assert second.startswith(f"error: {config}:2: shadows: unknown key; did you mean shadow?")
 
 
+@pytest.mark.parametrize("command", ["check", "plan", "vllm-args"])
+@pytest.mark.parametrize("text", [None, "tiers: [", "tiers: {}\n\tx: 1", "a: 1\na: 2", "b: 1"])
+def test_a_newline_in_a_file_s_name_leaves_each_error_on_one_line(
+    shell: Shell, tmp_path: Path, command: str, text: str | None
+) -> None:
+    file = tmp_path / "a\nb.yaml"
+    if text is not None:
+        file.write_text(text)
+    ran = shell(command, file, *(("--model", tmp_path) if command == "plan" else ()))
+    assert ran.code == 2
+    assert all(r"a\nb.yaml:" in line for line in ran.err.splitlines())
+
+
+@pytest.mark.parametrize("command", [("cache", "stat"), ("cache", "evict", "--all", "--yes")])
+def test_a_newline_in_a_store_s_name_leaves_its_error_on_one_line(
+    shell: Shell, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    ran = shell(*command, tmp_path / "a\nb")
+    assert ran.err == (
+        f"error: {tmp_path}/a\\nb does not exist; give the path of an nvme tier\n"
+    )
+
+
 @pytest.mark.parametrize("command", ["check", "doctor", "vllm-args"])
 def test_a_file_that_may_not_be_read_is_named_with_a_remedy(
     shell: Shell, config: Path, command: str, monkeypatch: pytest.MonkeyPatch
@@ -392,6 +415,16 @@ def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> N
     assert shell("vllm-args", config, "--json").out == f"{value}\n"
 
 
+@pytest.mark.parametrize("command", ["check", "doctor", "vllm-args"])
+def test_a_model_whose_name_is_too_long_is_one_error_line(
+    shell: Shell, config: Path, command: str
+) -> None:
+    ran = shell(command, config, "--model", "a" * 300)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: model aaa")
+    assert ran.err.count("\n") == 1
+
+
 def test_arguments_that_the_entry_point_would_refuse_are_not_printed(
     shell: Shell, config: Path
 ) -> None:
@@ -436,8 +469,8 @@ def test_the_help_loads_the_commands_names_only() -> None:
     }
 
 
-def test_a_check_of_kvtier_s_own_policies_loads_no_manager(config: Path) -> None:
+def test_a_check_of_kvtier_s_own_policies_loads_no_manager_and_no_numpy(config: Path) -> None:
     loaded = packages_loaded_by("check", str(config))
     assert "kvtier.config" in loaded
-    heavy = {"asyncio", "torch", "vllm", "kvtier.manager", "kvtier.sim", "kvtier.transfer"}
-    assert not heavy & loaded
+    heavy = {"asyncio", "numpy", "torch", "vllm"}
+    assert not (heavy | {"kvtier.manager", "kvtier.sim", "kvtier.transfer"}) & loaded

@@ -98,6 +98,21 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "tiers: " + "[" * 100_000,
+        "a:\n\t" + "b" * 100_000,
+        f"? {'b' * 100_000}\n: 1\n",
+        f"? {'b' * 100_000}\n: 1\n" * 2,
+        f"tiers: [{{kind: ram, capacity: {'4' * 100_000}}}]",
+    ],
+    ids=["nested", "tab", "unknown key", "key twice", "value"],
+)
+def test_a_message_shows_only_the_beginning_of_a_long_line(text: str) -> None:
+    assert max(map(len, refusal(text).splitlines())) < 1000
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("engine: {}\n", "a.yaml: tiers: missing; add tiers:"),
@@ -146,7 +161,7 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
                 ("''", "", "not an absolute path; write it from the root"),
                 ("/", " = /", "the root of the file system; name a directory that only"),
                 ("/kv/..", " = /kv/..", "the root of the file system; name a directory"),
-                ('"/kv\\n"', r" = /kv\n", "a path with control characters; name it without"),
+                ('"/kv\\n"', r" = /kv\n", "control characters; write it without"),
             )
         ),
         (f"{RAM}    name: My tier\n", "a.yaml:4: tiers[0].name = My tier: not a name kvtier"),
@@ -196,7 +211,7 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
         ("transfer:\n  io_threads: 0", "a.yaml:5: transfer.io_threads = 0: less than 1; write"),
         ("engine:\n  blocks_per_chunk: 999999999999", "more than 65536; write at most 65536"),
         ("trace:\n  record: /", "trace.record = /: the root of the file system; name a"),
-        ('trace:\n  record: "/a\\0b"', r"trace.record = /a\x00b: a path with control char"),
+        ('trace:\n  record: "/a\\0b"', r"trace.record = /a\x00b: control characters; write it"),
         ('"e\\e[2J": 1', r"a.yaml:4: e\x1b[2J = 1: unknown key; known: engine"),
         ("transfer:\n  io_threads: true", "= true: not a whole number"),
         ("transfer:\n  io_threads: 4.0", "= 4.0: not a whole number"),
@@ -214,6 +229,8 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
         ("engine:\n  store_decode: yes", "= yes: not true or false; write true or false"),
         ("engine:\n  store_decode: 1", "= 1: not true or false; write true or false"),
         ("identity:\n  model_revision: 12", "= 12: not text; put it in quotes"),
+        ('identity: {name: "a\\nb"}', r"identity.name = a\nb: control characters; write it"),
+        ('identity: {model_revision: "a\\e[2Jb"}', r"= a\x1b[2Jb: control characters; write"),
         ("identity:\n  weights_epoch: -1", "= -1: less than 0; write at least 0"),
     ],
 )
@@ -227,11 +244,26 @@ def test_a_capacity_without_a_clear_meaning_is_refused(capacity: str) -> None:
     assert re.match(r"a\.yaml:3: tiers\[0\]\.capacity.*; write ", message)
 
 
-def test_a_recording_and_a_store_need_two_directories() -> None:
-    message = refusal(f"{RAM}{NVME}trace:\n  record: /kv/../kv\n")
+def test_a_link_to_the_root_of_the_file_system_is_refused_as_the_root(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/")
+    message = refusal(RAM + NVME.replace("/kv", str(link)))
+    assert ": the root of the file system; name a directory that only kvtier fills" in message
+
+
+@pytest.mark.parametrize("record", ["/kv/../kv/store", "/kv/store/recorded", "/kv"])
+def test_a_recording_and_a_store_need_two_directories(record: str) -> None:
+    nvme = NVME.replace("path: /kv", "path: /kv/store")
+    message = refusal(f"{RAM}{nvme}trace:\n  record: {record}\n")
     assert message == (
-        "a.yaml:8: trace.record = /kv/../kv: tiers[1] has the same path; use two directories"
+        f"a.yaml:8: trace.record = {record}: in the path of tiers[1], or around it; use two "
+        "directories, neither in the other"
     )
+
+
+def test_a_capacity_of_zero_is_no_size() -> None:
+    message = refusal(RAM.replace("1GiB", "0GiB"))
+    assert message.endswith("= 0GiB: 0GiB is no size; write one such as 64GiB")
 
 
 def test_of_very_many_problems_the_first_are_shown_and_the_rest_is_counted() -> None:

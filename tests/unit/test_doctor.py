@@ -254,6 +254,23 @@ def test_a_directory_that_others_can_read_is_a_warning(tmp_path: Path) -> None:
     )
 
 
+def test_the_modes_of_a_directory_with_other_files_are_left_as_they_are(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "0123456789abcdef").mkdir()
+    (tmp_path / "requests-000001.jsonl").touch()
+    (directory,) = found(examine(config_of(tmp_path)), "nvme: directory")
+    assert directory.remedy == f"run: chmod 700 {tmp_path}"
+    (tmp_path / "passwd").touch()
+    (directory,) = found(examine(config_of(tmp_path)), "nvme: directory")
+    own = f"{tmp_path}/kvtier"
+    assert directory.remedy == f"use a directory that only kvtier fills, such as {own}"
+    tmp_path.chmod(0o777)
+    (line,) = problems(config_of(tmp_path))
+    assert line.endswith(f"; use a directory that only kvtier fills, outside of {tmp_path}")
+
+
 def test_a_recording_without_a_place_is_a_problem(tmp_path: Path) -> None:
     place = tmp_path / "missing" / "trace"
     text = f"tiers: [{{kind: ram, capacity: 1MiB}}]\ntrace: {{record: {place}}}\n"

@@ -64,6 +64,21 @@ def test_another_users_directory_is_named_also_to_root(nested: Path, above: int)
     assert exposure.problem.startswith(f"{place} belongs to user {OTHER_UID}")
 
 
+def test_no_command_that_changes_a_directory_of_other_programs_is_advised(
+    nested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 4)
+    if uid == 0:
+        exposure = find_exposure(nested)
+        assert exposure is not None
+        assert exposure.remedy == f"run: chown -R 4 {nested}"
+    (nested / "passwd").touch()
+    exposure = find_exposure(nested)
+    assert exposure is not None
+    assert "run: " not in exposure.remedy
+
+
 def test_the_first_file_of_another_user_is_named(nested: Path) -> None:
     paths = [nested / name for name in "abc"]
     assert find_foreign_owner(paths) == ""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvtier
 
 ROOT = Path(kvtier.__file__).parent
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+CHECKOUT = Path(__file__).resolve().parents[2]
+PYPROJECT = CHECKOUT / "pyproject.toml"
 NEEDS_VLLM = {
     "kvtier.vllm",
     *(f"kvtier.vllm.{name}" for name in ("connector", "metrics", "spec")),
@@ -91,6 +95,32 @@ def test_torch_is_installed_by_the_extras_that_need_it_only() -> None:
     assert not [name for name in project()["dependencies"] if name.startswith("torch")]
     assert [name for name, needs in extras.items() if "kvtier[torch]" in needs] == ["vllm"]
     assert [need.partition(">")[0] for need in extras["torch"]] == ["torch"]
+
+
+def required_by(requirements: Iterable[str]) -> set[str]:
+    """Return the distributions that ``requirements`` install, without extras."""
+    names: set[str] = set()
+    pending = list(requirements)
+    while pending:
+        need = Requirement(pending.pop())
+        if need.name not in names and (need.marker is None or need.marker.evaluate()):
+            names.add(need.name)
+            pending += distribution(need.name).requires or []
+    return names
+
+
+def test_an_install_without_extras_takes_less_than_100_mb_of_files_as_the_readme_says() -> None:
+    installed = [
+        Path(str(file.locate()))
+        for name in required_by(project()["dependencies"])
+        for file in distribution(name).files or []
+    ]
+    files = [path for path in (*ROOT.rglob("*"), *installed) if path.is_file()]
+    nbytes = sum(path.stat().st_size for path in files if path.suffix != ".pyc")
+    assert nbytes < 100e6
+    written = re.search(r"(\d+) MB of files", (CHECKOUT / "README.md").read_text())
+    assert written
+    assert int(written[1]) == pytest.approx(nbytes / 1e6, rel=0.15)
 
 
 @pytest.mark.parametrize("target", entry_points())

@@ -16,17 +16,17 @@ from typing_extensions import override
 
 from kvtier.errors import ConfigError
 from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short_key
-from kvtier.tiers.slab import group_commit, index
+from kvtier.tiers.slab import group_commit, index, schema
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Row, hash_keys
 from kvtier.tiers.slab.removals import (
-    REMOVAL_LOG_NBYTES,
     KeyMarks,
     MarkPattern,
     RemovalReason,
     mark_keys,
 )
+from kvtier.tiers.slab.schema import REMOVAL_LOG_NBYTES
 from tests.unit.stores import KEYS, SLOTS, Store
 
 
@@ -304,7 +304,7 @@ def test_its_room_is_enough_for_keys_with_an_adapter_in_any_order(tmp_path: Path
         }
         database.apply(Change(rows={**rows}))
     database.close()
-    assert spec.path.stat().st_size <= slots * index._ROW_NBYTES
+    assert spec.path.stat().st_size <= slots * schema._ROW_NBYTES
 
 
 class Gated(Recorder):

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.config import KvtierConfig, parse_config
+from kvtier.errors import ConfigError
 from kvtier.memory import RegionGeometry
 from kvtier.vllm.engine import EngineFacts
-from kvtier.vllm.identity import fingerprint
+from kvtier.vllm.identity import declared_identity, fingerprint
 from kvtier.vllm.refusals import warn_of_restarts
 from tests.unit.warned import warnings_in
 
@@ -340,6 +341,42 @@ def test_a_name_in_the_file_stands_for_what_the_engine_was_given(tmp_path: Path)
     assert namespace(tmp_path / "model", named) != namespace(Path("org/model"), named), (
         "content"
     )
+
+
+@pytest.mark.parametrize("letters", [300, 5000])
+def test_a_model_whose_name_is_too_long_is_refused(config: KvtierConfig, letters: int) -> None:
+    problem = "model a+: File name too long; run this as the user that runs the engine"
+    with pytest.raises(ConfigError, match=problem):
+        declared_identity(config, "a" * letters)
+
+
+def test_a_model_that_may_not_be_looked_at_is_refused(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    problem = f"model {tmp_path}: Permission denied; run this as the user"
+    with pytest.raises(ConfigError, match=problem):
+        declared_identity(config, str(tmp_path))
+
+
+def test_weights_that_vanish_while_they_are_listed_are_named(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    is_file = Path.is_file
+
+    def vanish(path: Path) -> bool:
+        found = is_file(path)
+        weights.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", lambda path: path == weights and vanish(path))
+    with pytest.raises(ConfigError, match=f"model {weights}: No such file or directory; run"):
+        declared_identity(config, str(tmp_path))
 
 
 def test_a_hubs_name_is_no_file(config: KvtierConfig, tmp_path: Path) -> None:

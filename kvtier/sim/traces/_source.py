@@ -13,6 +13,7 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
+from kvtier.printable import printable
 from kvtier.sim.traces._trace import Trace, TraceError
 
 __all__ = [
@@ -71,7 +72,7 @@ class Source:
 
     Attributes:
         file: The path as given, for errors.
-        name: The file's name without directory and suffixes.
+        name: The file's name without directory and suffixes, control characters escaped.
         sha256: SHA-256 of the bytes on disk.
         content: The decompressed bytes.
     """
@@ -81,7 +82,7 @@ class Source:
         stem = path.name
         while Path(stem).suffix in _SUFFIXES:
             stem = Path(stem).stem
-        self.name = Path(stem).stem or stem
+        self.name = printable(Path(stem).stem or stem)
         self.sha256 = hashlib.sha256(raw).hexdigest()
         self.content = _decompress(self.file, raw)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import KvtierError
+from kvtier.printable import printable
 
 __all__ = ["IdArray", "Trace", "TraceError", "describe"]
 
@@ -28,7 +29,7 @@ class TraceError(KvtierError):
     """
 
     def __init__(self, file: str, line: int, problem: str, remedy: str) -> None:
-        where = f"{file}:{line}" if line else file
+        where = f"{printable(file)}:{line}" if line else printable(file)
         super().__init__(f"{where}: {problem}; {remedy}")
         self.file = file
         self.line = line

@@ -30,13 +30,13 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.removals import (
-    REMOVAL_LOG_NBYTES,
     KeyMarks,
     RemovalReason,
     make_rows,
     mark_keys,
 )
 from kvtier.tiers.slab.schema import (
+    REMOVAL_LOG_NBYTES,
     RESET_METADATA,
     IndexDamagedError,
     create_tables,
@@ -52,7 +52,6 @@ __all__ = [
     "Row",
     "StoredRows",
     "hash_keys",
-    "index_room_nbytes",
     "no_rows",
 ]
 
@@ -69,8 +68,6 @@ _SLOTS_PER_STEP: Final = 1 << 16
 _INSTRUCTIONS_PER_CALLBACK: Final = 4096  # of SQLite's machine: some 0.2 ms
 _LATEST: Final = 1 << 62  # one tick per chunk takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
-_ROW_NBYTES: Final = 120  # with the digest of an adapter, and free space in the B-tree
-_LOG_NBYTES: Final = 4 << 20  # SQLite checkpoints the log at a thousand pages
 _LONGEST_LOG_NBYTES: Final = 64 << 20  # a longer log is truncated at a checkpoint
 _LEAST_SLOT, _GREATEST_SLOT = -(1 << 63), (1 << 63) - 1
 _ROWS_PER_STATEMENT: Final = 4096  # five variables each, of the 32766 a statement may have
@@ -515,14 +512,6 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
 def no_rows() -> StoredRows:
     """Return the content of an empty index."""
     return _order(_of_objects([]), np.empty((0, 4), dtype=np.int64))
-
-
-def index_room_nbytes(capacity_slots: int) -> int:
-    """Return the bytes to reserve for an index: table, removal log and write-ahead log.
-
-    The write-ahead log grows further while a process reads an old state of the index.
-    """
-    return capacity_slots * _ROW_NBYTES + 2 * REMOVAL_LOG_NBYTES + _LOG_NBYTES
 
 
 def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:

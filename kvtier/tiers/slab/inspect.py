@@ -29,6 +29,7 @@ from urllib.parse import quote
 from kvtier.config import RANK_PLACEHOLDER
 from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.keys import ChunkKey
+from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import (
@@ -39,12 +40,12 @@ from kvtier.tiers.slab.namespace import (
     nbytes_of,
     require_layout,
 )
-from kvtier.tiers.slab.removals import Removal
 from kvtier.tiers.slab.schema import (
     RESET_METADATA,
     IndexDamagedError,
     IndexMissingError,
     IndexVersionError,
+    Removal,
     check_schema,
     damage_raised,
 )
@@ -179,15 +180,16 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     except PermissionError as error:
         raise ConfigError(_not_ours_to_read(path, error)) from error
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the path of an nvme tier") from error
+        remedy = "give the path of an nvme tier"
+        raise ConfigError(f"{_shown(path)}: {error.strerror}; {remedy}") from error
     path = path.resolve()
     found = _with_layouts(candidates)
     if not found:
-        raise ConfigError(f"no nvme store in {path}; give the path of an nvme tier")
+        raise ConfigError(f"no nvme store in {_shown(path)}; give the path of an nvme tier")
     chosen = [space for space in found if name in {None, space.name}]
     if not chosen:
         names = ", ".join(space.name for space in found)
-        raise ConfigError(f"{path} has no namespace {name}; it has {names}")
+        raise ConfigError(f"{_shown(path)} has no namespace {name}; it has {names}")
     return chosen
 
 
@@ -197,7 +199,7 @@ def _candidates(path: Path) -> list[Path]:
         rank = (
             f", with a number for {RANK_PLACEHOLDER}" if RANK_PLACEHOLDER in str(path) else ""
         )
-        raise ConfigError(f"{path} {what}; give the path of an nvme tier{rank}")
+        raise ConfigError(f"{_shown(path)} {what}; give the path of an nvme tier{rank}")
     path = path.resolve()  # "." has no parent otherwise
     if (path / LAYOUT).exists():
         return [path]
@@ -219,7 +221,7 @@ def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
             problem, cause = _not_ours_to_read(directory, error), error
         except ValueError as error:
             remedy = "copy it again, use the kvtier that wrote it, or move the directory away"
-            problem, cause = f"{directory / LAYOUT}: {error}; {remedy}", error
+            problem, cause = f"{_shown(directory / LAYOUT)}: {error}; {remedy}", error
         except (OSError, StoreDamagedError):
             continue  # foreign, with the name of a namespace
     if problem and not found:
@@ -228,7 +230,11 @@ def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
 
 
 def _not_ours_to_read(directory: Path, error: PermissionError) -> str:
-    return f"{directory}: {error.strerror}; run this as the user that runs the engine"
+    return f"{_shown(directory)}: {error.strerror}; run this as the user that runs the engine"
+
+
+def _shown(path: Path) -> str:
+    return printable(str(path))
 
 
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
@@ -267,7 +273,7 @@ def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
     """
     with _shared(root, patience) as free:
         if not free:
-            raise ConfigError(f"another process is opening {root}; try again")
+            raise ConfigError(f"another process is opening {_shown(root)}; try again")
         yield
 
 

@@ -50,7 +50,8 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
         patience: How long to wait for readers, which hold the lock for a moment.
 
     Raises:
-        ConfigError: The namespace is in use, just being opened, or another user's.
+        ConfigError: The namespace is in use, just being opened, another user's, or writable for
+            others.
         OSError: The file system failed.
     """
     if problem := find_foreign_file(space.directory):

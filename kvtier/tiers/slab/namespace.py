@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
-from kvtier.os.ownership import find_exposure, find_foreign_owner
+from kvtier.os.ownership import find_exposure, find_foreign_owner, find_writable
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (
@@ -348,12 +348,13 @@ def has_namespace_name(path: Path) -> bool:
 
 
 def find_foreign_file(directory: Path) -> str:
-    """Return a message if a file of a namespace belongs to another user; else empty.
+    """Return a message if another user owns or can write to a namespace's files; else empty.
 
     Raises:
         OSError: Permission is missing to look at a file.
     """
-    return find_foreign_owner((directory, *(directory / name for name in FILES)))
+    paths = (directory, *(directory / name for name in FILES))
+    return find_foreign_owner(paths) or find_writable(paths)
 
 
 def nbytes_of(path: Path) -> int:

@@ -27,14 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, group_of
+from kvtier.tiers.slab.schema import REMOVAL_LOG_NBYTES, Removal
 
 __all__ = [
     "LIKELY_GROUPS",
     "MARKED_NBYTES",
-    "REMOVAL_LOG_NBYTES",
     "KeyMarks",
     "MarkPattern",
-    "Removal",
     "RemovalReason",
     "find_marks",
     "make_rows",
@@ -48,13 +47,6 @@ LIKELY_GROUPS: Final = 64
 
 MARKED_NBYTES: Final = 8
 """How many of a key's first bytes are in its mark."""
-
-REMOVAL_LOG_NBYTES: Final = 8 << 20
-"""Size of the log, about a million removals; the row that crosses the limit is kept as well.
-
-Without that row, the first eviction after a reset of a large cache would delete all marks of
-the reset. On disk the log is less than twice this size.
-"""
 
 _ROW_NBYTES: Final = 32  # of a row besides its marks, about
 _MOST_MARKS: Final = (REMOVAL_LOG_NBYTES - _ROW_NBYTES) // 8
@@ -83,21 +75,6 @@ class RemovalReason(enum.Enum):
     """A chunk stored after a reset, perhaps from other weights than the next engine loads."""
     DAMAGED = "damaged"
     """The index could not be read; the keys are unknown, so the row has no marks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """One row of the removal log.
-
-    Attributes:
-        at: Seconds since the epoch.
-        reason: A value of :class:`RemovalReason`.
-        key_marks: Marks as little-endian 64-bit numbers; empty if the keys are unknown.
-    """
-
-    at: int
-    reason: str
-    key_marks: bytes
 
 
 @dataclass(frozen=True, slots=True)

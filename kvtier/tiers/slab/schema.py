@@ -1,25 +1,39 @@
-"""The tables of the index, and the classification of SQLite errors."""
+"""The tables of the index, their size, and the classification of SQLite errors.
+
+``kvtier check`` imports this module, which needs no numpy.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from kvtier.errors import KvtierError
 
 __all__ = [
+    "REMOVAL_LOG_NBYTES",
     "RESET_METADATA",
     "IndexDamagedError",
     "IndexMissingError",
     "IndexVersionError",
+    "Removal",
     "check_schema",
     "create_tables",
     "damage_raised",
+    "index_room_nbytes",
     "is_full",
     "lacks_shared_memory",
 ]
+
+REMOVAL_LOG_NBYTES: Final = 8 << 20
+"""Size of the log, about a million removals; the row that crosses the limit is kept as well.
+
+Without that row, the first eviction after a reset of a large cache would delete all marks of
+the reset. On disk the log is less than twice this size.
+"""
 
 RESET_METADATA: Final = "reset"
 """Name of the metadata that records a reset, because later chunks may be of other weights.
@@ -28,6 +42,8 @@ Its value is the time of the reset in seconds since the epoch.
 :mod:`kvtier.tiers.slab.opening` explains this.
 """
 
+_ROW_NBYTES: Final = 120  # with the digest of an adapter, and free space in the B-tree
+_LOG_NBYTES: Final = 4 << 20  # SQLite checkpoints the log at a thousand pages
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"
 _VERSION: Final = 1
 _SCHEMA: Final = """
@@ -87,6 +103,29 @@ class IndexMissingError(IndexDamagedError):
 
 class IndexVersionError(IndexDamagedError):
     """The file is an index of another version of kvtier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One row of the removal log.
+
+    Attributes:
+        at: Seconds since the epoch.
+        reason: A value of :class:`kvtier.tiers.slab.removals.RemovalReason`.
+        key_marks: Marks as little-endian 64-bit numbers; empty if the keys are unknown.
+    """
+
+    at: int
+    reason: str
+    key_marks: bytes
+
+
+def index_room_nbytes(capacity_slots: int) -> int:
+    """Return the bytes to reserve for an index: table, removal log and write-ahead log.
+
+    The write-ahead log grows further while a process reads an old state of the index.
+    """
+    return capacity_slots * _ROW_NBYTES + 2 * REMOVAL_LOG_NBYTES + _LOG_NBYTES
 
 
 def create_tables(connection: sqlite3.Connection) -> None:

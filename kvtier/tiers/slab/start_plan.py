@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from kvtier.config import NvmeTierConfig, Remark, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import Fields
-from kvtier.tiers.slab.index import index_room_nbytes
 from kvtier.tiers.slab.neighbours import Neighbour, State
+from kvtier.tiers.slab.schema import index_room_nbytes
 from kvtier.units import approximate_size
 
 __all__ = [

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sim_cli.commands import kvtier, refusal
+from kvtier.config import parse_config
+from tests.unit.sim_cli.commands import kvtier, refusal, sweep
 
 
 def test_a_bad_trace_ends_the_command_with_2_and_its_line(tmp_path: Path) -> None:
@@ -52,6 +53,30 @@ def test_generate_makes_the_same_file_again(trace: Path, tmp_path: Path) -> None
     again = tmp_path / "again.jsonl"
     kvtier("trace", "generate", "chat", "-o", again, "--sessions", 80, "--seed", 7)
     assert again.read_bytes() == trace.read_bytes()
+
+
+def test_control_characters_of_a_name_are_escaped_wherever_it_is_shown(
+    trace: Path, tmp_path: Path
+) -> None:
+    odd = trace.rename(tmp_path / "a\x1b[2Jb\nc.jsonl")
+    copy = tmp_path / "copy\x1b[2J"
+    tier = ("--policy", "lru", "--capacity", "10%")
+    sizes = ("--ram", "64MiB", "--nvme", "1GiB", "--chunk-bytes", "1MiB")
+    recommended = kvtier("sim", "recommend", odd, *sizes)
+    for text in (
+        kvtier("trace", "info", odd),
+        kvtier("sim", "run", odd, *tier),
+        sweep(odd),
+        recommended,
+    ):
+        assert r"a\x1b[2Jb\nc" in text
+        assert "\x1b" not in text
+    parse_config(recommended, source="recommended")
+    converted = kvtier("trace", "convert", odd, "-o", copy)
+    assert converted.startswith(f"{tmp_path}/copy\\x1b[2J: ")
+    assert "\x1b" not in converted
+    for arguments in (("info", copy / "no"), ("convert", odd, "-o", copy / "no")):
+        assert r"copy\x1b[2J/no" in refusal("trace", *arguments)
 
 
 def test_wrong_names_are_refused_with_the_right_ones(trace: Path, tmp_path: Path) -> None:

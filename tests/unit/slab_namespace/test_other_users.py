@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from tests.unit.other_user import OTHER_UID, give_away
-from tests.unit.slab_namespace.opening import SLOT, Opener, close, fill, fingerprint
+from tests.unit.slab_namespace.opening import SLOT, Opener, close, fill, fingerprint, slots_of
 
 
 def config_of(path: Path) -> KvtierConfig:
@@ -65,6 +66,29 @@ def test_a_namespace_or_a_file_of_another_user_is_not_served(
         open_tier()
     (problem,) = problems_of(root)
     assert words in problem.reason
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+@pytest.mark.parametrize("name", ["", "slots.bin", "index.sqlite", "layout.json", "lock"])
+def test_a_namespace_or_a_file_that_others_can_write_to_is_not_served(
+    open_tier: Opener, root: Path, own: Path, name: str, mode: int
+) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    path = own / name
+    path.chmod(path.stat().st_mode | mode)
+    words = rf"{path} has mode 0[67]\d\d: other users can write to it"
+    with pytest.raises(StoreDamagedError, match=f"{words} .*; move it away or remove it"):
+        open_tier()
+    assert path.stat().st_mode & mode
+    (problem,) = problems_of(root)
+    assert re.search(words, problem.reason)
+    (space,) = find_namespaces(root)
+    with pytest.raises(ConfigError, match=words), hold(space, "stop it"):
+        pytest.fail("it was locked")
+    path.chmod(path.stat().st_mode & ~0o022)
+    assert slots_of(open_tier()) == list(range(8))
 
 
 def test_what_a_stranger_left_beside_is_neither_removed_nor_changed(
