@@ -18,7 +18,14 @@ from kvtier.manager.copies import CopyList, prompt_order, split_prompts
 from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
-from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
+from kvtier.policies.base import (
+    NO_TERMS,
+    NoVictimError,
+    RequestTerms,
+    is_idle,
+    is_unpinned,
+    is_unpinned_leaf,
+)
 
 __all__ = ["TierState"]
 
@@ -58,6 +65,8 @@ class TierState:
             in the tier.
         requested_slots: Largest number of slots requested in vain since the last reclaim.
         counters: What happened in the tier.
+        policy_error: First time that the eviction policy picked too few victims; None if it
+            never did.
     """
 
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
@@ -76,6 +85,7 @@ class TierState:
         self.drops = 0
         self.requested_slots = 0
         self.counters = TierCounters()
+        self.policy_error: NoVictimError | None = None
 
     @property
     def available(self) -> int:
@@ -361,6 +371,9 @@ class TierState:
         Returns:
             The slots, ascending, and the keys of the victims. None if too few copies can be
             evicted; then nothing changed.
+
+        Raises:
+            NoVictimError: The policy picked something that is not a copy.
         """
         shortage = count - self.slots.free
         if shortage <= 0:
@@ -369,6 +382,8 @@ class TierState:
             return None
         victims = self._pick(shortage, is_idle, _is_idle_leaf, ctx)
         if len(victims) < shortage:
+            if self.idle - sum(map(is_idle, self.leaving)) >= shortage:
+                self._blame_policy()
             for victim in victims:
                 self._return_victim(victim, ctx)
             return None
@@ -380,6 +395,8 @@ class TierState:
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         """Move up to ``count`` unpinned victims, dirty or not, to ``leaving``; return them."""
         victims = self._pick(count, is_unpinned, is_unpinned_leaf, ctx)
+        if not victims and count > 0 and self.policy_error is None and self._has_unpinned():
+            self._blame_policy()
         self.leaving.update(victims)
         return victims
 
@@ -469,11 +486,19 @@ class TierState:
     def _pick(
         self, count: int, evictable: Evictable, evictable_leaf: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
-        """Remove up to ``count`` victims from the eviction order and return them."""
+        """Remove up to ``count`` victims from the eviction order and return them.
+
+        Raises:
+            NoVictimError: The policy picked something that is not a copy.
+        """
         if self._children is None:
-            return self.eviction.pick_many(count, evictable, ctx)
+            victims = self.eviction.pick_many(count, evictable, ctx)
+            if not {ChunkCopy}.issuperset(map(type, victims)):
+                picked = next(each for each in victims if type(each) is not ChunkCopy)
+                raise NoVictimError(self.eviction, picked)
+            return victims
         # One by one: a parent becomes a candidate when its last child was picked.
-        victims: list[ChunkCopy] = []
+        victims = []
         while len(victims) < count:
             victim = self.eviction.pick(evictable_leaf, ctx)
             if victim is None:
@@ -481,6 +506,18 @@ class TierState:
             self._children.remove(victim)
             victims.append(victim)
         return victims
+
+    def _has_unpinned(self) -> bool:
+        """Return whether a copy in the eviction order has no pins; takes time."""
+        return any(
+            copy.state == _RESIDENT and not copy.pins and copy not in self.leaving
+            for copy in self.copies.values()
+        )
+
+    def _blame_policy(self) -> None:
+        """Record that the policy picked fewer victims than it has."""
+        if self._children is None and self.policy_error is None:
+            self.policy_error = NoVictimError(self.eviction)
 
     def _return_victim(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a picked copy back into the eviction order."""

@@ -190,12 +190,15 @@ class PolicyContext:
 
 
 class NoVictimError(KvtierError):
-    """An eviction policy returned no victim although every member is evictable."""
+    """An eviction policy picked no copy although it has an evictable member."""
 
-    def __init__(self, eviction: Eviction) -> None:
+    def __init__(self, eviction: Eviction, picked: object = None) -> None:
         kind: type[object] = type(eviction)
-        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
-        super().__init__(f"{problem} although every chunk may leave; repair its pick")
+        problem = "picks no victim although a chunk may leave"
+        if picked is not None:
+            problem = f"picks {picked!r}, which is no ChunkCopy"
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        super().__init__(f"eviction policy {name} {problem}; repair its pick")
 
 
 Evictable = Callable[[ChunkCopy], bool]

@@ -124,7 +124,7 @@ class SimulatedTier:
         """Remove and return a victim other than ``spared``; None if there is none.
 
         Raises:
-            NoVictimError: The policy returned no victim although every member is evictable.
+            NoVictimError: The policy picked no copy although every member is evictable.
         """
         victim = self._pick(spared)
         if victim is not None:
@@ -237,6 +237,6 @@ def _any(_: ChunkCopy) -> bool:
 
 
 def _require(victim: ChunkCopy | None, eviction: Eviction) -> ChunkCopy:
-    if victim is None:
-        raise NoVictimError(eviction)
+    if type(victim) is not ChunkCopy:
+        raise NoVictimError(eviction, victim)
     return victim
