@@ -84,7 +84,7 @@ def path_problem(path: Path) -> tuple[str, str] | None:
         return "not an absolute path", remedy
     if _CONTROL.search(str(path)):
         return _CONTROL_PROBLEM
-    if not os.path.realpath(path).strip("/"):
+    if not os.path.normpath(path).strip("/"):
         remedy = "name a directory that only kvtier fills, such as /var/lib/kvtier"
         return "the root of the file system", remedy
     return None

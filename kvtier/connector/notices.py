@@ -1,12 +1,13 @@
-"""Log lines for the operator about slow tiers and skipped loads, each at most once a minute."""
+"""Log lines for the operator about slow tiers, skipped loads and broken policies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvtier.logs import get_logger
 from kvtier.manager import CostModel, LoadChoice, SkipCause
+from kvtier.policies.base import NoVictimError
 from kvtier.units import approximate_size
 
 __all__ = ["Notices"]
@@ -42,6 +43,7 @@ class Notices:
         self._slot_nbytes = slot_nbytes
         self._dropped = [0] * len(tiers)
         self._skipped = 0
+        self._policies: set[str] = set()
         self._dropped_due_s = [float("-inf")] * len(tiers)
         self._skipped_due_s = float("-inf")
 
@@ -86,6 +88,13 @@ class Notices:
             _CAUSES[last.cause],
             self._explain(last),
         )
+
+    def log_policies(self, errors: Iterable[NoVictimError]) -> None:
+        """Warn once about each error of an eviction policy."""
+        for error in errors:
+            if str(error) not in self._policies:
+                self._policies.add(str(error))
+                logger.warning("%s; until then the oldest chunks are evicted instead", error)
 
     def _explain(self, choice: LoadChoice) -> str:
         tiers = " and ".join(self._tiers[index] for index in sorted(choice.skipped))

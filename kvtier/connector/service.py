@@ -436,6 +436,7 @@ class CacheService:
         self._notices_due_s = now + _NOTICES_EVERY_S
         self._notices.log_dropped(self._manager.dropped, now)
         self._notices.log_skipped(self._manager.cost_model, now)
+        self._notices.log_policies(self._manager.policy_errors)
 
     def _retain(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
         """Keep ``keys`` in RAM for the time that their request or the YAML sets."""

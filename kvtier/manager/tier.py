@@ -11,13 +11,14 @@ store that cannot succeed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.copies import CopyList, prompt_order, split_prompts
 from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
-from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms, is_idle, is_unpinned
 
 __all__ = ["TierState"]
@@ -57,6 +58,7 @@ class TierState:
             in the tier.
         requested_slots: Largest number of slots requested in vain since the last reclaim.
         counters: What happened in the tier.
+        policy_error: First error of the eviction policy; None if it made none.
     """
 
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
@@ -74,6 +76,7 @@ class TierState:
         self.drops = 0
         self.requested_slots = 0
         self.counters = TierCounters()
+        self.policy_error: NoVictimError | None = None
 
     @property
     def available(self) -> int:
@@ -345,26 +348,23 @@ class TierState:
 
         Returns:
             The slots, ascending, and the keys of the victims.
-
-        Raises:
-            NoVictimError: The policy picked too few victims; the victims stay.
         """
         shortage = count - self.slots.free
         if shortage <= 0:
             return self.slots.allocate(count), []
-        victims = self.eviction.pick_many(shortage, is_idle, ctx)
+        victims = self._pick(shortage, is_idle, ctx)
+        self.idle -= len(victims)
         if len(victims) < shortage:
-            for victim in victims:
-                self.eviction.on_stay(victim, ctx)
-            raise NoVictimError(self.eviction)
-        self.idle -= shortage
+            victims += self._take_oldest(shortage - len(victims), picked=victims)
         keys = [victim.key for victim in victims]
         self._forget(keys)
         return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        """Pick up to ``count`` unpinned victims, clean or dirty, and mark them as leaving."""
-        victims = self.eviction.pick_many(count, is_unpinned, ctx)
+        """Move up to ``count`` unpinned victims, dirty or not, to ``leaving``; return them."""
+        victims = self._pick(count, is_unpinned, ctx)
+        if not (victims or self.leaving or self.policy_error) and self._has_unpinned():
+            self.policy_error = NoVictimError(self.eviction)
         self.leaving.update(victims)
         return victims
 
@@ -443,6 +443,35 @@ class TierState:
         """
         deque(map(self.copies.__delitem__, keys), maxlen=0)
         self.counters.evicted += len(keys)
+
+    def _pick(self, count: int, evictable: Evictable, ctx: PolicyContext) -> list[ChunkCopy]:
+        """Remove up to ``count`` victims from the eviction order and return them."""
+        victims = self.eviction.pick_many(count, evictable, ctx)
+        if {ChunkCopy}.issuperset(map(type, victims)):
+            return victims
+        picked = next(each for each in victims if type(each) is not ChunkCopy)
+        self.policy_error = self.policy_error or NoVictimError(self.eviction, picked)
+        return [victim for victim in victims if type(victim) is ChunkCopy]
+
+    def _take_oldest(self, count: int, *, picked: Collection[ChunkCopy]) -> list[ChunkCopy]:
+        """Remove the ``count`` oldest idle copies from the eviction order and return them.
+
+        They stand in for victims that a broken policy did not pick, so that the engine goes on.
+        """
+        self.policy_error = self.policy_error or NoVictimError(self.eviction)
+        others = (
+            copy
+            for copy in self.copies.values()
+            if copy.state == _RESIDENT and is_idle(copy) and copy not in picked
+        )
+        oldest = list(islice(others, count))
+        for copy in oldest:
+            self._leave_order(copy)
+        return oldest
+
+    def _has_unpinned(self) -> bool:
+        """Return whether any resident copy has no pins."""
+        return any(copy.state == _RESIDENT and not copy.pins for copy in self.copies.values())
 
     def _leave_order(self, copy: ChunkCopy) -> None:
         if not copy.pins and not copy.dirty:

@@ -31,7 +31,7 @@ from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
 from kvtier.policies import ChunkCopy, Placement
-from kvtier.policies.base import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["TieredOffloadingManager"]
@@ -367,6 +367,11 @@ class TieredOffloadingManager:
     def dropped(self) -> list[int]:
         """Number of new chunks dropped per tier because a disk did not keep up."""
         return [tier.counters.dropped for tier in self._stack.tiers]
+
+    @property
+    def policy_errors(self) -> list[NoVictimError]:
+        """First error of each tier's eviction policy, of those that made one."""
+        return [tier.policy_error for tier in self._stack.tiers if tier.policy_error]
 
     def snapshot(self) -> ManagerSnapshot:
         """Return the current state of the manager and its tiers."""

@@ -58,6 +58,9 @@ def find_exposure(directory: Path) -> Exposure | None:
     if is_ambiguous(uid):
         return Exposure(_unmapped(uid), "run the engine as a user that it maps")
     real = Path(os.path.realpath(directory))
+    if real == real.parent:
+        problem = f"{directory} leads to the root of the file system"
+        return Exposure(problem, "use a directory that only kvtier fills")
     for place in (real, *real.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = place.stat()

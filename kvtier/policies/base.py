@@ -184,10 +184,13 @@ class PolicyContext:
 class NoVictimError(KvtierError):
     """An eviction policy picked too few victims although more members are evictable."""
 
-    def __init__(self, eviction: Eviction) -> None:
+    def __init__(self, eviction: Eviction, picked: object = None) -> None:
         kind: type[object] = type(eviction)
-        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks too few"
-        super().__init__(f"{problem} victims although more chunks may leave; repair its pick")
+        problem = "picks too few victims although more chunks may leave"
+        if picked is not None:
+            problem = f"picks {picked!r}, which is no ChunkCopy"
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        super().__init__(f"eviction policy {name} {problem}; repair its pick")
 
 
 Evictable = Callable[[ChunkCopy], bool]

@@ -108,8 +108,8 @@ class SimulatedTier:
                 copy.state = CopyState.RESIDENT
             else:
                 copy = pick(_any, ctx)
-                if copy is None:
-                    raise NoVictimError(eviction)
+                if type(copy) is not ChunkCopy:
+                    raise NoVictimError(eviction, copy)
                 del members[copy.key]
                 copy.key, copy.hits = key, 0
             members[key] = copy

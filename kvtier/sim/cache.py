@@ -167,6 +167,7 @@ def simulate_cache(
 
     Raises:
         ConfigError: A tier holds less than one chunk, or a policy is not installed.
+        NoVictimError: An eviction policy picks too few victims.
     """
     begun = time.perf_counter()
     config = resolve_load_path(config)
@@ -196,6 +197,8 @@ def simulate_cache(
     waits = np.zeros(trace.requests)
     saved = 0
     for done, request in enumerate(engine.serve(_requests(trace)), start=1):
+        for error in manager.policy_errors:
+            raise error
         waits[request.number] = request.first_token_s - request.arrival_s
         saved += min(request.hits * trace.chunk_tokens, request.tokens)
         if progress is not None and not done % 256:

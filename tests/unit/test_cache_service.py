@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from kvtier.errors import ClosedError
 from kvtier.manager import NO_SLOT, ManagerLimits
 from kvtier.manager.hits import Prompt
+from kvtier.policies import ChunkCopy, Evictable, PolicyContext
+from kvtier.policies.eviction import Lru
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.stepped import SteppedCache
 from tests.support.workbench import prefix
@@ -42,6 +45,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 KEPT = {"kvtier": {"retain_s": 600}}
+
+
+class Never(Lru):
+    """Picks no victim."""
+
+    @override
+    def pick_many(
+        self, count: int, evictable: Evictable, ctx: PolicyContext
+    ) -> list[ChunkCopy]:
+        return []
 
 
 def make_cache(*, direct_loads: bool = False) -> SteppedCache:
@@ -482,3 +495,25 @@ def test_a_store_larger_than_ram_is_refused_without_a_word_about_the_disk(
     assert figures(cache, "refused_chunks") == [4, 0]
     assert figures(cache, "dropped_chunks") == [0, 0]
     assert warnings_in(caplog) == []
+
+
+def test_a_policy_that_picks_no_victim_is_warned_of_once_and_the_cache_goes_on(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache()
+    cache.bench.ram.eviction = Never(8)
+    keys = prefix(16)
+    store(cache, Context("a"), 8, ends_first=False)
+    for _ in range(3):
+        later_step(cache, clock)
+    assert look(cache, 8, "b") == 8
+    assert not warnings_in(caplog)
+    for _ in range(3):
+        plan = cache.service.prepare_store(keys[8:], "c")
+        assert not (plan and plan.keys)
+        clock.now_s += 2
+        cache.service.end_step(started=(), preempted=())
+    name = f"{Never.__module__}:Never"
+    (warning,) = [line for line in warnings_in(caplog) if name in line]
+    assert warning.startswith(f"eviction policy {name} picks no victim although a chunk may ")
+    assert look(cache, 8, "d") == 8

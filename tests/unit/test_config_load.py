@@ -244,13 +244,6 @@ def test_a_capacity_without_a_clear_meaning_is_refused(capacity: str) -> None:
     assert re.match(r"a\.yaml:3: tiers\[0\]\.capacity.*; write ", message)
 
 
-def test_a_link_to_the_root_of_the_file_system_is_refused_as_the_root(tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to("/")
-    message = refusal(RAM + NVME.replace("/kv", str(link)))
-    assert ": the root of the file system; name a directory that only kvtier fills" in message
-
-
 @pytest.mark.parametrize("record", ["/kv/../kv/store", "/kv/store/recorded", "/kv"])
 def test_a_recording_and_a_store_need_two_directories(record: str) -> None:
     nvme = NVME.replace("path: /kv", "path: /kv/store")

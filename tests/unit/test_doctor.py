@@ -240,6 +240,13 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_a_problem(tmp_path: Path) -> No
     assert f": links to {tmp_path}/mounted/kvtier, which does not exist; create it" in line
 
 
+def test_a_link_to_the_root_of_the_file_system_is_a_problem(tmp_path: Path) -> None:
+    link = tmp_path / "store"
+    link.symlink_to("/")
+    (line,) = problems(config_of(link))
+    assert f": {link} leads to the root of the file system; use a directory" in line
+
+
 def test_a_path_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     (line,) = problems(config_of(tmp_path / ("x" * 300)))
     assert "cannot be read: File name too long; run this as the user" in line

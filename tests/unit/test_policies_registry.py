@@ -25,6 +25,7 @@ from kvtier.policies.registry import (
     PolicyRole,
 )
 from kvtier.policies.shadow import ShadowTier
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import BELADY, TouchOrder, simulate_single
 from kvtier.sim.traces import generate
 from tests.support.fakes import FakeSlotStatus
@@ -35,8 +36,12 @@ PICKS_NONE = (
     "^eviction policy kvtier_mine:Never picks too few victims although more chunks may leave; "
     "repair its pick$"
 )
+PICKS_FIVE = (
+    "^eviction policy kvtier_mine:Five picks 5, which is no ChunkCopy; repair its pick$"
+)
+BAD_PICKS = [("kvtier_mine:Never", PICKS_NONE), ("kvtier_mine:Five", PICKS_FIVE)]
 PLUGIN = """
-from kvtier.policies import Admission, TieredPlacement, Placement
+from kvtier.policies import Admission, Eviction, Placement, TieredPlacement
 from kvtier.policies.eviction import Lru
 
 
@@ -73,8 +78,15 @@ class Wrong:
 
 
 class Never(Lru):
+    pick_many = Eviction.pick_many
+
     def pick(self, evictable, ctx):
         return None
+
+
+class Five(Never):
+    def pick(self, evictable, ctx):
+        return 5
 
 
 class Uninitialised(Lru):
@@ -342,17 +354,42 @@ def test_a_policy_that_leaves_out_its_base_s_constructor_is_named(
 
 
 @pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(("policy", "message"), BAD_PICKS)
 @pytest.mark.parametrize("order", ["forward", "reverse"])
-def test_a_policy_that_picks_no_victim_is_named(order: TouchOrder) -> None:
+def test_a_policy_that_picks_no_victim_is_named(
+    policy: str, message: str, order: TouchOrder
+) -> None:
     trace = generate("chat", sessions=6, per_s=0.1, chunk_tokens=64, seed=1)
-    with pytest.raises(KvtierError, match=PICKS_NONE):
-        simulate_single(trace, policy="kvtier_mine:Never", capacity=3, touch_order=order)
+    with pytest.raises(KvtierError, match=message):
+        simulate_single(trace, policy=policy, capacity=3, touch_order=order)
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_shadow_that_picks_no_victim_is_named() -> None:
-    shadow = ShadowTier(2, ["kvtier_mine:Never"])
-    with pytest.raises(KvtierError, match=PICKS_NONE):
+@pytest.mark.parametrize(("policy", "message"), BAD_PICKS)
+@pytest.mark.parametrize("write", ["through", "evict"])
+@pytest.mark.parametrize("tier", [0, 1])
+def test_a_policy_that_picks_no_victim_ends_a_simulation_of_all_tiers(
+    policy: str, message: str, write: str, tier: int
+) -> None:
+    trace = generate("chat", sessions=20, per_s=0.1, chunk_tokens=64, seed=1)
+    evictions = ["lru", "lru"]
+    evictions[tier] = policy
+    ram, nvme = evictions
+    config = parse_config(
+        f"tiers:\n  - {{kind: ram, capacity: 8MiB, eviction: '{ram}'}}\n"
+        f"  - {{kind: nvme, path: /nowhere, capacity: 8MiB, eviction: '{nvme}'}}\n"
+        f"placement: {{write: {write}, promote: copy}}\n",
+        source="a.yaml",
+    )
+    with pytest.raises(KvtierError, match=message):
+        simulate_cache(trace, config, chunk_bytes=1 << 20)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(("policy", "message"), BAD_PICKS)
+def test_a_shadow_that_picks_no_victim_is_named(policy: str, message: str) -> None:
+    shadow = ShadowTier(2, [policy])
+    with pytest.raises(KvtierError, match=message):
         shadow.serve([bytes([at]) * 8 for at in range(3)], 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -10,7 +11,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.tiers.slab.direct_io import aligned_buffer
 from kvtier.tiers.slab.piece_io import plan_pieces, select_digest
+from tests.unit.mappings import flags_of_mappings
 
 SLOTS = st.lists(st.integers(0, 40), max_size=40)
 
@@ -41,6 +44,16 @@ def test_neighbours_in_any_order_take_as_few_pieces_as_possible(
     slots = np.random.default_rng(count).permutation(np.arange(first, first + count))
     plan = plan_pieces(slots, np.arange(count), slots_per_piece=slots_per_piece)
     assert len(plan) == -(-count // slots_per_piece)
+
+
+def test_memory_for_the_bytes_of_chunks_is_in_no_core_dump() -> None:
+    before, buffers = undumped_mappings(), [aligned_buffer(4096), aligned_buffer(1 << 20)]
+    assert undumped_mappings() - before == len(buffers)
+
+
+def undumped_mappings() -> int:
+    """Return the number of anonymous shared mappings that a core dump leaves out."""
+    return sum("dd" in flags for flags in flags_of_mappings(os.getpid(), "/dev/zero"))
 
 
 EDGES = (

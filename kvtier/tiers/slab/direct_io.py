@@ -110,8 +110,10 @@ class BlockIo:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Return ``nbytes`` bytes of new memory at a page boundary."""
-    return memoryview(mmap.mmap(-1, nbytes))
+    """Return ``nbytes`` bytes of new memory at a page boundary, which is in no core dump."""
+    mapping = mmap.mmap(-1, nbytes)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return memoryview(mapping)
 
 
 def is_aligned(view: memoryview) -> bool:

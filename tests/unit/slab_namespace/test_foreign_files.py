@@ -112,6 +112,14 @@ def test_a_symbolic_link_at_the_path_that_leads_nowhere_is_a_configuration_error
     assert not (tmp_path / "unmounted").exists()
 
 
+def test_a_symbolic_link_to_the_root_of_the_file_system_is_a_configuration_error(
+    open_tier: Opener, root: Path
+) -> None:
+    root.symlink_to("/")
+    with pytest.raises(ConfigError, match=f"{root} leads to the root of the file system; use"):
+        open_tier()
+
+
 def test_a_symbolic_link_in_place_of_the_namespace_is_refused(
     open_tier: Opener, own: Path, tmp_path: Path
 ) -> None:
