@@ -355,7 +355,8 @@ class TierState:
         victims = self._pick(shortage, is_idle, ctx)
         self.idle -= len(victims)
         if len(victims) < shortage:
-            victims += self._take_oldest(shortage - len(victims), picked=victims)
+            oldest = self._take_oldest(shortage - len(victims), picked=victims)
+            victims = [*victims, *oldest]
         keys = [victim.key for victim in victims]
         self._forget(keys)
         return self.slots.exchange([victim.slot for victim in victims], count), keys

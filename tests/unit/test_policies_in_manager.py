@@ -85,3 +85,31 @@ def test_a_policy_is_not_told_of_newcomers_that_find_no_room() -> None:
     for _ in range(30):
         bench.store(prefix(1, of=1), "late")
     assert ear.missed == prefix(2)
+
+
+class PicksNothing(Lru):
+    """Least recently used, but picks no victim, or something that is not a copy."""
+
+    picked: list[ChunkCopy] = []  # noqa: RUF012 - a test replaces it
+
+    @override
+    def pick_many(self, count: int, evictable: object, ctx: PolicyContext) -> list[ChunkCopy]:
+        return self.picked
+
+
+@pytest.mark.parametrize(
+    ("picked", "words"),
+    [([], "picks too few victims"), ([5], "picks 5, which is no ChunkCopy")],
+)
+def test_a_live_manager_evicts_the_oldest_chunks_for_a_policy_that_picks_none(
+    picked: list[ChunkCopy], words: str
+) -> None:
+    bench = Workbench(2)
+    bench.ram.eviction = eviction = PicksNothing(2)
+    eviction.picked = picked
+    keys = [prefix(1, of=of)[0] for of in range(4)]
+    for number, key in enumerate(keys):
+        serve(bench, [key], f"r{number}")
+    assert set(bench.ram.copies) == set(keys[2:])
+    (error,) = bench.manager.policy_errors
+    assert words in str(error)
