@@ -159,8 +159,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
-    """GPU tests, in the environment nox itself runs in."""
-    session.run("python", "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs)
+    """Tests and figures on a GPU, in the environment nox itself runs in."""
+    session.run("python", "-m", "tests.gpu", *session.posargs)
 
 
 @nox.session

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,6 +18,10 @@ pytestmark = pytest.mark.gpu
 
 BLOCKS, PAGE_NBYTES, LAYERS, SLOTS = 64, 32768, 4, 32
 BLOCK_NBYTES = PAGE_NBYTES * LAYERS
+NUMBERS = itertools.count()
+
+OpenRegion = Callable[[RegionGeometry], HostRegion]
+OpenCopier = Callable[[KVBlocks, HostRegion, RankShare], BlockCopier]
 
 
 def make_kv() -> KVBlocks:
@@ -26,23 +32,45 @@ def make_kv() -> KVBlocks:
     return KVBlocks(tensors, [[(layer, PAGE_NBYTES) for layer in range(LAYERS)]])
 
 
+@pytest.fixture
+def open_region() -> Iterator[OpenRegion]:
+    with ExitStack() as opened:
+
+        def open_one(geometry: RegionGeometry) -> HostRegion:
+            name = f"cuda-{os.getpid()}-{next(NUMBERS)}"
+            region = HostRegion.create(name, geometry, attachers=0, timeout_s=1)
+            opened.callback(region.close)
+            return region
+
+        yield open_one
+
+
+@pytest.fixture
+def open_copier(open_region: OpenRegion) -> Iterator[OpenCopier]:
+    """Closes copiers before regions: memory that stays page-locked fails the next tests."""
+    with ExitStack() as opened:
+
+        def open_one(kv: KVBlocks, region: HostRegion, share: RankShare) -> BlockCopier:
+            copier = BlockCopier(kv, region, share=share, blocks_per_chunk=1)
+            opened.callback(copier.close)
+            return copier
+
+        yield open_one
+
+
 @pytest.fixture(params=[1, 2])
-def region(request: pytest.FixtureRequest) -> Iterator[HostRegion]:
+def region(request: pytest.FixtureRequest, open_region: OpenRegion) -> HostRegion:
     ranks: int = request.param
-    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES * ranks, BLOCK_NBYTES, ranks, ranks)
-    region = HostRegion.create(f"cuda-{os.getpid()}", geometry, attachers=0, timeout_s=1)
-    yield region
-    region.close()
+    return open_region(RegionGeometry(SLOTS, BLOCK_NBYTES * ranks, BLOCK_NBYTES, ranks, ranks))
 
 
 @pytest.mark.parametrize("slots", [list(range(8)), [9, 3, 30, 4, 5, 6, 0, 17]])
 def test_blocks_come_back_from_pinned_slots_bit_for_bit(
-    region: HostRegion, slots: list[int]
+    region: HostRegion, open_copier: OpenCopier, slots: list[int]
 ) -> None:
     kv = make_kv()
     expected = [tensor[:8].cpu() for tensor in kv.tensors]
-    share = shard_of(region.geometry.ranks - 1)
-    copier = BlockCopier(kv, region, share=share, blocks_per_chunk=1)
+    copier = open_copier(kv, region, shard_of(region.geometry.ranks - 1))
     blocks = list(range(8))
     copier.store(plan_copy(blocks, [8], [0], slots, blocks_per_chunk=1), after=copier.mark())
     for tensor in kv.tensors:
@@ -51,17 +79,16 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
     copier.load(plan_copy(into, [8], [0], slots, blocks_per_chunk=1), after=copier.mark())
     for tensor, content in zip(kv.tensors, expected, strict=True):
         assert torch.equal(tensor[40:48].cpu(), content)
-    copier.close()
 
 
-def test_two_ranks_load_from_stripes_what_one_stored() -> None:
+def test_two_ranks_load_from_stripes_what_one_stored(
+    open_region: OpenRegion, open_copier: OpenCopier
+) -> None:
     geometry = RegionGeometry(SLOTS, BLOCK_NBYTES, BLOCK_NBYTES // STRIPES, STRIPES, 1)
-    region = HostRegion.create(
-        f"cuda-stripes-{os.getpid()}", geometry, attachers=0, timeout_s=1
-    )
+    region = open_region(geometry)
     kv = make_kv()
     everything = RankShare(tuple(range(STRIPES)))
-    out = BlockCopier(kv, region, share=everything, blocks_per_chunk=1)
+    out = open_copier(kv, region, everything)
     plan = plan_copy([3, 9], [2], [0], [5, 0], blocks_per_chunk=1)
     out.store(plan, after=out.mark())
     out.close()
@@ -72,17 +99,18 @@ def test_two_ranks_load_from_stripes_what_one_stored() -> None:
             [[(layer, half) for layer in range(LAYERS)]],
         )
         share = RankShare(everything.stripes[rank * 4 : (rank + 1) * 4])
-        into = BlockCopier(own, region, share=share, blocks_per_chunk=1)
+        into = open_copier(own, region, share)
         into.load(plan, after=into.mark())
         into.close()
         for whole, part in zip(kv.tensors, own.tensors, strict=True):
             assert torch.equal(part[[3, 9]], whole[[3, 9], rank * half : (rank + 1) * half])
-    region.close()
 
 
-def test_a_store_reads_what_the_compute_stream_was_still_writing(region: HostRegion) -> None:
+def test_a_store_reads_what_the_compute_stream_was_still_writing(
+    region: HostRegion, open_copier: OpenCopier
+) -> None:
     kv = make_kv()
-    copier = BlockCopier(kv, region, share=shard_of(0), blocks_per_chunk=1)
+    copier = open_copier(kv, region, shard_of(0))
     heavy = torch.randn((8192, 8192), device="cuda")
     for _ in range(8):
         heavy = heavy @ heavy
@@ -91,4 +119,3 @@ def test_a_store_reads_what_the_compute_stream_was_still_writing(region: HostReg
         tensor[0] = 7 + (heavy[0, 0] * 0).to(torch.int8)
     copier.store(plan_copy([0], [1], [0], [3], blocks_per_chunk=1), after=copier.mark())
     assert bytes(region.slot(3)[:BLOCK_NBYTES]) == bytes([7]) * BLOCK_NBYTES
-    copier.close()

@@ -1,0 +1,1 @@
+"""``python -m tests.gpu``: correctness and figures on a machine with a GPU."""

@@ -1,0 +1,183 @@
+"""Reads of one large file into GPU memory, past the page cache."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from kvtier.units import format_size
+from tests.gpu.bench import Bench
+from tests.gpu.machine import file_system
+from tests.gpu.torch_device import page_locked, random_bytes, seconds
+
+_NBYTES: Final = 1 << 30
+_PIECE_NBYTES: Final = 4 << 20
+_THREADS: Final = 8
+_SHORT_S: Final = 1.5
+"""A read takes about as long: of a slow disk only a part of the file is read."""
+_LEAST_NBYTES: Final = 64 << 20
+
+
+class File:
+    """A file of random bytes, and their copy on the device.
+
+    Args:
+        bench: The stage's bench.
+        path: The file.
+        nbytes: Its size.
+    """
+
+    def __init__(self, bench: Bench, path: Path, nbytes: int) -> None:
+        self.device = bench.device
+        self.path = path
+        self.expected = random_bytes(bench.device, nbytes)
+        self.into = torch.empty_like(self.expected)
+        with path.open("wb") as file:
+            file.write(self.expected.cpu().numpy().tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def shorten(self, nbytes: int) -> None:
+        """Let reads end after ``nbytes``."""
+        self.expected, self.into = self.expected[:nbytes], self.into[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a read reads."""
+        return self.into.numel()
+
+    def forget(self) -> None:
+        """Drop the file from the page cache."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+Read = Callable[[], object]
+
+
+@contextmanager
+def _by_preadv(file: File) -> Iterator[Read]:
+    """Yield threads that read pieces with direct I/O, each into memory that is copied on."""
+    flags = os.O_RDONLY | os.O_DIRECT
+    try:
+        descriptor = os.open(file.path, flags)
+    except OSError:  # a file system in memory
+        descriptor = os.open(file.path, os.O_RDONLY)
+    pieces = range(0, file.nbytes, _PIECE_NBYTES)
+    buffer = torch.frombuffer(mmap.mmap(-1, _THREADS * _PIECE_NBYTES), dtype=torch.int8)
+    rooms = buffer.view(_THREADS, _PIECE_NBYTES)
+
+    def read(thread: int) -> None:
+        room = rooms[thread]
+        for offset in pieces[thread::_THREADS]:
+            place = file.into[offset : offset + _PIECE_NBYTES]
+            nbytes = os.preadv(descriptor, [room.numpy()[: place.numel()].data], offset)
+            if nbytes != place.numel():
+                raise OSError(f"{nbytes} bytes of {place.numel()} at {offset}")
+            place.copy_(room[:nbytes])  # waits, so the room is free again
+
+    try:
+        with page_locked(file.device, buffer), ThreadPoolExecutor(_THREADS) as threads:
+            yield lambda: list(threads.map(read, range(_THREADS)))
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _by_kvikio(file: File) -> Iterator[Read]:
+    """Yield kvikio's read of the whole file, on the route that it chose."""
+    import kvikio  # noqa: PLC0415 - optional
+    import kvikio.defaults  # noqa: PLC0415
+
+    into = file.into if file.device == "cuda" else file.into.numpy()
+    kvikio.defaults.set({"num_threads": _THREADS, "task_size": _PIECE_NBYTES})
+    with kvikio.CuFile(str(file.path), "r") as opened:
+
+        def read() -> None:
+            nbytes = opened.pread(into, size=file.nbytes).get()
+            if nbytes != file.nbytes:
+                raise OSError(f"{nbytes} bytes of {file.nbytes}")
+
+        yield read
+
+
+def kvtier_routes(file: File) -> dict[str, Callable[[File], Any]]:
+    """Return kvtier's own ways from a file to GPU memory; there are none yet."""
+    return {}
+
+
+def run(bench: Bench) -> None:
+    """Measure each way that is there."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-gpu-") as scratch:
+        bench.fact("file system", file_system(Path(scratch)))
+        file = File(bench, Path(scratch) / "file", bench.sized(_NBYTES, 1 << 20))
+        _fit(file)
+        bench.fact("read", format_size(file.nbytes))
+        ways = {"preadv": _by_preadv, "kvikio": _by_kvikio, **kvtier_routes(file)}
+        measures: dict[str, Callable[[], None]] = {
+            name: partial(_measure, bench, file, name, way) for name, way in ways.items()
+        }
+        measures["fio"] = partial(_measure_fio, bench, file)
+        for name in bench.while_time(measures):
+            try:
+                measures[name]()
+            except (ImportError, RuntimeError, OSError) as error:
+                bench.fact(name, f"not measured: {type(error).__name__}: {error}")
+
+
+def _fit(file: File) -> None:
+    """Shorten the reads if the disk is slow."""
+    with _by_preadv(file) as read:
+        file.forget()
+        taken_s = seconds(file.device, read)
+    if taken_s > _SHORT_S:
+        pieces = int(file.nbytes * _SHORT_S / taken_s) // _PIECE_NBYTES
+        file.shorten(max(pieces * _PIECE_NBYTES, min(_LEAST_NBYTES, file.nbytes)))
+
+
+def _measure(bench: Bench, file: File, name: str, way: Callable[[File], Any]) -> None:
+    rates = []
+    with way(file) as read:
+        read()
+        for _ in bench.runs(share_s=8):
+            file.into.zero_()
+            file.forget()
+            rates.append(file.nbytes / seconds(file.device, read) / 1e9)
+            bench.require_right(torch.equal(file.into, file.expected), "load", method=name)
+    bench.figure("load", rates, "GB/s", method=name)
+
+
+def _measure_fio(bench: Bench, file: File) -> None:
+    program = shutil.which("fio")
+    if program is None:
+        bench.fact("fio", "not installed")
+        return
+    share = file.nbytes // _THREADS
+    command = [program, "--name=read", f"--filename={file.path}", "--rw=read", "--direct=1"]
+    command += [f"--bs={_PIECE_NBYTES}", "--ioengine=psync", "--thread", "--output-format=json"]
+    command += [f"--numjobs={_THREADS}", "--group_reporting"]
+    command += [f"--size={share}", f"--offset_increment={share}"]
+    rates = []
+    for _ in bench.runs(share_s=8):
+        file.forget()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError((done.stderr or done.stdout)[-200:])
+        report = json.loads(done.stdout[done.stdout.index("{") :])
+        rates.append(report["jobs"][0]["read"]["bw_bytes"] / 1e9)
+    bench.figure("load", rates, "GB/s", method="fio", note="into RAM")
