@@ -429,7 +429,7 @@ class CacheService:
 
     @_or_else(None)
     def _fail_request(self, req_id: str) -> None:
-        """Make later lookups of a request misses, even if a policy raises again."""
+        """Make every later lookup of the request a miss."""
         self._manager.fail_request(req_id)
 
     def _log_notices(self, now: float) -> None:

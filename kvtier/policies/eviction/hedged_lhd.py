@@ -384,9 +384,10 @@ class MoveBatch:
         self._depth = copy.depth
 
     def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
-        """Insert ``last``, the last chunk of a prompt; begin a batch with the chunk ``before``.
+        """Put ``last``, a prompt's last chunk, in a new cohort; begin a batch for the others.
 
-        The caller has flushed the previous batch. The newest cohort holds no last chunks.
+        Before the call, the previous batch must be flushed, and the newest cohort must not hold
+        last chunks. ``before`` is the parent of ``last``; the caller inserts it next.
         """
         history = self._history
         cohort = last.policy = history.open(TAIL)
