@@ -94,7 +94,7 @@ class Notices:
         for error in errors:
             if str(error) not in self._policies:
                 self._policies.add(str(error))
-                logger.warning("%s; until then the oldest chunks are evicted instead", error)
+                logger.warning("%s; this tier evicts by lru until the engine restarts", error)
 
     def _explain(self, choice: LoadChoice) -> str:
         tiers = " and ".join(self._tiers[index] for index in sorted(choice.skipped))

@@ -11,8 +11,7 @@ store that cannot succeed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.copies import CopyList, prompt_order, split_prompts
@@ -20,6 +19,7 @@ from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms, is_idle, is_unpinned
+from kvtier.policies.eviction import Lru
 
 __all__ = ["TierState"]
 
@@ -58,7 +58,7 @@ class TierState:
             in the tier.
         requested_slots: Largest number of slots requested in vain since the last reclaim.
         counters: What happened in the tier.
-        policy_error: First error of the eviction policy; None if it made none.
+        policy_error: Why ``lru`` replaced the eviction policy; None if it did not.
     """
 
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
@@ -353,10 +353,10 @@ class TierState:
         if shortage <= 0:
             return self.slots.allocate(count), []
         victims = self._pick(shortage, is_idle, ctx)
-        self.idle -= len(victims)
         if len(victims) < shortage:
-            oldest = self._take_oldest(shortage - len(victims), picked=victims)
-            victims = [*victims, *oldest]
+            self._replace_policy(NoVictimError(self.eviction), ctx)
+            victims = self.eviction.pick_many(shortage, is_idle, ctx)
+        self.idle -= len(victims)
         keys = [victim.key for victim in victims]
         self._forget(keys)
         return self.slots.exchange([victim.slot for victim in victims], count), keys
@@ -364,8 +364,9 @@ class TierState:
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         """Move up to ``count`` unpinned victims, dirty or not, to ``leaving``; return them."""
         victims = self._pick(count, is_unpinned, ctx)
-        if not (victims or self.leaving or self.policy_error) and self._has_unpinned():
-            self.policy_error = NoVictimError(self.eviction)
+        if not (victims or self.leaving) and self._spares_oldest():
+            self._replace_policy(NoVictimError(self.eviction), ctx)
+            victims = self._pick(count, is_unpinned, ctx)
         self.leaving.update(victims)
         return victims
 
@@ -451,28 +452,22 @@ class TierState:
         if {ChunkCopy}.issuperset(map(type, victims)):
             return victims
         picked = next(each for each in victims if type(each) is not ChunkCopy)
-        self.policy_error = self.policy_error or NoVictimError(self.eviction, picked)
-        return [victim for victim in victims if type(victim) is ChunkCopy]
+        self._replace_policy(NoVictimError(self.eviction, picked), ctx)
+        return self.eviction.pick_many(count, evictable, ctx)
 
-    def _take_oldest(self, count: int, *, picked: Collection[ChunkCopy]) -> list[ChunkCopy]:
-        """Remove the ``count`` oldest idle copies from the eviction order and return them.
+    def _replace_policy(self, error: NoVictimError, ctx: PolicyContext) -> None:
+        """Evict by ``lru`` from now on, because the policy is broken."""
+        self.policy_error = error
+        self.eviction = Lru(self.slots.capacity)
+        for copy in self.copies.values():
+            if copy.state == _RESIDENT and copy not in self.leaving:
+                copy.queued, copy.policy = 0, None
+                self.eviction.on_insert(copy, ctx)
 
-        They stand in for victims that a broken policy did not pick, so that the engine goes on.
-        """
-        self.policy_error = self.policy_error or NoVictimError(self.eviction)
-        others = (
-            copy
-            for copy in self.copies.values()
-            if copy.state == _RESIDENT and is_idle(copy) and copy not in picked
-        )
-        oldest = list(islice(others, count))
-        for copy in oldest:
-            self._leave_order(copy)
-        return oldest
-
-    def _has_unpinned(self) -> bool:
-        """Return whether any resident copy has no pins."""
-        return any(copy.state == _RESIDENT and not copy.pins for copy in self.copies.values())
+    def _spares_oldest(self) -> bool:
+        """Return whether the first copy is unpinned, so that a policy could pick it."""
+        oldest = next(iter(self.copies.values()), None)
+        return oldest is not None and oldest.state == _RESIDENT and not oldest.pins
 
     def _leave_order(self, copy: ChunkCopy) -> None:
         if not copy.pins and not copy.dirty:

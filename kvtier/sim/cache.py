@@ -1,7 +1,7 @@
 """Simulates all tiers: replays a trace through the manager of a live engine.
 
-As in a live engine, :mod:`kvtier.manager.build` builds the manager from the YAML file. Time is
-simulated: a time model decides when jobs end. No bytes move, and no transfer returns wrong
+As in a live engine, :mod:`kvtier.connector.build` builds the manager from the YAML file. Time
+is simulated: a time model decides when jobs end. No bytes move, and no transfer returns wrong
 bytes. So the manager decides as in a live engine with the same traffic: requests arrive at
 their timestamps, and wait for promotions and demotions in flight.
 """

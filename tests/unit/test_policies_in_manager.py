@@ -88,7 +88,7 @@ def test_a_policy_is_not_told_of_newcomers_that_find_no_room() -> None:
 
 
 class PicksNothing(Lru):
-    """Least recently used, but picks no victim, or something that is not a copy."""
+    """Picks no victim, or something that is not a copy, and knows none of its members."""
 
     picked: list[ChunkCopy] = []  # noqa: RUF012 - a test replaces it
 
@@ -96,12 +96,16 @@ class PicksNothing(Lru):
     def pick_many(self, count: int, evictable: object, ctx: PolicyContext) -> list[ChunkCopy]:
         return self.picked
 
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        raise KeyError(copy.key)
+
 
 @pytest.mark.parametrize(
     ("picked", "words"),
     [([], "picks too few victims"), ([5], "picks 5, which is no ChunkCopy")],
 )
-def test_a_live_manager_evicts_the_oldest_chunks_for_a_policy_that_picks_none(
+def test_lru_replaces_a_policy_that_picks_no_victim(
     picked: list[ChunkCopy], words: str
 ) -> None:
     bench = Workbench(2)

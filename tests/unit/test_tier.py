@@ -164,7 +164,7 @@ def test_of_a_touched_prefix_the_root_stays_longest() -> None:
     assert make_room(tier, 3) == copies[::-1]
 
 
-def test_a_policy_that_picks_too_few_victims_is_named_and_the_oldest_go_too() -> None:
+def test_a_policy_that_picks_too_few_victims_is_named_and_replaced() -> None:
     class Shy(Lru):
         def pick_many(
             self, count: int, evictable: Evictable, ctx: PolicyContext
