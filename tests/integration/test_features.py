@@ -155,6 +155,8 @@ def test_whatever_an_engine_or_a_request_is_every_token_is_plain_vllms(
 ) -> None:
     if make is latent and not torch.cpu._is_amx_tile_supported():
         pytest.skip("without AMX vLLM has no prefix caching for latent attention on a CPU")
+    if make is quantized and not torch.cpu._is_avx512_supported():
+        pytest.skip("without AVX-512 vLLM has no FP8 KV cache on a CPU")
     feature, expected = plain(make)
     if entry_point == "spec" and make in REFUSED_BY_SPEC:
         with pytest.raises(
