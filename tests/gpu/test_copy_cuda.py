@@ -10,7 +10,7 @@ import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def make_kv() -> KVBlocks:
 @pytest.fixture(params=[1, 2])
 def region(request: pytest.FixtureRequest) -> Iterator[HostRegion]:
     ranks: int = request.param
-    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES * ranks, BLOCK_NBYTES, ranks, ranks)
+    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES * ranks, BLOCK_NBYTES * ranks, ranks)
     region = HostRegion.create(f"cuda-{os.getpid()}", geometry, attachers=0, timeout_s=1)
     yield region
     region.close()
@@ -41,7 +41,7 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
 ) -> None:
     kv = make_kv()
     expected = [tensor[:8].cpu() for tensor in kv.tensors]
-    share = shard_of(region.geometry.ranks - 1)
+    share = RankShare(region.geometry.ranks - 1, region.geometry.ranks)
     copier = BlockCopier(kv, region, share=share, blocks_per_chunk=1)
     blocks = list(range(8))
     copier.store(plan_copy(blocks, [8], [0], slots, blocks_per_chunk=1), after=copier.mark())
@@ -54,14 +54,11 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
     copier.close()
 
 
-def test_two_ranks_load_from_stripes_what_one_stored() -> None:
-    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES, BLOCK_NBYTES // STRIPES, STRIPES, 1)
-    region = HostRegion.create(
-        f"cuda-stripes-{os.getpid()}", geometry, attachers=0, timeout_s=1
-    )
+def test_two_ranks_load_what_one_stored() -> None:
+    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES, BLOCK_NBYTES, 1)
+    region = HostRegion.create(f"cuda-parts-{os.getpid()}", geometry, attachers=0, timeout_s=1)
     kv = make_kv()
-    everything = RankShare(tuple(range(STRIPES)))
-    out = BlockCopier(kv, region, share=everything, blocks_per_chunk=1)
+    out = BlockCopier(kv, region, share=RankShare(), blocks_per_chunk=1)
     plan = plan_copy([3, 9], [2], [0], [5, 0], blocks_per_chunk=1)
     out.store(plan, after=out.mark())
     out.close()
@@ -71,8 +68,7 @@ def test_two_ranks_load_from_stripes_what_one_stored() -> None:
             [torch.zeros((BLOCKS, half), dtype=torch.int8, device="cuda") for _ in kv.tensors],
             [[(layer, half) for layer in range(LAYERS)]],
         )
-        share = RankShare(everything.stripes[rank * 4 : (rank + 1) * 4])
-        into = BlockCopier(own, region, share=share, blocks_per_chunk=1)
+        into = BlockCopier(own, region, share=RankShare(rank, 2), blocks_per_chunk=1)
         into.load(plan, after=into.mark())
         into.close()
         for whole, part in zip(kv.tensors, own.tensors, strict=True):
@@ -82,7 +78,7 @@ def test_two_ranks_load_from_stripes_what_one_stored() -> None:
 
 def test_a_store_reads_what_the_compute_stream_was_still_writing(region: HostRegion) -> None:
     kv = make_kv()
-    copier = BlockCopier(kv, region, share=shard_of(0), blocks_per_chunk=1)
+    copier = BlockCopier(kv, region, share=RankShare(), blocks_per_chunk=1)
     heavy = torch.randn((8192, 8192), device="cuda")
     for _ in range(8):
         heavy = heavy @ heavy

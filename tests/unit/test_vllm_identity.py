@@ -15,7 +15,7 @@ from kvtier.vllm.identity import fingerprint
 from kvtier.vllm.refusals import warn_of_weak_hashes
 from tests.unit.warned import warnings_in
 
-GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
+GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, block_nbytes=4096, ranks=1)
 LARGE = b" " * (1 << 20)
 
 
