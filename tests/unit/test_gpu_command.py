@@ -278,7 +278,6 @@ def test_a_machine_without_a_gpu_gets_its_facts_and_a_reason(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -288,10 +287,11 @@ def test_a_machine_without_a_gpu_gets_its_facts_and_a_reason(
     skipped = {stage.name: "skipped: no CUDA device" for stage in STAGES}
     assert results == skipped | {"facts": "passed"}
     facts = {row.what: row.note for row in rows if row.stage == "facts"}
-    assert {"code", "machine", "versions", "torch", "kvikio"} <= set(facts)
+    assert {"code", "machine", "versions", "kvikio"} <= set(facts)
     assert done.stdout.endswith(f"{make_report(rows)}\n")
 
 
+@pytest.mark.timeout(1800)  # its half a minute is long on a busy machine
 def test_stages_rehearse_without_the_packages_that_a_bare_machine_lacks(
     tmp_path: Path, hiding: Path
 ) -> None:
@@ -307,7 +307,6 @@ def test_stages_rehearse_without_the_packages_that_a_bare_machine_lacks(
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
         check=True,
     )
     ended = dict(re.findall(r"(?m)^(\w+) ended with (\d+)$", done.stdout))

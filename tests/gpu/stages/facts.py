@@ -42,8 +42,9 @@ def run(bench: Bench) -> None:
         "cuMemcpyBatchAsync of 13.0": lambda: driver_has("cuMemcpyBatchAsync", 13000),
         "nvidia-fs": lambda: read_text("/proc/driver/nvidia-fs/version"),
         "kvikio": _kvikio,
-        "torch": _torch,
     }
+    if bench.device == "cuda":
+        facts["torch"] = _torch
     for name in bench.while_time(facts):
         try:
             bench.fact(name, facts[name]())
@@ -109,10 +110,8 @@ def _torch() -> str:
     import torch  # noqa: PLC0415 - may take long
 
     imported = time.perf_counter()
-    device = "none"
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name(0)
-        torch.zeros(1, device="cuda")
+    device = torch.cuda.get_device_name(0)
+    torch.zeros(1, device="cuda")
     ready = time.perf_counter()
     return (
         f"{torch.__version__}, device {device}; imported in {imported - begun:.1f} s, "
