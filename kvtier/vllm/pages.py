@@ -70,15 +70,15 @@ def find_pages(
     specs = {layer: spec for group in groups for layer, spec in group.items()}
     blocks = kv_cache_config.num_blocks
     tensors: list[torch.Tensor] = []
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int, int], int] = {}
     pages: dict[str, tuple[int, int]] = {}
     for placed in kv_cache_config.kv_cache_tensors:
         for offset, layers in _parts(placed, specs):
             nbytes = len(layers) * _page_nbytes(specs[layers[0]])
-            place = (offset, placed.block_stride)
+            whole = max(nbytes, specs[layers[0]].page_size_bytes)
+            place = (offset, placed.block_stride, whole)
             if place not in numbers:
                 numbers[place] = len(tensors)
-                whole = max(nbytes, specs[layers[0]].page_size_bytes)
                 tensors.append(
                     _view(layers[0], kv_caches, offset, (blocks, whole), placed.block_stride)
                 )
@@ -215,6 +215,8 @@ def _layer_share(
         and cache.dim() == 4
         and cache.shape[1] == spec.num_kv_heads
         and cache[0].is_contiguous()
+        # vLLM hands over a block that its kernel takes in parts as several blocks.
+        and cache[0].nbytes == _page_nbytes(spec)
     )
     if not outermost:
         raise UnsupportedError(f"the heads of layer {layer} are not outermost in a block")

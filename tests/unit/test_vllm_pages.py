@@ -126,6 +126,22 @@ def test_layers_of_groups_that_are_not_stored_are_left_out() -> None:
     assert int(memory.bytes.nonzero()[0]) == BLOCKS * PAGE_NBYTES
 
 
+def test_a_group_whose_blocks_are_longer_than_the_first_groups_keeps_all_of_its_page() -> None:
+    """Groups share their memory, so their blocks begin at the same place."""
+    memory = Memory()
+    narrow = FullAttentionSpec(num_kv_heads=HEADS // 2)
+    memory.config.kv_cache_groups = [Group(["a"], narrow), Group(["b"], ATTENTION)]
+    block = PAGE_NBYTES + 64
+    memory.config.kv_cache_tensors = [Tensor([each], block, block) for each in LAYERS]
+    memory.caches = dict.fromkeys(LAYERS, memory.bytes)
+    kv = find_pages(memory.caches, memory.config, (0, 1))
+    for (tensor, nbytes), wanted in zip(
+        (page for (page,) in kv.groups), (PAGE_NBYTES // 2, PAGE_NBYTES), strict=True
+    ):
+        assert nbytes == wanted
+        assert kv.tensors[tensor][0, :nbytes].numel() == wanted
+
+
 def test_a_layer_that_vllm_registers_as_several_tensors_begins_at_the_first() -> None:
     memory = Memory()
     memory.caches = {layer: [view, view[1:]] for layer, view in memory.caches.items()}
@@ -204,6 +220,12 @@ REFUSED: list[tuple[str, Any, Any, int]] = [
         "the heads of layer a are not outermost in a block",
         FullAttentionSpec(num_kv_heads=4),
         dict.fromkeys(LAYERS, torch.zeros((BLOCKS, 16, 4, 4)).transpose(1, 2)),
+        HEADS,
+    ),
+    (  # vLLM hands over a block that its kernel takes in parts as several blocks
+        "the heads of layer a are not outermost in a block",
+        FullAttentionSpec(num_kv_heads=4),
+        dict.fromkeys(LAYERS, torch.zeros((2 * BLOCKS, 4, 8, 4))),
         HEADS,
     ),
     (
