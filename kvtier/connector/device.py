@@ -97,11 +97,11 @@ class DeviceEngine:
         close_timeout_s: float,
     ) -> None:
         self._region = region
-        if len(share.stripes) == region.geometry.stripes:  # or most pages are other ranks'
+        if share.parts == 1:  # or most pages are other ranks'
             region.map_pages()
         self._blocks_per_chunk = blocks_per_chunk
         self._close_timeout_s = close_timeout_s
-        self._chunk_nbytes = region.geometry.stripe_nbytes * len(share.stripes)
+        self._chunk_nbytes = region.geometry.block_nbytes * blocks_per_chunk // share.parts
         self._rank = rank
         self._control = region.control
         with ExitStack() as opened:

@@ -1,8 +1,8 @@
 """Copies between an engine's KV blocks and RAM slots.
 
-A slot holds one chunk for all ranks, in stripes (:mod:`kvtier.memory.slot_layout`). A stripe
-holds a part of each of the chunk's ``blocks_per_chunk`` blocks, in order. Within a block it
-holds a part of each layer's page, in order.
+A slot holds one chunk for all ranks, as a place for each of its ``blocks_per_chunk`` blocks. A
+place holds every rank's part of each page of the block, in order
+(:mod:`kvtier.memory.slot_layout`).
 
 The engine keeps these pages layer by layer. Copying page by page would take one call per
 page. So blocks are gathered into a staging tensor on their device, one call per layer, and
@@ -11,18 +11,16 @@ whole rows of that tensor are copied to consecutive slots.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory.host_region import HostRegion
-from kvtier.memory.slot_layout import RankShare
+from kvtier.memory.slot_layout import Flags, Indices, RankShare, RegionGeometry, require_room
 from kvtier.memory.streams import Fence, open_stream
 
 __all__ = [
@@ -34,9 +32,6 @@ __all__ = [
     "copy_between",
     "plan_copy",
 ]
-
-Indices = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 _STAGING_NBYTES = 64 << 20
 """Limit of the device memory that a copy uses, because the engine leaves little memory."""
@@ -60,6 +55,25 @@ class KVBlocks:
 
     tensors: Sequence[torch.Tensor]
     groups: Sequence[Sequence[tuple[int, int]]]
+
+    def __post_init__(self) -> None:
+        """Refuse pages that are longer than the rows of their tensor."""
+        for number, nbytes in chain.from_iterable(self.groups):
+            if nbytes > self.tensors[number].shape[1]:
+                raise UnsupportedError(
+                    f"a page of {nbytes} bytes does not fit rows of "
+                    f"{self.tensors[number].shape[1]} bytes"
+                )
+
+    @property
+    def page_nbytes(self) -> list[list[int]]:
+        """Bytes of each page of a block, for each group."""
+        return [[nbytes for _, nbytes in pages] for pages in self.groups]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +213,12 @@ def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
 
 
 class BlockCopier:
-    """Copies blocks between one rank's KV memory and its stripes of RAM slots.
+    """Copies blocks between one rank's KV memory and its share of RAM slots.
 
     Args:
         kv: The rank's KV memory.
         region: The RAM slots.
-        share: The stripes of each slot that belong to the rank.
+        share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
 
     Raises:
@@ -217,16 +231,15 @@ class BlockCopier:
     def __init__(
         self, kv: KVBlocks, region: HostRegion, *, share: RankShare, blocks_per_chunk: int
     ) -> None:
-        geometry = region.geometry
-        place_nbytes = geometry.stripe_nbytes // blocks_per_chunk
-        _require_room(kv, geometry.stripes, place_nbytes, share)
-        word = _word(kv, place_nbytes, len(share.stripes))
+        require_room(kv.page_nbytes, region.geometry, share, blocks_per_chunk)
+        word = _word(kv, region.geometry)
         self._share = share
         self.blocks_per_chunk = blocks_per_chunk
-        self._device = kv.tensors[0].device if kv.tensors else torch.device("cpu")
-        self._tensors = [tensor.view(word) for tensor in kv.tensors]
+        self._device = kv.device
+        tensors = [tensor.view(word) for tensor in kv.tensors]
         self._pages = [
-            [(tensor, page // word.itemsize) for tensor, page in pages] for pages in kv.groups
+            [tensors[number][:, : page // word.itemsize] for number, page in pages]
+            for pages in kv.groups
         ]
         flat = torch.frombuffer(region.payload, dtype=torch.int8)
         self._stream = open_stream(self._device, flat)
@@ -234,15 +247,28 @@ class BlockCopier:
         self._copy = torch.Tensor.copy_ if on_cpu else copy_between
         self._staging_nbytes = _KEPT_NBYTES if on_cpu else _STAGING_NBYTES
         self._kept = torch.empty(0, dtype=word) if on_cpu else None
-        slot, stripe, place = (
-            nbytes // word.itemsize
-            for nbytes in (geometry.slot_nbytes, geometry.stripe_nbytes, place_nbytes)
-        )
         self._word = word
-        self._host = flat.view(word).as_strided(
-            (geometry.slots, geometry.stripes, blocks_per_chunk, place),
-            (slot, stripe, place, 1),
-        )
+        self._places = [
+            self._views(flat.view(word), pages, region.geometry) for pages in kv.page_nbytes
+        ]
+
+    def _views(
+        self, host: torch.Tensor, pages: Sequence[int], geometry: RegionGeometry
+    ) -> list[tuple[slice, torch.Tensor]]:
+        """Return pairs of matching parts: of a staged row, and of all places in the slots.
+
+        The view of the places has the shape (slots, blocks, pages, words).
+        """
+        unit = self._word.itemsize
+        slot, place = geometry.slot_nbytes // unit, geometry.block_nbytes // unit
+        views = []
+        for run in self._share.runs(pages):
+            start, words = run.offset // unit, run.nbytes // unit
+            shape = (geometry.slots, self.blocks_per_chunk, run.pages, words)
+            strides = (slot, place, words * self._share.parts, 1)
+            places = host.as_strided(shape, strides, run.place_offset // unit)
+            views.append((slice(start, start + run.pages * words), places))
+        return views
 
     def mark(self) -> Fence | None:
         """Return the point in the compute stream that a copy submitted now must follow."""
@@ -251,63 +277,54 @@ class BlockCopier:
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy blocks to slots; return when the bytes are there."""
         with self._stream.after(after):
-            for copy in self._pieces(plan, self._is_written):
+            for copy in self._pieces(plan, stores=True):
                 staged = self._gather(copy)
-                for part, place in self._places(copy, staged):
+                for part, place in self._placed(copy, staged):
                     self._copy(place, part)
 
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy slots to blocks; return when the bytes are there."""
         with self._stream.after(after):
-            for copy in self._pieces(plan, None):
+            for copy in self._pieces(plan, stores=False):
                 staged = self._staging(copy)
-                for part, place in self._places(copy, staged):
+                for part, place in self._placed(copy, staged):
                     self._copy(part, place)
                 self._scatter(copy, staged)
 
     def close(self) -> None:
         """Unpin and release the slots. Idempotent; no copy may be running."""
         self._stream.close()
-        self._host = torch.empty((0, 0, 0, 0), dtype=self._word)
+        self._places = []
 
-    def _is_written(self, copy: GroupCopy) -> Flags | None:
-        """Return which blocks of ``copy`` this rank stores; None if this rank stores all."""
-        if self._share.writers == 1:
-            return None
-        written: Flags = copy.blocks % self._share.writers == self._share.writer
-        return written
-
-    def _pieces(
-        self, plan: BlockCopyPlan, choose: Callable[[GroupCopy], Flags | None] | None
-    ) -> Iterator[GroupCopy]:
-        """Yield the chosen copies of a plan in pieces that fit the staging tensor."""
+    def _pieces(self, plan: BlockCopyPlan, *, stores: bool) -> Iterator[GroupCopy]:
+        """Yield this rank's copies of a plan in pieces that fit the staging tensor."""
         for copy in plan.groups:
-            chosen = choose(copy) if choose else None
-            whole = copy if chosen is None else copy.part(chosen)
+            written = self._share.written(copy.blocks) if stores else None
+            whole = copy if written is None else copy.part(written)
             block_nbytes = self._width(copy) * self._word.itemsize
             step = max(self._staging_nbytes // max(block_nbytes, 1), 1)
             for at in range(0, len(whole.blocks), step):
                 yield whole.part(slice(at, at + step))
 
-    def _places(
+    def _placed(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of views: a part of ``staged``, and its place in the slots."""
-        words = slice(staged.shape[2])
-        for rows, slots, sub in _runs(copy):
-            for parts, stripes in self._share.runs():
-                yield staged[rows, parts], self._host[slots, stripes, sub, words]
+        runs = list(_runs(copy))
+        for columns, places in self._places[copy.group]:
+            parts = staged[:, columns].view(len(staged), *places.shape[2:])
+            for rows, slots, sub in runs:
+                yield parts[rows], places[slots, sub]
 
     def _width(self, copy: GroupCopy) -> int:
         """Return the number of words of one block, added up over all layers of its group."""
-        return sum(page for _, page in self._pages[copy.group])
+        return sum(rows.shape[1] for rows in self._pages[copy.group])
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
-        parts = len(self._share.stripes)
-        shape = (len(copy.blocks), parts, self._width(copy) // parts)
+        shape = (len(copy.blocks), self._width(copy))
         if self._kept is None:
             return torch.empty(shape, dtype=self._word, device=self._device)
-        words = math.prod(shape)
+        words = shape[0] * shape[1]
         if words > len(self._kept):
             self._kept = torch.empty(words, dtype=self._word)
         return self._kept[:words].view(shape)
@@ -328,11 +345,10 @@ class BlockCopier:
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for each layer, a view of its pages and the part of ``staged`` for them."""
-        at, parts = 0, len(self._share.stripes)
-        for tensor, page in self._pages[copy.group]:
-            width = page // parts
-            rows = _in_parts(self._tensors[tensor][:, :page], parts)
-            yield rows, staged[:, :, at : at + width]
+        at = 0
+        for rows in self._pages[copy.group]:
+            width = rows.shape[1]
+            yield rows, staged[:, at : at + width]
             at += width
 
 
@@ -369,50 +385,18 @@ def _contiguous_elements(tensor: torch.Tensor) -> int:
     return elements
 
 
-def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:
+def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
     """Return int64 if all sizes and addresses are multiples of eight bytes, else int8.
 
     torch moves elements one by one to scattered rows, so single bytes take seven times as long
     as words of eight bytes.
     """
-    units = [place_nbytes]
-    units += [page // parts for pages in kv.groups for _, page in pages]
+    units = [geometry.slot_nbytes, geometry.block_nbytes]
+    units += [page for pages in kv.groups for _, page in pages]
     for tensor in kv.tensors:
         units += [*tensor.shape[1:], int(tensor.stride(0)), tensor.data_ptr()]
     wide = torch.int64
     return torch.int8 if any(unit % wide.itemsize for unit in units) else wide
-
-
-def _in_parts(pages: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a view of ``pages`` that cuts each page into ``parts`` parts of equal size.
-
-    The shape (n, words) becomes (n, parts, words per part).
-    """
-    rows, words = pages.shape
-    width = words // parts
-    return pages.as_strided(
-        (rows, parts, width), (pages.stride(0), width, 1), pages.storage_offset()
-    )
-
-
-def _require_room(kv: KVBlocks, stripes: int, place_nbytes: int, share: RankShare) -> None:
-    """Raise UnsupportedError for blocks that do not fit their place in a chunk."""
-    parts = len(share.stripes)
-    if max(share.stripes) >= stripes:
-        raise UnsupportedError(
-            f"a slot has {stripes} stripes, a rank wants stripe {max(share.stripes)}"
-        )
-    for group, pages in enumerate(kv.groups):
-        nbytes = sum(page for _, page in pages)
-        if nbytes > place_nbytes * parts:
-            raise UnsupportedError(
-                f"a block of KV cache group {group} has {nbytes} bytes, its slot has room "
-                f"for {place_nbytes * parts}: this KV layout is not supported"
-            )
-        if any(page % parts for _, page in pages):
-            raise UnsupportedError(
-                f"a page of KV cache group {group} cannot be split into {parts} parts"
-            )
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:

@@ -1,49 +1,42 @@
 """The layout of a slot: where each rank's bytes are, independent of the number of ranks.
 
-With tensor parallelism every rank keeps the KV of its own attention heads. The simple layout
-gives each rank one contiguous range of the slot, its *shard*, with blocks and layers in any
-order. Only an engine with the same number of ranks can read a shard.
+A slot holds one chunk of all ranks, as places of equal size, one for each block. A block
+consists of pages, for instance one for each layer. With tensor parallelism every rank keeps the
+KV of its own attention heads, so each rank has a part of every page. The parts of all ranks
+together form the *canonical page*, and a place holds the canonical pages in order::
 
-A page holds one layer of one block. The pages of all ranks together form the *canonical page*,
-the page of an engine with one rank. If an engine keeps heads outermost within a page (vLLM's
-``LBHNC``), the canonical page is the ranks' pages in order. Then each eighth of the canonical
-page has the same bytes for one, two, four and eight ranks. So a slot has eight *stripes*, and
-stripe ``s`` holds the ``s``-th eighth of every canonical page, by block and then by layer::
+    slot  | place of block 0 | place of block 1 | ... | padding
+    place | page 0 [part 0 | part 1 | ...] page 1 [part 0 | part 1 | ...] ... | padding
 
-    slot | stripe 0: block 0 [layer 0 | layer 1 | ...] block 1 [...] | ... | stripe 7 | padding
+If the engine keeps heads outermost in a page, the canonical page is the page of an engine with
+one rank. Then any number of ranks that divides the heads can read the slot. If heads come
+before layers (vLLM's ``BHLNC``), a block is one page, so a rank's part of it is one contiguous
+range. If layers come before heads (``LBHNC``, ``BLHNC``), a range is the rank's part of one
+layer.
 
-Stripes keep the advantage of shards: a rank's stripes are adjacent, so its part of a slot is
-one contiguous range of memory and disk. A shard is the special case of one stripe per rank. An
-order with the heads innermost, ``[block][layer][rank]``, would be as portable, but would split
-a rank's part into one range per layer.
-
-There are eight stripes, and not one per head, because the engine describes its pages by bytes
-and does not say which bytes are a head. Stripes require that a rank's page is a whole number of
-eighths of the canonical page. That is true for 1, 2, 4 and 8 ranks with heads outermost. It is
-also true with more ranks than heads, if several ranks then have the same head. And it is true
-if all ranks have the same KV (multi-head latent attention), which is then stored once. For
-engines with three ranks, with sixteen ranks of one head each, or with tokens outermost,
-:mod:`kvtier.vllm.pages` chooses shards.
+One rank has all of a place. So have all ranks whose KV is equal, as with multi-head latent
+attention; such KV is stored once. Where the ranks' pages do not form a canonical page, as with
+tokens outermost, the layout is the same, but only an engine with as many ranks can read it.
+:mod:`kvtier.vllm.pages` knows which case applies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
+from itertools import groupby
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import UnsupportedError
 from kvtier.memory.control import ControlBlock
 
-__all__ = [
-    "STRIPES",
-    "RankShare",
-    "RegionGeometry",
-    "shard_of",
-]
+__all__ = ["Flags", "Indices", "PageRun", "RankShare", "RegionGeometry", "require_room"]
 
-STRIPES: Final = 8
-"""Number of stripes of a portable slot, whose bytes do not depend on the number of ranks."""
+Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +46,8 @@ class RegionGeometry:
     Attributes:
         slots: Slots of the RAM tier.
         slot_nbytes: Bytes of one slot, a multiple of the page size.
-        stripe_nbytes: Bytes of one stripe of a slot; stripe s begins at ``s * stripe_nbytes``.
-        stripes: Stripes of a slot; a :class:`RankShare` says which ones a rank has.
+        block_nbytes: Bytes of one block of all ranks; the place of block b of a chunk begins
+            at ``b * block_nbytes``.
         ranks: Workers of the engine.
         is_portable: Whether an engine with another number of ranks can read the slots.
         content: The worker's description of the bytes.
@@ -63,8 +56,7 @@ class RegionGeometry:
 
     slots: int
     slot_nbytes: int
-    stripe_nbytes: int
-    stripes: int
+    block_nbytes: int
     ranks: int
     is_portable: bool = False
     content: str = ""
@@ -91,29 +83,100 @@ class RegionGeometry:
         return self.shared_nbytes + ControlBlock.nbytes(self.slots, self.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """One rank's part of every slot.
+class PageRun(NamedTuple):
+    """Consecutive pages of a block, and where one rank's part of them is in a place.
 
     Attributes:
-        stripes: The slot's stripes that the rank reads and writes, in the order of their bytes
-            in the rank's own pages.
-        writers: Number of ranks with the same bytes; each stores every ``writers``-th block.
+        offset: Start of the first page, counted over the rank's own pages.
+        place_offset: Start of the rank's part of the first page in a place. The part of the
+            next page begins one canonical page later.
+        pages: Number of pages.
+        nbytes: Bytes of each of the rank's own pages.
+    """
+
+    offset: int
+    place_offset: int
+    pages: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """One rank's share of every slot; by default all of it.
+
+    Attributes:
+        part: Number of the rank's part of every page.
+        parts: Number of parts of every page.
+        writers: Number of ranks with the same part; each stores every ``writers``-th block.
         writer: This rank's number among those ranks, from 0.
     """
 
-    stripes: tuple[int, ...]
+    part: int = 0
+    parts: int = 1
     writers: int = 1
     writer: int = 0
 
-    def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield pairs of matching ranges: parts of the rank's pages, and adjacent stripes."""
-        breaks = [at for at, (a, b) in enumerate(pairwise(self.stripes), 1) if b != a + 1]
-        for start, end in pairwise([0, *breaks, len(self.stripes)]):
-            first = self.stripes[start]
-            yield slice(start, end), slice(first, first + end - start)
+    def written(self, blocks: Indices) -> Flags | None:
+        """Return which of ``blocks`` this rank stores; None if it stores all of them."""
+        if self.writers == 1:
+            return None
+        written: Flags = blocks % self.writers == self.writer
+        return written
+
+    def part_offsets(self, pages: Sequence[int]) -> Indices:
+        """Return where the rank's part of each page begins in a block's place.
+
+        Args:
+            pages: Bytes of each page of a block, in the rank's own memory.
+        """
+        nbytes = np.array(pages, np.int64)
+        return (np.cumsum(nbytes) - nbytes) * self.parts + self.part * nbytes
+
+    def runs(self, pages: Sequence[int]) -> Iterator[PageRun]:
+        """Yield the rank's ranges of a place, as few runs as possible.
+
+        Args:
+            pages: Bytes of each page of a block, in the rank's own memory.
+        """
+        if self.parts == 1:
+            yield PageRun(0, 0, 1, sum(pages))  # its pages follow one another
+            return
+        offset = 0
+        places = zip(pages, self.part_offsets(pages).tolist(), strict=True)
+        for nbytes, equal in groupby(places, lambda page: page[0]):
+            (_, first), *others = equal
+            yield PageRun(offset, first, 1 + len(others), nbytes)
+            offset += nbytes * (1 + len(others))
 
 
-def shard_of(rank: int) -> RankShare:
-    """Return the share of ``rank`` in slots that have exactly one stripe for each rank."""
-    return RankShare((rank,))
+def require_room(
+    groups: Sequence[Sequence[int]],
+    geometry: RegionGeometry,
+    share: RankShare,
+    blocks_per_chunk: int,
+) -> None:
+    """Check that the blocks of a rank fit their places, and the places a slot.
+
+    Args:
+        groups: Bytes of each page of a block, for each KV cache group.
+        geometry: The shape of the slots.
+        share: The rank's share of a slot.
+        blocks_per_chunk: Blocks of a chunk.
+
+    Raises:
+        UnsupportedError: They do not fit.
+    """
+    room = geometry.block_nbytes // share.parts
+    for group, pages in enumerate(groups):
+        if sum(pages) > room:
+            raise UnsupportedError(
+                f"a block of KV cache group {group} has {sum(pages)} bytes, its slot has room "
+                f"for {room}: this KV layout is not supported"
+            )
+    if share.part >= share.parts or blocks_per_chunk * geometry.block_nbytes > (
+        geometry.slot_nbytes
+    ):
+        raise UnsupportedError(
+            f"part {share.part} of {share.parts} of {blocks_per_chunk} blocks does not fit "
+            f"slots of {geometry.slot_nbytes} bytes, {geometry.block_nbytes} for each block"
+        )

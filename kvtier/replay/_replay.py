@@ -32,7 +32,7 @@ from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.paged import PagedMemory
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.replay._batching import Batcher
 from kvtier.replay._engine import ReplayCounts, ReplayEngine
 from kvtier.replay._requests import (
@@ -345,7 +345,7 @@ def _open_device(
             memory.kv,
             region,
             rank=0,
-            share=shard_of(0),
+            share=RankShare(),
             blocks_per_chunk=blocks_per_chunk,
             close_timeout_s=close_timeout_s,
         )
@@ -360,8 +360,7 @@ def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
     return RegionGeometry(
         slots=config.ram.capacity_bytes // slot_bytes,
         slot_nbytes=slot_bytes,
-        stripe_nbytes=chunk_bytes,
-        stripes=1,
+        block_nbytes=chunk_bytes // config.engine.blocks_per_chunk,
         ranks=1,
         bounce_slots=bounce_slots_for(config, slot_bytes),
     )

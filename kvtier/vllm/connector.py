@@ -338,15 +338,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             UnsupportedError: kvtier does not store memory of this kind.
         """
         engine, settings = self._engine, self._settings
-        kv = find_pages(kv_caches, self._kv, engine.group_ids)
-        shape = share_slots(
-            self._vllm,
-            self._kv,
-            kv_caches,
-            kv,
-            engine.group_ids,
-            blocks_per_chunk=engine.blocks_per_chunk,
-        )
+        layout, groups = engine.kv_layout, engine.group_ids
+        kv = find_pages(kv_caches, self._kv, groups, layout)
+        shape = share_slots(self._vllm, self._kv, kv_caches, kv, groups, layout)
         content = kv_content(self._vllm, engine)
         device = open_device(engine, settings, kv, shape, content=content)
         self._worker = ConnectorWorker(device, ram_name=settings.ram.name)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelFiles", "declared_identity", "fingerprint", "model_files"]
 
-_FORMAT: Final = "kvtier-vllm-2"
+_FORMAT: Final = "kvtier-vllm-3"
 """Version of a slot's layout: increment it when the layout changes."""
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _READ_NBYTES: Final = 64 << 20
@@ -107,8 +107,7 @@ def fingerprint(
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
             "tokens_per_hash": engine.tokens_per_hash,
             "ranks": "any" if geometry.is_portable else geometry.ranks,
-            "stripes": geometry.stripes,
-            "stripe_nbytes": geometry.stripe_nbytes,
+            "block_nbytes": geometry.block_nbytes,
         },
         label=config.identity.name or engine.model_name,
     )

@@ -71,7 +71,7 @@ def offer_region(
     Args:
         engine: The engine.
         settings: kvtier's configuration.
-        shape: The stripes of a slot.
+        shape: The size of a block in a slot.
         content: Description of the slots' bytes.
 
     Raises:
@@ -103,7 +103,7 @@ def open_device(
         engine: The engine.
         settings: kvtier's configuration.
         kv: The rank's KV memory.
-        shape: The stripes of a slot.
+        shape: The size of a block in a slot, and this rank's share of it.
         content: Description of the slots' bytes.
 
     Raises:
@@ -147,14 +147,13 @@ def require_same_file(
 def _geometry(
     engine: EngineFacts, settings: KvtierConfig, shape: SlotShape, *, content: str
 ) -> RegionGeometry:
-    payload_nbytes = shape.stripes * shape.stripe_nbytes
+    payload_nbytes = shape.block_nbytes * engine.blocks_per_chunk
     check_chunk_fits(settings, payload_nbytes)
     size = slot_nbytes(payload_nbytes)
     return RegionGeometry(
         slots=settings.tiers[0].capacity_bytes // size,
         slot_nbytes=size,
-        stripe_nbytes=shape.stripe_nbytes,
-        stripes=shape.stripes,
+        block_nbytes=shape.block_nbytes,
         ranks=engine.world_size,
         is_portable=shape.is_portable,
         content=content,

@@ -5,9 +5,10 @@ in one allocation. So one rule finds every kind of page: of attention, of recurr
 padded pages, and pages of layers that lie side by side in a block.
 
 With tensor parallelism each rank keeps the KV of its own heads. If heads are the outermost
-dimension of a page (``LBHNC``), the concatenated pages of all ranks equal the page of an engine
-with one rank. A slot's bytes then need not depend on the number of ranks
-(:mod:`kvtier.memory.slot_layout`).
+dimension of a page, the concatenated pages of all ranks equal the page of an engine with one
+rank. A slot's bytes then need not depend on the number of ranks
+(:mod:`kvtier.memory.slot_layout`). Where layers come before heads (``LBHNC``, ``BLHNC``), a
+page is one layer of a block; where heads come before layers (``BHLNC``), it is all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from kvtier.errors import UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.copy import KVBlocks
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.vllm.kinds import layer_specs
 
 if TYPE_CHECKING:
@@ -38,23 +39,24 @@ _WITH_ANOTHER: Final = (-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """Division of a slot into stripes, and this rank's stripes.
+    """Size of a block in a slot, and this rank's share of it.
 
     Attributes:
-        stripes: Number of stripes of a slot.
-        stripe_nbytes: Bytes of one stripe.
-        share: This rank's stripes.
+        block_nbytes: Bytes of one block of all ranks.
+        share: This rank's share.
         is_portable: Whether another number of ranks would store the same bytes.
     """
 
-    stripes: int
-    stripe_nbytes: int
+    block_nbytes: int
     share: RankShare
     is_portable: bool
 
 
 def find_pages(
-    kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, group_ids: tuple[int, ...]
+    kv_caches: Mapping[str, Any],
+    kv_cache_config: KVCacheConfig,
+    group_ids: tuple[int, ...],
+    layout: str,
 ) -> KVBlocks:
     """Return the KV memory of the groups that are stored.
 
@@ -62,6 +64,7 @@ def find_pages(
         kv_caches: vLLM's KV memory by layer: a tensor or a list of tensors.
         kv_cache_config: Where vLLM put each layer.
         group_ids: The groups that are stored.
+        layout: Order of the dimensions, such as ``LBHNC``.
 
     Raises:
         UnsupportedError: The memory does not match ``kv_cache_config``.
@@ -73,7 +76,7 @@ def find_pages(
     numbers: dict[tuple[int, int, int], int] = {}
     pages: dict[str, tuple[int, int]] = {}
     for placed in kv_cache_config.kv_cache_tensors:
-        for offset, layers in _parts(placed, specs):
+        for offset, layers in _parts(placed, specs, layout):
             nbytes = len(layers) * _page_nbytes(specs[layers[0]])
             whole = max(nbytes, specs[layers[0]].page_size_bytes)
             place = (offset, placed.block_stride, whole)
@@ -94,19 +97,28 @@ def find_pages(
 
 
 def _parts(
-    placed: KVCacheTensor, specs: Mapping[str, KVCacheSpec]
+    placed: KVCacheTensor, specs: Mapping[str, KVCacheSpec], layout: str
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield where each contiguous part of a block begins, and the layers in this part.
 
-    Where heads come before layers (``BHLNC``), the pages of all layers are one part.
+    Where heads come before layers (``BHLNC``), the pages of all layers are one part. That
+    includes ranks with one head, whose layers could be told apart: their part must be like
+    that of ranks with several.
     """
     layers = [layer for layer in placed.layers if layer in specs]
-    if len(layers) > 1 and placed.layer_stride < _page_nbytes(specs[layers[0]]):
-        yield placed.offset, layers
-        return
+    if layers:
+        step, page = placed.layer_stride, _page_nbytes(specs[layers[0]])
+        if step < page or (step == page and _joins_layers(layout)):
+            yield placed.offset, layers
+            return
     for at, layer in enumerate(placed.layers):
         if layer in specs:
             yield placed.offset + at * placed.layer_stride, [layer]
+
+
+def _joins_layers(layout: str) -> bool:
+    """Return whether each head's layers are side by side in a block."""
+    return 0 <= layout.find("H") < layout.find("L")
 
 
 def share_slots(
@@ -115,30 +127,21 @@ def share_slots(
     kv_caches: Mapping[str, Any],
     kv: KVBlocks,
     group_ids: tuple[int, ...],
-    *,
-    blocks_per_chunk: int,
+    layout: str,
 ) -> SlotShape:
-    """Return the division of slots for this engine, and this rank's stripes.
+    """Return the size of a block in this engine's slots, and this rank's share of it.
 
     All ranks get the same result, except for ``share``.
     """
     rank = vllm_config.parallel_config.rank
     ranks = vllm_config.parallel_config.world_size
-    block_nbytes = max(sum(nbytes for _, nbytes in pages) for pages in kv.groups)
+    own_nbytes = max(map(sum, kv.page_nbytes))
     try:
-        specs = {
-            layer: spec
-            for index in group_ids
-            for layer, spec in layer_specs(kv_cache_config.kv_cache_groups[index]).items()
-        }
-        share = _portable_share(vllm_config, specs, kv_caches)
+        share = _portable_share(vllm_config, kv_cache_config, kv_caches, group_ids, layout)
     except UnsupportedError as error:
         logger.info("chunks can be read with --tensor-parallel-size %d only: %s", ranks, error)
-        return SlotShape(
-            ranks, block_nbytes * blocks_per_chunk, shard_of(rank), is_portable=False
-        )
-    stripe_nbytes = block_nbytes // len(share.stripes) * blocks_per_chunk
-    return SlotShape(STRIPES, stripe_nbytes, share, is_portable=True)
+        return SlotShape(own_nbytes * ranks, RankShare(rank, ranks), is_portable=False)
+    return SlotShape(own_nbytes * share.parts, share, is_portable=True)
 
 
 def _view(
@@ -172,16 +175,26 @@ def _page_nbytes(spec: KVCacheSpec) -> int:
 
 
 def _portable_share(
-    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], kv_caches: Mapping[str, Any]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, Any],
+    group_ids: tuple[int, ...],
+    layout: str,
 ) -> RankShare:
-    """Return this rank's stripes, if a slot's bytes do not depend on the number of ranks.
+    """Return this rank's share, if a slot's bytes do not depend on the number of ranks.
 
     Raises:
         UnsupportedError: The bytes depend on the number of ranks; the message says why.
     """
+    joined_layers = {
+        layer: len(placed.layers) if _joins_layers(layout) else 1
+        for placed in kv_cache_config.kv_cache_tensors
+        for layer in placed.layers
+    }
     shares = {
-        _layer_share(vllm_config, layer, spec, kv_caches[layer])
-        for layer, spec in specs.items()
+        _layer_share(vllm_config, layer, spec, kv_caches[layer], joined_layers[layer])
+        for index in group_ids
+        for layer, spec in layer_specs(kv_cache_config.kv_cache_groups[index]).items()
     }
     if len(shares) > 1:
         raise UnsupportedError("layers are split over the ranks in different ways")
@@ -193,44 +206,52 @@ def _layer_share(
     layer: str,
     spec: Any,  # noqa: ANN401 - one of vLLM's kinds
     cache: Any,  # noqa: ANN401 - a tensor or several
+    joined_layers: int,
 ) -> RankShare:
+    """Return this rank's share of a layer, if its bytes do not depend on the number of ranks.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        layer: The layer's name.
+        spec: The layer's kind.
+        cache: The layer's KV memory.
+        joined_layers: Number of layers of each head that are side by side in a block.
+
+    Raises:
+        UnsupportedError: The bytes depend on the number of ranks; the message says why.
+    """
     parallel = vllm_config.parallel_config
     tp, rank = parallel.tensor_parallel_size, parallel.rank
     kind = type(spec).__name__
     if kind == "MLAAttentionSpec" and spec.tokens_per_state == 1:
-        _require_parts(layer, spec, STRIPES)
-        return RankShare(tuple(range(STRIPES)), writers=tp, writer=rank)
+        return RankShare(writers=tp, writer=rank)
     if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
         raise UnsupportedError(f"layer {layer} keeps {kind}, which is not split by heads")
     if spec.kv_quant_mode.is_per_token_head:
         raise UnsupportedError(f"layer {layer} keeps scales beside its heads")
     heads = vllm_config.model_config.get_total_num_kv_heads()
-    shards = min(heads, tp)
-    replicas = tp // shards
-    even = heads % shards == 0 and tp % shards == 0 and spec.num_kv_heads == heads // shards
-    if not even or STRIPES % shards:
-        raise UnsupportedError(f"{heads} KV heads over {tp} ranks are not whole {STRIPES}ths")
-    outermost = (
-        isinstance(cache, torch.Tensor)
-        and cache.dim() == 4
-        and cache.shape[1] == spec.num_kv_heads
-        and cache[0].is_contiguous()
-        # vLLM hands over a block that its kernel takes in parts as several blocks.
-        and cache[0].nbytes == _page_nbytes(spec)
-    )
-    if not outermost:
+    parts = min(heads, tp)
+    replicas = tp // parts
+    if heads % parts or tp % parts or spec.num_kv_heads != heads // parts:
+        raise UnsupportedError(f"{heads} KV heads cannot be divided over {tp} ranks")
+    if not _has_heads_outermost(cache, spec, joined_layers):
         raise UnsupportedError(f"the heads of layer {layer} are not outermost in a block")
-    each = STRIPES // shards
-    _require_parts(layer, spec, each)
-    first = rank // replicas * each
-    return RankShare(
-        tuple(range(first, first + each)), writers=replicas, writer=rank % replicas
+    return RankShare(rank // replicas, parts, writers=replicas, writer=rank % replicas)
+
+
+def _has_heads_outermost(
+    cache: Any,  # noqa: ANN401 - a tensor or several
+    spec: Any,  # noqa: ANN401 - one of vLLM's kinds
+    joined_layers: int,
+) -> bool:
+    """Return whether a block is all bytes of the first head, then of the second, and so on."""
+    if not isinstance(cache, torch.Tensor) or cache.dim() != 4:
+        return False
+    heads, head = cache.shape[1], cache[0, 0]
+    return (
+        heads == spec.num_kv_heads
+        and head.is_contiguous()
+        # vLLM hands over a block that its kernel takes in parts as several blocks.
+        and heads * head.nbytes == _page_nbytes(spec)
+        and (heads == 1 or cache.stride(1) == joined_layers * head.numel())
     )
-
-
-def _require_parts(layer: str, spec: KVCacheSpec, parts: int) -> None:
-    nbytes = _page_nbytes(spec)
-    if nbytes % parts:
-        raise UnsupportedError(
-            f"a page of layer {layer} of {nbytes} bytes has no {parts} parts"
-        )

@@ -53,7 +53,7 @@ from kvtier.logs import get_logger
 from kvtier.manager import NOTHING_TO_STORE
 from kvtier.manager.hits import GroupReach
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Purpose
 from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, data_parallel_rank
@@ -137,9 +137,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         ]
         kv = KVBlocks([block.tensor for block in kv_caches.tensors], groups)
         shape = SlotShape(
-            stripes=engine.world_size,
-            stripe_nbytes=sum(nbytes for _, nbytes in groups[0]) * engine.blocks_per_chunk,
-            share=shard_of(engine.rank),
+            block_nbytes=sum(nbytes for _, nbytes in groups[0]) * engine.world_size,
+            share=RankShare(engine.rank, engine.world_size),
             is_portable=False,
         )
         content = kv_content(vllm_config, engine)

@@ -13,7 +13,7 @@ import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from tests.gpu.bench import Bench, Device
 from tests.gpu.torch_device import random_bytes
 
@@ -34,7 +34,7 @@ def make_kv(device: Device, blocks: int, page_nbytes: int) -> KVBlocks:
 def opened_region(name: str, slots: int, page_nbytes: int) -> Iterator[HostRegion]:
     """Yield RAM slots, each with room for one block of one rank."""
     slot_nbytes = LAYERS * page_nbytes
-    geometry = RegionGeometry(slots, slot_nbytes, slot_nbytes, 1, 1)
+    geometry = RegionGeometry(slots, slot_nbytes, slot_nbytes, 1)
     region = HostRegion.create(
         f"gpu-{os.getpid()}-{name}", geometry, attachers=0, timeout_s=1, huge_pages="auto"
     )
@@ -75,7 +75,7 @@ class PagedMemory:
         order = draw.permutation(2 * blocks) * 2
         self._blocks = {"store": order[:blocks], "load": order[blocks:]}
         self._slots = draw.permutation(blocks) * 2
-        self.copier = BlockCopier(self.kv, region, share=shard_of(0), blocks_per_chunk=1)
+        self.copier = BlockCopier(self.kv, region, share=RankShare(), blocks_per_chunk=1)
         self.plans = {direction: self._plan(direction) for direction in ("load", "store")}
         self._stored = self._read_blocks("store")
         self._expected = self._stored.cpu().numpy().reshape(blocks, -1)

@@ -12,7 +12,7 @@ import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +61,7 @@ def open_copier(open_region: OpenRegion) -> Iterator[OpenCopier]:
 @pytest.fixture(params=[1, 2])
 def region(request: pytest.FixtureRequest, open_region: OpenRegion) -> HostRegion:
     ranks: int = request.param
-    return open_region(RegionGeometry(SLOTS, BLOCK_NBYTES * ranks, BLOCK_NBYTES, ranks, ranks))
+    return open_region(RegionGeometry(SLOTS, BLOCK_NBYTES * ranks, BLOCK_NBYTES * ranks, ranks))
 
 
 @pytest.mark.parametrize("slots", [list(range(8)), [9, 3, 30, 4, 5, 6, 0, 17]])
@@ -70,7 +70,8 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
 ) -> None:
     kv = make_kv()
     expected = [tensor[:8].cpu() for tensor in kv.tensors]
-    copier = open_copier(kv, region, shard_of(region.geometry.ranks - 1))
+    ranks = region.geometry.ranks
+    copier = open_copier(kv, region, RankShare(ranks - 1, ranks))
     blocks = list(range(8))
     copier.store(plan_copy(blocks, [8], [0], slots, blocks_per_chunk=1), after=copier.mark())
     for tensor in kv.tensors:
@@ -81,14 +82,12 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
         assert torch.equal(tensor[40:48].cpu(), content)
 
 
-def test_two_ranks_load_from_stripes_what_one_stored(
+def test_two_ranks_load_what_one_stored(
     open_region: OpenRegion, open_copier: OpenCopier
 ) -> None:
-    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES, BLOCK_NBYTES // STRIPES, STRIPES, 1)
-    region = open_region(geometry)
+    region = open_region(RegionGeometry(SLOTS, BLOCK_NBYTES, BLOCK_NBYTES, 1))
     kv = make_kv()
-    everything = RankShare(tuple(range(STRIPES)))
-    out = open_copier(kv, region, everything)
+    out = open_copier(kv, region, RankShare())
     plan = plan_copy([3, 9], [2], [0], [5, 0], blocks_per_chunk=1)
     out.store(plan, after=out.mark())
     out.close()
@@ -98,8 +97,7 @@ def test_two_ranks_load_from_stripes_what_one_stored(
             [torch.zeros((BLOCKS, half), dtype=torch.int8, device="cuda") for _ in kv.tensors],
             [[(layer, half) for layer in range(LAYERS)]],
         )
-        share = RankShare(everything.stripes[rank * 4 : (rank + 1) * 4])
-        into = open_copier(own, region, share)
+        into = open_copier(own, region, RankShare(rank, 2))
         into.load(plan, after=into.mark())
         into.close()
         for whole, part in zip(kv.tensors, own.tensors, strict=True):
@@ -110,7 +108,7 @@ def test_a_store_reads_what_the_compute_stream_was_still_writing(
     region: HostRegion, open_copier: OpenCopier
 ) -> None:
     kv = make_kv()
-    copier = open_copier(kv, region, shard_of(0))
+    copier = open_copier(kv, region, RankShare())
     heavy = torch.randn((8192, 8192), device="cuda")
     for _ in range(8):
         heavy = heavy @ heavy

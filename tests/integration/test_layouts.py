@@ -1,8 +1,9 @@
-"""What kvtier takes for a block is all that the block holds, or the memory is refused."""
+"""Blocks in memory that vLLM laid out itself: what is part of a block, and of a slot."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,14 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvtier.config import load_config
 from kvtier.errors import UnsupportedError
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
 from kvtier.vllm.engine import EngineFacts
-from kvtier.vllm.pages import find_pages
+from kvtier.vllm.pages import SlotShape, find_pages, share_slots
 from kvtier.vllm.refusals import refuse_layout
 from tests.demo.scenario import store_yaml
 from tests.integration.test_portable_slots import facts
+from tests.unit.regions import open_regions
 
 BLOCKS = 8
 LAYOUTS = tuple(layout.name for layout in KVCacheLayout)
@@ -65,6 +69,10 @@ MODELS: dict[str, list[KVCacheGroupSpec]] = {
     "windows": [
         KVCacheGroupSpec(["a", "b"], attention()),
         KVCacheGroupSpec(["c", "d"], window()),
+    ],
+    "a longer group": [
+        KVCacheGroupSpec(["a"], attention()),
+        KVCacheGroupSpec(["b", "c", "d"], window()),
     ],
     "latent": [KVCacheGroupSpec(["a", "b"], latent())],
     "padded": [KVCacheGroupSpec(["a", "b"], latent(block_stride_alignment=48))],
@@ -132,7 +140,7 @@ def test_a_block_that_was_stored_is_loaded_whole_into_another_and_nowhere_else(
             refuse_layout(engine, load_config(file))
         return
     refuse_layout(engine, load_config(file))
-    memory = find_pages(caches, config, engine.group_ids)
+    memory = find_pages(caches, config, engine.group_ids, layout)
     for group, pages in zip(groups, memory.groups, strict=True):
         views = [caches[name] for name in group.layer_names]
         for view in views:
@@ -144,3 +152,80 @@ def test_a_block_that_was_stored_is_loaded_whole_into_another_and_nowhere_else(
         for view, was in zip(views, before, strict=True):
             was[5] = was[3]
             assert torch.equal(view, was)
+
+
+HEADS, LAYERS = 4, ("a", "b", "c")
+
+
+class Rank:
+    """One rank's KV memory of a model with ``HEADS`` heads.
+
+    Args:
+        layout: The order of the dimensions.
+        ranks: Number of ranks.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, layout: str, ranks: int, rank: int) -> None:
+        heads = max(HEADS // ranks, 1)
+        config = config_of(
+            [KVCacheGroupSpec(list(LAYERS), attention(num_kv_heads=heads))],
+            KVCacheLayout[layout],
+        )
+        views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout], [4])
+        first = rank * HEADS // ranks
+        self.views = {
+            layer: (view, slice(first, first + heads)) for layer, view in views.items()
+        }
+        self.kv: KVBlocks = find_pages(views, config, (0,), layout)
+        vllm: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=ranks, world_size=ranks, rank=rank
+            ),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+        )
+        self.shape: SlotShape = share_slots(vllm, config, views, self.kv, (0,), layout)
+
+    def copy(self, region: HostRegion, blocks: list[int], *, way: str) -> None:
+        """Store ``blocks`` as the chunk in slot 1, or load them from it."""
+        plan = plan_copy(blocks, [2], [0], [1], blocks_per_chunk=2)
+        copier = BlockCopier(self.kv, region, share=self.shape.share, blocks_per_chunk=2)
+        getattr(copier, way)(plan, after=None)
+        copier.close()
+
+
+def whole_model() -> dict[str, torch.Tensor]:
+    """Return the KV of all heads, in vLLM's logical order: blocks, heads, tokens, content."""
+    shape = (len(LAYERS), BLOCKS, HEADS, 4, 8)
+    numbers = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    return dict(zip(LAYERS, numbers, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC"])
+def test_what_one_number_of_ranks_stores_every_other_number_stores_and_loads(
+    layout: str,
+) -> None:
+    whole, contents = whole_model(), set()
+    with open_regions() as open_region:
+        for ranks in (1, 2, 4, 8):
+            members = [Rank(layout, ranks, rank) for rank in range(ranks)]
+            nbytes = members[0].shape.block_nbytes
+            region = open_region(RegionGeometry(4, 2 * nbytes, nbytes, ranks))
+            for member in members:
+                assert member.shape.is_portable
+                for layer, (view, heads) in member.views.items():
+                    view.copy_(whole[layer][:, heads])
+                member.copy(region, [5, 3], way="store")
+            contents.add(bytes(region.slot(1)))
+            for member in members:
+                for view, _ in member.views.values():
+                    view.zero_()
+                member.copy(region, [2, 7], way="load")
+                for layer, (view, heads) in member.views.items():
+                    assert torch.equal(view[[2, 7]], whole[layer][[5, 3], heads])
+    assert len(contents) == 1
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_tokens_outside_heads_bind_a_slot_to_its_number_of_ranks(layout: str) -> None:
+    assert not Rank(layout, 2, 0).shape.is_portable

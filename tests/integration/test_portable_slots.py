@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import UnsupportedError
 from kvtier.memory import RegionGeometry
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.identity import fingerprint
@@ -68,8 +68,8 @@ def share(
         kv_cache_tensors=[placed],
         kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
     )
-    kv = find_pages(views, config, (0,))
-    return share_slots(vllm_config, config, views, kv, (0,), blocks_per_chunk=2)
+    kv = find_pages(views, config, (0,), "LBHNC")
+    return share_slots(vllm_config, config, views, kv, (0,), "LBHNC")
 
 
 def heads_outermost(heads: int) -> dict[str, torch.Tensor]:
@@ -125,9 +125,8 @@ def stored_as(
     """Return what a store of such slots is known by."""
     geometry = RegionGeometry(
         slots=4,
-        slot_nbytes=shape.stripes * shape.stripe_nbytes,
-        stripe_nbytes=shape.stripe_nbytes,
-        stripes=shape.stripes,
+        slot_nbytes=2 * shape.block_nbytes,
+        block_nbytes=shape.block_nbytes,
         ranks=ranks,
         is_portable=shape.is_portable,
         content=content,
@@ -141,13 +140,10 @@ def test_heads_outermost_give_every_number_of_ranks_the_same_store(
 ) -> None:
     one = share(attention(HEADS), heads_outermost(HEADS), ranks=1, rank=0)
     heads = max(HEADS // ranks, 1)
-    each, writers = max(STRIPES // ranks, 1), max(ranks // HEADS, 1)
+    parts, writers = min(ranks, HEADS), max(ranks // HEADS, 1)
     for rank in range(ranks):
         shape = share(attention(heads), heads_outermost(heads), ranks=ranks, rank=rank)
-        first = rank // writers * each
-        assert shape.share == RankShare(
-            tuple(range(first, first + each)), writers=writers, writer=rank % writers
-        )
+        assert shape.share == RankShare(rank // writers, parts, writers, rank % writers)
         assert stored_as(config, shape, ranks=ranks) == stored_as(config, one, ranks=1)
 
 
@@ -165,7 +161,7 @@ def test_latent_attention_is_stored_once_for_all_ranks(config: KvtierConfig) -> 
     views = dict(zip(LAYERS, both, strict=True))
     one = share(latent(), views, ranks=1, rank=0)
     shape = share(latent(), views, ranks=4, rank=3)
-    assert shape.share == RankShare(tuple(range(STRIPES)), writers=4, writer=3)
+    assert shape.share == RankShare(writers=4, writer=3)
     assert stored_as(config, shape, ranks=4) == stored_as(config, one, ranks=1)
 
 
@@ -175,7 +171,7 @@ def test_tokens_outermost_bind_a_store_to_its_number_of_ranks_and_the_log_says_w
     one = share(attention(HEADS), tokens_outermost(HEADS), ranks=1, rank=0)
     with caplog.at_level(logging.INFO, logger="vllm.kvtier.vllm.pages"):
         shape = share(attention(4), tokens_outermost(4), ranks=2, rank=1)
-    assert shape.share == shard_of(1)
+    assert shape.share == RankShare(1, 2)
     assert stored_as(config, shape, ranks=2) != stored_as(config, one, ranks=1)
     assert "--tensor-parallel-size 2 only: the heads of layer layer.0 are not outermost" in (
         caplog.text

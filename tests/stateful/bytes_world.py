@@ -32,7 +32,7 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
 from kvtier.manager.hits import Reach
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.os.memory import open_anonymous
 from kvtier.policies import (
     CopyState,
@@ -283,12 +283,11 @@ class BytesWorld:
         return [self._draw.randint(least, greatest) for _ in range(self._draw.randint(1, most))]
 
     def _shape(self, capacities: Sequence[int]) -> RegionGeometry:
-        stripe_nbytes = self._options.blocks_per_chunk * BLOCK_NBYTES
+        block_nbytes = BLOCK_NBYTES * self._ranks
         return RegionGeometry(
             slots=capacities[0],
-            slot_nbytes=stripe_nbytes * self._ranks,
-            stripe_nbytes=stripe_nbytes,
-            stripes=self._ranks,
+            slot_nbytes=block_nbytes * self._options.blocks_per_chunk,
+            block_nbytes=block_nbytes,
             ranks=self._ranks,
             bounce_slots=4 if len(capacities) > 2 else 0,
         )
@@ -375,7 +374,7 @@ class BytesWorld:
             self._contents.kv[rank],
             self._map_region(),
             rank=rank,
-            share=shard_of(rank),
+            share=RankShare(rank, self._ranks),
             blocks_per_chunk=self._options.blocks_per_chunk,
             close_timeout_s=PATIENCE_S,
         )

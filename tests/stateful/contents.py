@@ -79,7 +79,7 @@ class Contents:
             size = layout.group.tokens_per_block
             ends = range(len(tokens) - layout.tokens_per_chunk + size, len(tokens) + 1, size)
             names = [block_name(layout.index, tokens[:end], epoch) for end in ends]
-            self._wanted[key, epoch] = b"".join(_stripes(names, len(self._memories)))
+            self._wanted[key, epoch] = b"".join(_places(names, len(self._memories)))
         return self._wanted[key, epoch]
 
 
@@ -91,10 +91,9 @@ def _seed(name: int, rank: int) -> int:
     return name + _RANK_STEP * rank & _MASK
 
 
-def _stripes(names: Sequence[int], ranks: int) -> Iterable[bytes]:
-    """Yield what each rank has of a chunk: block after block, layer after layer."""
-    memory = _make_memory(blocks=1)
-    for rank in range(ranks):
-        for name in names:
-            memory.fill([0], [_seed(name, rank)])
-            yield from (bytes(layer[0].numpy()) for layer in memory.kv.tensors)
+def _places(names: Sequence[int], ranks: int) -> Iterable[bytes]:
+    """Yield the pages of a chunk: block after block, layer after layer, rank after rank."""
+    memory = _make_memory(blocks=ranks)
+    for name in names:
+        memory.fill(range(ranks), [_seed(name, rank) for rank in range(ranks)])
+        yield from (bytes(layer.numpy()) for layer in memory.kv.tensors)

@@ -17,7 +17,7 @@ from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, copy_between, plan_copy
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence, open_stream
 from kvtier.os.iopool import IoPool
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
@@ -49,15 +49,9 @@ def make_region() -> Iterator[MakeRegion]:
     with open_regions() as open_region:
 
         def make(*, blocks_per_chunk: int, ranks: int = 1) -> HostRegion:
-            shard = BLOCK_NBYTES * blocks_per_chunk
-            geometry = RegionGeometry(
-                slots=16,
-                slot_nbytes=-(-shard * ranks // 4096) * 4096,
-                stripe_nbytes=shard,
-                stripes=ranks,
-                ranks=ranks,
-            )
-            return open_region(geometry)
+            block_nbytes = BLOCK_NBYTES * ranks
+            slot_nbytes = -(-block_nbytes * blocks_per_chunk // 4096) * 4096
+            return open_region(RegionGeometry(16, slot_nbytes, block_nbytes, ranks))
 
         yield make
 
@@ -73,11 +67,15 @@ def test_what_was_stored_is_loaded_into_other_blocks_bit_for_bit(
     chunks = -(-len(blocks) // blocks_per_chunk)
     slots = [5, 6, 2, 15, 0, 9, 10][:chunks]
     plan = plan_copy(blocks, [7, 0], [0, 0], slots, blocks_per_chunk=blocks_per_chunk)
-    out = BlockCopier(source, region, share=shard_of(rank), blocks_per_chunk=blocks_per_chunk)
+    out = BlockCopier(
+        source, region, share=RankShare(rank, 2), blocks_per_chunk=blocks_per_chunk
+    )
     out.store(plan, after=out.mark())
     into = [11, 12, 13, 14, 15, 16, 17]
     back = plan_copy(into, [7, 0], [0, 0], slots, blocks_per_chunk=blocks_per_chunk)
-    load = BlockCopier(target, region, share=shard_of(rank), blocks_per_chunk=blocks_per_chunk)
+    load = BlockCopier(
+        target, region, share=RankShare(rank, 2), blocks_per_chunk=blocks_per_chunk
+    )
     load.load(back, after=load.mark())
     for old, new in zip(blocks, into, strict=True):
         assert block_bytes(target, 0, new) == block_bytes(source, 0, old)
@@ -89,14 +87,15 @@ def test_what_was_stored_is_loaded_into_other_blocks_bit_for_bit(
         copier.close()
 
 
-def test_each_rank_writes_only_its_own_shard(make_region: MakeRegion) -> None:
+def test_each_rank_writes_only_its_own_part_of_every_page(make_region: MakeRegion) -> None:
     region = make_region(blocks_per_chunk=1, ranks=2)
     kv = make_kv()
-    copier = BlockCopier(kv, region, share=shard_of(1), blocks_per_chunk=1)
+    copier = BlockCopier(kv, region, share=RankShare(1, 2), blocks_per_chunk=1)
     copier.store(plan_copy([3], [1, 0], [0, 0], [2], blocks_per_chunk=1), after=None)
-    slot = bytes(region.slot(2))
-    assert slot[BLOCK_NBYTES : 2 * BLOCK_NBYTES] == block_bytes(kv, 0, 3)
-    assert not any(slot[:BLOCK_NBYTES])
+    slot, own = bytes(region.slot(2)), block_bytes(kv, 0, 3)
+    (_, first), (_, second) = PAGES
+    assert slot[: 2 * first] == bytes(first) + own[:first]
+    assert slot[2 * first : 2 * BLOCK_NBYTES] == bytes(second) + own[first:]
     assert not any(slot[2 * BLOCK_NBYTES :])
     copier.close()
 
@@ -106,11 +105,11 @@ def test_partial_first_and_last_chunks_take_only_their_own_blocks(
 ) -> None:
     region = make_region(blocks_per_chunk=4)
     source, target = make_kv(), make_kv(fill=False)
-    out = BlockCopier(source, region, share=shard_of(0), blocks_per_chunk=4)
+    out = BlockCopier(source, region, share=RankShare(), blocks_per_chunk=4)
     out.store(plan_copy(list(range(8)), [8, 0], [0, 0], [4, 1], blocks_per_chunk=4), after=None)
     # Blocks 2 to 5 of the request: the end of the first chunk, the start of the second.
     part = plan_copy([20, 21, 22, 23], [4, 0], [2, 0], [4, 1], blocks_per_chunk=4)
-    into = BlockCopier(target, region, share=shard_of(0), blocks_per_chunk=4)
+    into = BlockCopier(target, region, share=RankShare(), blocks_per_chunk=4)
     into.load(part, after=None)
     for old, new in zip([2, 3, 4, 5], [20, 21, 22, 23], strict=True):
         assert block_bytes(target, 0, new) == block_bytes(source, 0, old)
@@ -128,7 +127,7 @@ def test_bytes_that_are_no_whole_words_are_copied_too(
     rows = memory.as_strided((BLOCKS, page), (page + 7, 1), offset)
     expected = rows[4:7].clone()
     copier = BlockCopier(
-        KVBlocks([rows], [[(0, page)]]), region, share=shard_of(0), blocks_per_chunk=2
+        KVBlocks([rows], [[(0, page)]]), region, share=RankShare(), blocks_per_chunk=2
     )
     plan = plan_copy([4, 5, 6], [3], [0], [9, 2], blocks_per_chunk=2)
     copier.store(plan, after=None)
@@ -154,8 +153,8 @@ def test_a_long_copy_borrows_a_bounded_amount_of_memory(
 
     region = make_region(blocks_per_chunk=1)
     source, target = make_kv(), make_kv(fill=False)
-    out = BlockCopier(source, region, share=shard_of(0), blocks_per_chunk=1)
-    back = BlockCopier(target, region, share=shard_of(0), blocks_per_chunk=1)
+    out = BlockCopier(source, region, share=RankShare(), blocks_per_chunk=1)
+    back = BlockCopier(target, region, share=RankShare(), blocks_per_chunk=1)
     blocks, slots = list(range(16)), [15, 3, *range(4, 15), 0, 1, 2]
     plan = plan_copy(blocks, [16, 0], [0, 0], slots, blocks_per_chunk=1)
     monkeypatch.setattr(torch, "empty", measured)
@@ -182,9 +181,9 @@ def test_groups_follow_one_another_and_a_skipped_group_takes_no_slot(
         (2, 1),
         (3, 0),
     ]
-    copier = BlockCopier(source, region, share=shard_of(0), blocks_per_chunk=2)
+    copier = BlockCopier(source, region, share=RankShare(), blocks_per_chunk=2)
     copier.store(plan, after=None)
-    back = BlockCopier(target, region, share=shard_of(0), blocks_per_chunk=2)
+    back = BlockCopier(target, region, share=RankShare(), blocks_per_chunk=2)
     back.load(plan_copy([9, 10], [0, 2], [0, 3], [2, 3], blocks_per_chunk=2), after=None)
     assert block_bytes(target, 1, 9) == block_bytes(source, 1, 4)
     assert block_bytes(target, 1, 10) == block_bytes(source, 1, 5)
@@ -252,7 +251,7 @@ def test_a_group_whose_blocks_do_not_fit_their_slots_is_refused(
     region = make_region(blocks_per_chunk=1)
     kv = KVBlocks([torch.zeros((4, 512), dtype=torch.int8)], [[(0, 512)]])
     with pytest.raises(UnsupportedError, match=r"group 0 has 512 bytes.*room for 256"):
-        BlockCopier(kv, region, share=shard_of(0), blocks_per_chunk=1)
+        BlockCopier(kv, region, share=RankShare(), blocks_per_chunk=1)
 
 
 def test_a_device_nobody_can_copy_to_is_refused() -> None:
@@ -288,7 +287,7 @@ class Device:
         self.control = region.control
         self.kv = make_kv()
         self.copier = BlockCopier(
-            self.kv, region, share=shard_of(0), blocks_per_chunk=blocks_per_chunk
+            self.kv, region, share=RankShare(), blocks_per_chunk=blocks_per_chunk
         )
         self.store = DeviceStore(self.copier, self.control, rank=0, pool=pool)
         self.load = DeviceLoad(self.copier, self.control, rank=0, pool=pool)
@@ -475,8 +474,8 @@ class Strided:
 STRIDED = {
     "all in one": Strided(6, 1, 128 * KIB, 128 * KIB, 128 * KIB, (1, True)),
     "a rank's share of each slot": Strided(6, 2, 64 * KIB, 64 * KIB, 256 * KIB, (6, True)),
-    "its stripes apart": Strided(6, 2, 64 * KIB, 128 * KIB, 256 * KIB, (12, True)),
-    "short stripes apart": Strided(6, 2, 16 * KIB, 32 * KIB, 256 * KIB, (1, False)),
+    "its parts apart": Strided(6, 2, 64 * KIB, 128 * KIB, 256 * KIB, (12, True)),
+    "short parts apart": Strided(6, 2, 16 * KIB, 32 * KIB, 256 * KIB, (1, False)),
     "short shares": Strided(6, 2, 16 * KIB, 16 * KIB, 256 * KIB, (1, False)),
 }
 

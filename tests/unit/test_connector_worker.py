@@ -23,7 +23,7 @@ from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 from tests.unit.kv_pages import Model, kv_of
 from tests.unit.regions import open_regions
 
@@ -38,9 +38,8 @@ OpenRegion = Callable[..., HostRegion]
 def open_region() -> Iterator[OpenRegion]:
     with open_regions() as open_region:
 
-        def make(block_nbytes: int = LAYERS * PAGE_NBYTES, stripes: int = 1) -> HostRegion:
-            stripe_nbytes = block_nbytes // stripes
-            return open_region(RegionGeometry(SLOTS, block_nbytes, stripe_nbytes, stripes, 1))
+        def make(block_nbytes: int = LAYERS * PAGE_NBYTES) -> HostRegion:
+            return open_region(RegionGeometry(SLOTS, block_nbytes, block_nbytes, 1))
 
         yield make
 
@@ -62,7 +61,7 @@ def make_worker(
         kv,
         region,
         rank=0,
-        share=share or shard_of(0),
+        share=share or RankShare(),
         blocks_per_chunk=1,
         close_timeout_s=30.0,
     )
@@ -307,8 +306,8 @@ def test_a_job_whose_blocks_and_slots_do_not_match_fails_alone(bench: Bench) -> 
 
 def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
     model = Model(heads=2, layers=LAYERS)
-    nbytes = LAYERS * model.canonical_nbytes
-    region = open_region(nbytes, STRIPES)
+    nbytes = model.block_nbytes
+    region = open_region(nbytes)
     whole = model.whole()
     job = TransferJob("a", BlockSpec((3,), (1,), (0,)), SlotSpec((5,), (7,)))
     share = model.share(0, 1)
@@ -318,22 +317,23 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
     content = bytes(region.slot(5))
     out.shutdown()
     for rank in (0, 1):
-        region = open_region(nbytes, STRIPES)
+        region = open_region(nbytes)
         region.slot(5)[:] = content
         region.control.publish([5], [7])
         # The region is this rank's alone, so the rank that its control block knows is 0.
         share = model.share(rank, 2)
         heads = model.heads_of(rank, 2)
         caches = [torch.zeros_like(layer[:, heads]) for layer in whole]
-        into = make_worker(kv_of(caches, slice(None)), region, share)
+        kv = kv_of(caches, slice(None))
+        into = make_worker(kv, region, share)
         into.start_load(ConnectorMetadata(load_jobs={1: job}))
         into.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
         assert into.get_finished() == {"a"}
         output = into.take_output()
         assert output is not None
         assert output.failed_loads == {}
-        for cache, layer in zip(caches, whole, strict=True):
-            assert torch.equal(cache[3], layer[3, heads])
+        for got, wanted in zip(kv.tensors, kv_of(whole, heads).tensors, strict=True):
+            assert torch.equal(got[3], wanted[3])
         into.shutdown()
 
 

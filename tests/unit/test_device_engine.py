@@ -16,7 +16,7 @@ from kvtier.connector.device import DeviceEngine
 from kvtier.errors import ClosedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Job, Outcome, Purpose
 from tests.unit.regions import open_regions
 
@@ -28,14 +28,14 @@ SOON_S = 60.0
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
     with open_regions() as open_region:
-        yield open_region(RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1, 1))
+        yield open_region(RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1))
 
 
 def open_device(region: HostRegion) -> DeviceEngine:
     pages = torch.arange(BLOCKS, dtype=torch.int8)[:, None].repeat(1, PAGE_NBYTES)
     kv = KVBlocks([pages], [[(0, PAGE_NBYTES)]])
     return DeviceEngine(
-        kv, region, rank=0, share=shard_of(0), blocks_per_chunk=1, close_timeout_s=SOON_S
+        kv, region, rank=0, share=RankShare(), blocks_per_chunk=1, close_timeout_s=SOON_S
     )
 
 

@@ -29,7 +29,7 @@ from kvtier.memory.hand_over import Listener
 from tests.unit.mappings import flags_of_mappings
 from tests.unit.other_user import OTHER_UID, give_away
 
-SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
+SMALL = RegionGeometry(slots=4, slot_nbytes=8192, block_nbytes=8192, ranks=2)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_every_process_sees_the_same_slots_and_control_words(name: str) -> None:
 )
 def test_pages_mapped_ahead_cost_no_fault_when_they_are_touched(name: str) -> None:
     pages, nbytes = 1024, mmap.PAGESIZE
-    geometry = RegionGeometry(pages, nbytes, nbytes, stripes=1, ranks=1)
+    geometry = RegionGeometry(pages, nbytes, nbytes, ranks=1)
     region = HostRegion.create(name, geometry, attachers=0, timeout_s=1, huge_pages="off")
     region.map_pages()
     region.map_pages()
@@ -285,7 +285,7 @@ UNMAPPED = """
 import tempfile
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-shape = RegionGeometry(4, 8192, stripe_nbytes=4096, stripes=2, ranks=2)
+shape = RegionGeometry(4, 8192, block_nbytes=8192, ranks=2)
 with tempfile.TemporaryDirectory() as tempfile.tempdir:
     for meet in (
         lambda: HostRegion.create("x", shape, attachers=1, timeout_s=1),
@@ -337,13 +337,13 @@ def test_a_user_may_have_any_number(uid: int) -> None:
 def test_processes_that_disagree_about_the_shape_are_told_so(
     name: str, region: HostRegion
 ) -> None:
-    other = RegionGeometry(slots=5, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
+    other = RegionGeometry(slots=5, slot_nbytes=8192, block_nbytes=8192, ranks=2)
     with pytest.raises(UnsupportedError, match="same configuration file"):
         HostRegion.attach(name, other, timeout_s=10)
 
 
 def test_a_region_larger_than_memory_is_refused_before_anything_is_allocated(name: str) -> None:
-    huge = RegionGeometry(1 << 40, 4096, stripe_nbytes=4096, stripes=1, ranks=1)
+    huge = RegionGeometry(1 << 40, 4096, block_nbytes=4096, ranks=1)
     with pytest.raises(CapacityError, match=r"available memory leaves .*tiers\[0\].capacity"):
         HostRegion.create(name, huge, attachers=0, timeout_s=1)
     # The name is free again.
@@ -414,7 +414,7 @@ CREATE_AND_WAIT = textwrap.dedent(
     tempfile.tempdir = sys.argv[2]
     region = HostRegion.create(
         sys.argv[1],
-        RegionGeometry(64, 1 << 20, stripe_nbytes=1 << 20, stripes=1, ranks=1),
+        RegionGeometry(64, 1 << 20, block_nbytes=1 << 20, ranks=1),
         attachers=5,
         timeout_s=60,
     )

@@ -111,9 +111,7 @@ def test_when_somebody_else_was_faster_the_tier_has_small_pages(
 
 
 def test_a_region_in_real_huge_pages_is_a_region(request: pytest.FixtureRequest) -> None:
-    geometry = RegionGeometry(
-        slots=3, slot_nbytes=1 << 20, stripe_nbytes=1 << 20, stripes=1, ranks=1
-    )
+    geometry = RegionGeometry(slots=3, slot_nbytes=1 << 20, block_nbytes=1 << 20, ranks=1)
     if not huge_page_pool(module._PROC).holds(geometry.nbytes):
         pytest.skip("no huge pages are reserved here: sysctl vm.nr_hugepages")
     name = f"test-{os.getpid()}-{request.node.name}"

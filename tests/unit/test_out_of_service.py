@@ -56,7 +56,7 @@ def test_a_tier_is_read_from_though_nothing_gets_from_it_to_the_next(
         f"tiers:\n- {{kind: ram, capacity: 16KiB}}\n{tiers}placement: {{write: evict}}\n",
         source="test",
     )
-    geometry = RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1, 1, bounce_slots=2)
+    geometry = RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1, bounce_slots=2)
     with open_regions() as open_region:
         opened = storage.open_storage(
             config,

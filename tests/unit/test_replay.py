@@ -345,7 +345,7 @@ class TestReplay:
         def load_and_spoil(self: BlockCopier, plan: BlockCopyPlan, *, after: Any) -> None:
             load(self, plan, after=after)
             block = torch.from_numpy(plan.groups[0].blocks)[-1]
-            self._tensors[-1][block, -1] ^= 1
+            self._pages[0][-1][block, -1] ^= 1
 
         monkeypatch.setattr(BlockCopier, "load", load_and_spoil)
         with pytest.raises(WrongBytesError, match="a load returned other bytes"):

@@ -9,13 +9,9 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, plan_copy
-from kvtier.memory.slot_layout import (
-    STRIPES,
-    RankShare,
-    shard_of,
-)
-from tests.unit.kv_pages import BLOCKS, Model, kv_of
+from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
+from kvtier.memory.slot_layout import PageRun, RankShare
+from tests.unit.kv_pages import BLOCKS, LAYOUTS, Model, block_bytes, kv_of
 from tests.unit.regions import open_regions
 
 SLOTS = 8
@@ -27,17 +23,23 @@ def open_slots() -> Iterator[OpenSlots]:
     with open_regions() as open_region:
 
         def make(model: Model, blocks_per_chunk: int) -> HostRegion:
-            nbytes = model.layers * model.canonical_nbytes // STRIPES * blocks_per_chunk
-            return open_region(RegionGeometry(SLOTS, STRIPES * nbytes, nbytes, STRIPES, 1))
+            nbytes = model.block_nbytes
+            slot_nbytes = nbytes * blocks_per_chunk
+            return open_region(RegionGeometry(SLOTS, slot_nbytes, nbytes, 1))
 
         yield make
 
 
-def test_keys_apart_from_values_are_two_runs_of_stripes() -> None:
-    share = RankShare((2, 3, 6, 7))
-    assert list(share.runs()) == [(slice(0, 2), slice(2, 4)), (slice(2, 4), slice(6, 8))]
+def test_a_rank_that_has_all_has_one_range_of_a_place() -> None:
+    assert list(RankShare(writers=2).runs([8, 8, 16])) == [PageRun(0, 0, 1, 32)]
 
 
+def test_equal_pages_that_follow_one_another_are_one_run_of_parts() -> None:
+    runs = list(RankShare(1, 3).runs([8, 8, 16, 8]))
+    assert runs == [PageRun(0, 8, 2, 8), PageRun(16, 64, 1, 16), PageRun(32, 104, 1, 8)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("writers", "readers", "heads", "blocks_per_chunk"),
     [
@@ -50,19 +52,26 @@ def test_keys_apart_from_values_are_two_runs_of_stripes() -> None:
         (4, 1, 2, 4),
         (1, 4, 1, 1),
         (8, 2, 1, 4),
+        (3, 2, 6, 2),
+        (6, 3, 3, 1),
     ],
 )
 def test_what_any_number_of_ranks_stored_any_other_number_loads(
-    open_slots: OpenSlots, writers: int, readers: int, heads: int, blocks_per_chunk: int
+    open_slots: OpenSlots,
+    layout: str,
+    writers: int,
+    readers: int,
+    heads: int,
+    blocks_per_chunk: int,
 ) -> None:
-    model = Model(heads=heads)
+    model = Model(heads=heads, tokens=4, head_size=8)
     region = open_slots(model, blocks_per_chunk)
     whole = model.whole()
     stored, loaded = [7, 3, 1, 10, 4, 0], [2, 5, 9, 8, 11, 6]
     slots = [5, 6, 2, 7, 0, 3][: -(-len(stored) // blocks_per_chunk)]
     plan = plan_copy(stored, [6], [0], slots, blocks_per_chunk=blocks_per_chunk)
     for rank in range(writers):
-        kv = kv_of(whole, model.heads_of(rank, writers))
+        kv = kv_of(whole, model.heads_of(rank, writers), layout)
         share = model.share(rank, writers)
         out = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         out.store(plan, after=None)
@@ -70,37 +79,36 @@ def test_what_any_number_of_ranks_stored_any_other_number_loads(
     back = plan_copy(loaded, [6], [0], slots, blocks_per_chunk=blocks_per_chunk)
     for rank in range(readers):
         own = model.heads_of(rank, readers)
-        kv = kv_of([torch.zeros_like(layer) for layer in whole], own)
+        kv = kv_of([torch.zeros_like(layer) for layer in whole], own, layout)
         share = model.share(rank, readers)
         into = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         into.load(back, after=None)
         into.close()
-        expected = kv_of(whole, own)
+        expected = kv_of(whole, own, layout)
         for got, wanted in zip(kv.tensors, expected.tensors, strict=True):
             assert torch.equal(got[loaded], wanted[stored])
             assert not got[[block for block in range(BLOCKS) if block not in loaded]].any()
 
 
-def test_a_slot_holds_the_same_bytes_whatever_the_number_of_ranks(
-    open_slots: OpenSlots,
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slot_holds_the_blocks_of_one_rank_whatever_the_number_of_ranks(
+    open_slots: OpenSlots, layout: str
 ) -> None:
-    model = Model(heads=2)
+    model = Model(heads=6, layers=3, tokens=4, head_size=8)
     whole = model.whole()
-    contents = set()
-    for ranks in (1, 2, 4):
+    one = kv_of(whole, slice(None), layout)
+    for ranks in (1, 2, 3, 6, 12):
         region = open_slots(model, 2)
         for rank in range(ranks):
             out = BlockCopier(
-                kv_of(whole, model.heads_of(rank, ranks)),
+                kv_of(whole, model.heads_of(rank, ranks), layout),
                 region,
                 share=model.share(rank, ranks),
                 blocks_per_chunk=2,
             )
             out.store(plan_copy([4, 9], [2], [0], [1], blocks_per_chunk=2), after=None)
             out.close()
-        contents.add(bytes(region.slot(1)))
-    assert len(contents) == 1
-    assert contents != {bytes(len(contents.pop()))}
+        assert bytes(region.slot(1)) == block_bytes(one, 0, 4) + block_bytes(one, 0, 9)
 
 
 def test_a_rank_that_is_not_the_writer_of_a_block_leaves_its_slot_alone(
@@ -118,23 +126,33 @@ def test_a_rank_that_is_not_the_writer_of_a_block_leaves_its_slot_alone(
     out.close()
 
 
-def test_a_stripe_that_the_slots_do_not_have_is_refused(open_slots: OpenSlots) -> None:
+def test_a_place_need_not_be_whole_words() -> None:
+    rows = torch.arange(4 * 32).reshape(4, 32).to(torch.int8)
+    with open_regions() as open_region:
+        region = open_region(RegionGeometry(SLOTS, 4096, 36, 1))
+        out = BlockCopier(
+            KVBlocks([rows], [[(0, 32)]]), region, share=RankShare(), blocks_per_chunk=2
+        )
+        out.store(plan_copy([1, 3], [2], [0], [5], blocks_per_chunk=2), after=None)
+        stored = bytes(region.slot(5))
+        assert stored[:72] == bytes([*range(32, 64), *bytes(4), *range(96, 128), *bytes(4)])
+        out.close()
+
+
+@pytest.mark.parametrize(("share", "blocks"), [(RankShare(2, 2), 1), (RankShare(0, 2), 2)])
+def test_parts_and_blocks_that_a_slot_does_not_have_are_refused(
+    open_slots: OpenSlots, share: RankShare, blocks: int
+) -> None:
     model = Model()
-    with pytest.raises(UnsupportedError, match="has 8 stripes, a rank wants stripe 9"):
+    with pytest.raises(UnsupportedError, match=f"of 2 of {blocks} blocks does not fit slots"):
         BlockCopier(
-            kv_of(model.whole(), slice(0, 2)),
+            kv_of(model.whole(), slice(0, 1)),
             open_slots(model, 1),
-            share=shard_of(9),
-            blocks_per_chunk=1,
+            share=share,
+            blocks_per_chunk=blocks,
         )
 
 
-def test_pages_without_as_many_parts_as_the_rank_has_stripes_are_refused(
-    open_slots: OpenSlots,
-) -> None:
-    model = Model(layers=1)
-    kv = kv_of(model.whole(), slice(0, 2))
-    kv.groups[0][0] = (0, 4095)  # type: ignore[index]
-    share = model.share(0, 1)
-    with pytest.raises(UnsupportedError, match="cannot be split into 8 parts"):
-        BlockCopier(kv, open_slots(model, 1), share=share, blocks_per_chunk=1)
+def test_pages_that_are_longer_than_their_rows_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a page of 65 bytes does not fit rows of 64"):
+        KVBlocks([torch.zeros((4, 64), dtype=torch.int8)], [[(0, 64), (0, 65)]])

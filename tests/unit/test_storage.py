@@ -38,7 +38,7 @@ def open_storage(config: KvtierConfig, region: HostRegion) -> storage.Storage:
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
     with open_regions() as open_region:
-        yield open_region(RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1, 1))
+        yield open_region(RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1))
 
 
 def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_does(

@@ -72,7 +72,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
     config = parse_config(CONFIG.format(path=tmp_path / "store"), source="test")
     with open_regions() as open_region:
-        region = open_region(RegionGeometry(SLOTS, SLOT_NBYTES, SLOT_NBYTES, 1, 1))
+        region = open_region(RegionGeometry(SLOTS, SLOT_NBYTES, SLOT_NBYTES, 1))
         tiers = storage.open_storage(
             config,
             region,

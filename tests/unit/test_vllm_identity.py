@@ -16,7 +16,7 @@ from kvtier.vllm.identity import declared_identity, fingerprint
 from kvtier.vllm.refusals import warn_of_restarts
 from tests.unit.warned import warnings_in
 
-GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
+GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, block_nbytes=4096, ranks=1)
 LARGE = b" " * (1 << 20)
 
 

@@ -25,7 +25,7 @@ from kvtier.vllm.opening import (
 from kvtier.vllm.pages import SlotShape
 from tests.unit.test_vllm_content import FACTS
 
-SHAPE = SlotShape(stripes=1, stripe_nbytes=1 << 16, share=RankShare((0,)), is_portable=False)
+SHAPE = SlotShape(block_nbytes=1 << 14, share=RankShare(), is_portable=False)
 
 
 def config(tmp_path: Path, ram: str = "1MiB") -> KvtierConfig:
@@ -60,8 +60,7 @@ def kv_of(page_nbytes: int) -> KVBlocks:
 
 def test_a_worker_copies_between_its_blocks_and_the_tier(tmp_path: Path) -> None:
     engine = replace(FACTS, engine_id=f"device-{tmp_path.name}", rank=0, world_size=1)
-    block_nbytes = SHAPE.stripe_nbytes // engine.blocks_per_chunk
-    kv = kv_of(block_nbytes)
+    kv = kv_of(SHAPE.block_nbytes)
     device = open_device(engine, config(tmp_path), kv, SHAPE, content="layers")
     worker = ConnectorWorker(device, ram_name="ram")
     try:

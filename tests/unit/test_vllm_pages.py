@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.vllm.pages import SlotShape, find_pages, share_slots
 from tests.unit.vllm_kv import (
     BLOCKS,
@@ -46,12 +46,19 @@ class Memory:
         spec: The kind of every layer.
         tensor: Where the layers are; one after the other unless given.
         nbytes: Bytes of the allocation.
+        layout: What vLLM calls this order.
     """
 
     def __init__(
-        self, spec: Any = ATTENTION, *, tensor: Tensor | None = None, nbytes: int = 0
+        self,
+        spec: Any = ATTENTION,
+        *,
+        tensor: Tensor | None = None,
+        nbytes: int = 0,
+        layout: str = "LBHNC",
     ) -> None:
         page = spec.page_size_bytes
+        self.layout = layout
         self.tensor = tensor or Tensor(LAYERS, BLOCKS * page, page)
         self.spec = spec
         self.config: Any = kv_cache_config([Group(list(LAYERS), spec)], [self.tensor])
@@ -62,7 +69,7 @@ class Memory:
         }
 
     def find(self) -> Any:
-        return find_pages(self.caches, self.config, (0,))
+        return find_pages(self.caches, self.config, (0,), self.layout)
 
     def share(
         self,
@@ -78,9 +85,7 @@ class Memory:
             ),
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
         )
-        return share_slots(
-            vllm_config, self.config, views, self.find(), (0,), blocks_per_chunk=2
-        )
+        return share_slots(vllm_config, self.config, views, self.find(), (0,), self.layout)
 
 
 def heads_outermost(heads: int) -> dict[str, torch.Tensor]:
@@ -109,7 +114,24 @@ def test_layers_side_by_side_in_a_block_keep_their_own_pages() -> None:
 
 def test_interleaved_heads_make_the_pages_of_all_layers_one_part() -> None:
     placed = Tensor(LAYERS, PAGE_NBYTES // HEADS, len(LAYERS) * PAGE_NBYTES)
-    assert Memory(tensor=placed).find().groups == [[(0, 2 * PAGE_NBYTES)]]
+    assert Memory(tensor=placed, layout="BHLNC").find().groups == [[(0, 2 * PAGE_NBYTES)]]
+
+
+def test_the_layers_of_a_single_head_are_one_part_where_those_of_several_heads_are() -> None:
+    """Or the ranks of an engine with more ranks would have other parts of a block."""
+    spec = FullAttentionSpec(num_kv_heads=1)
+    page = spec.page_size_bytes
+    placed = Tensor(LAYERS, page, len(LAYERS) * page)
+    assert Memory(spec, tensor=placed, layout="BHLNC").find().groups == [[(0, 2 * page)]]
+    assert Memory(spec, tensor=placed, layout="BLHNC").find().groups == [[(0, page), (1, page)]]
+
+
+def test_padded_layers_of_a_single_head_keep_their_own_pages() -> None:
+    spec = FullAttentionSpec(num_kv_heads=1)
+    page = spec.page_size_bytes
+    placed = Tensor(LAYERS, page + 64, 2 * (page + 64))
+    memory = Memory(spec, tensor=placed, nbytes=BLOCKS * 2 * (page + 64), layout="BHLNC")
+    assert memory.find().groups == [[(0, page), (1, page)]]
 
 
 def test_padding_is_not_copied() -> None:
@@ -120,7 +142,7 @@ def test_padding_is_not_copied() -> None:
 def test_layers_of_groups_that_are_not_stored_are_left_out() -> None:
     memory = Memory()
     memory.config.kv_cache_groups = [Group(["a"], ATTENTION), Group(["b"], ATTENTION)]
-    kv = find_pages(memory.caches, memory.config, (1,))
+    kv = find_pages(memory.caches, memory.config, (1,), "LBHNC")
     assert kv.groups == [[(0, PAGE_NBYTES)]]
     kv.tensors[0][0] = 7
     assert int(memory.bytes.nonzero()[0]) == BLOCKS * PAGE_NBYTES
@@ -134,7 +156,7 @@ def test_a_group_whose_blocks_are_longer_than_the_first_groups_keeps_all_of_its_
     block = PAGE_NBYTES + 64
     memory.config.kv_cache_tensors = [Tensor([each], block, block) for each in LAYERS]
     memory.caches = dict.fromkeys(LAYERS, memory.bytes)
-    kv = find_pages(memory.caches, memory.config, (0, 1))
+    kv = find_pages(memory.caches, memory.config, (0, 1), "BLHNC")
     for (tensor, nbytes), wanted in zip(
         (page for (page,) in kv.groups), (PAGE_NBYTES // 2, PAGE_NBYTES), strict=True
     ):
@@ -177,10 +199,10 @@ def test_pages_beyond_the_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     ("ranks", "rank", "share"),
     [
-        (1, 0, RankShare(tuple(range(8)), writers=1, writer=0)),
-        (2, 1, RankShare((4, 5, 6, 7), writers=1, writer=0)),
-        (8, 3, RankShare((3,), writers=1, writer=0)),
-        (16, 7, RankShare((3,), writers=2, writer=1)),  # two ranks have the same head
+        (1, 0, RankShare(0, 1)),
+        (2, 1, RankShare(1, 2)),
+        (8, 3, RankShare(3, 8)),
+        (16, 7, RankShare(3, 8, writers=2, writer=1)),  # two ranks have the same head
     ],
 )
 def test_heads_outermost_give_slots_for_any_number_of_ranks(
@@ -190,14 +212,27 @@ def test_heads_outermost_give_slots_for_any_number_of_ranks(
     memory = Memory(FullAttentionSpec(num_kv_heads=heads))
     shape = memory.share(heads_outermost(heads), ranks=ranks, rank=rank)
     assert shape.is_portable
-    assert shape.stripes == STRIPES
     assert shape.share == share
-    assert shape.stripes * shape.stripe_nbytes == 2 * len(LAYERS) * PAGE_NBYTES
+    assert shape.block_nbytes == len(LAYERS) * PAGE_NBYTES
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_heads_outside_layers_give_slots_for_any_number_of_ranks(heads: int) -> None:
+    spec = FullAttentionSpec(num_kv_heads=heads)
+    page = spec.page_size_bytes
+    placed = Tensor(LAYERS, page // heads, len(LAYERS) * page)
+    memory = Memory(spec, tensor=placed, layout="BHLNC")
+    block = torch.zeros((BLOCKS, heads, len(LAYERS), 16, 4))
+    views = dict(zip(LAYERS, block.unbind(2), strict=True))
+    shape = memory.share(views, ranks=HEADS // heads, rank=1)
+    assert shape.is_portable
+    assert shape.share == RankShare(1, HEADS // heads)
+    assert shape.block_nbytes == len(LAYERS) * PAGE_NBYTES
 
 
 def test_latent_attention_is_written_by_ranks_in_turn() -> None:
     shape = Memory(MLAAttentionSpec()).share(dict.fromkeys(LAYERS), ranks=4, rank=3)
-    assert shape.share == RankShare(tuple(range(STRIPES)), writers=4, writer=3)
+    assert shape.share == RankShare(writers=4, writer=3)
 
 
 CONTIGUOUS = heads_outermost(HEADS)
@@ -215,7 +250,7 @@ REFUSED: list[tuple[str, Any, Any, int]] = [
         CONTIGUOUS,
         HEADS,
     ),
-    ("9 KV heads over 2 ranks are not whole 8ths", ATTENTION, CONTIGUOUS, 9),
+    ("9 KV heads cannot be divided over 2 ranks", ATTENTION, CONTIGUOUS, 9),
     (
         "the heads of layer a are not outermost in a block",
         FullAttentionSpec(num_kv_heads=4),
@@ -228,12 +263,10 @@ REFUSED: list[tuple[str, Any, Any, int]] = [
         dict.fromkeys(LAYERS, torch.zeros((2 * BLOCKS, 4, 8, 4))),
         HEADS,
     ),
-    (
-        "a page of layer a of 1100 bytes has no 8 parts",
-        type("MLAAttentionSpec", (MLAAttentionSpec,), {"unpadded_page_size_bytes": 1100})(
-            page_size_padded=1200
-        ),
-        CONTIGUOUS,
+    (  # the next layer of a head is not between two heads of a layer
+        "the heads of layer a are not outermost in a block",
+        FullAttentionSpec(num_kv_heads=4),
+        dict.fromkeys(LAYERS, torch.zeros((BLOCKS, 4, 2, 16, 4))[:, :, 0]),
         HEADS,
     ),
 ]
@@ -247,8 +280,8 @@ def test_other_slots_belong_to_one_number_of_ranks_and_the_log_gives_the_reason(
     with caplog.at_level(logging.INFO):
         shape = memory.share(views, ranks=2, rank=1, heads=heads)
     assert not shape.is_portable
-    assert shape.share == shard_of(1)
-    assert shape.stripes == 2
+    assert shape.share == RankShare(1, 2)
+    assert shape.block_nbytes == 2 * len(LAYERS) * (memory.find().groups[0][0][1])
     assert f"--tensor-parallel-size 2 only: {reason}" in caplog.text
 
 

@@ -42,7 +42,7 @@ def make_config(
 def make_region(config: KvtierConfig, chunk_nbytes: int) -> HostRegion:
     """Return the RAM tier, every page in place."""
     slots = config.tiers[0].capacity_bytes // chunk_nbytes
-    geometry = RegionGeometry(slots, chunk_nbytes, chunk_nbytes, 1, 1)
+    geometry = RegionGeometry(slots, chunk_nbytes, chunk_nbytes, 1)
     return HostRegion.create(f"bench-{os.getpid()}", geometry, attachers=0, timeout_s=1)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from kvtier.memory import HostRegion
 from kvtier.memory.copy import KVBlocks
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.units import format_size
 from tests.gpu.bench import Bench, SkippedStageError
 from tests.gpu.paged import LAYERS, make_kv, opened_region
@@ -153,7 +153,7 @@ def _opened(bench: Bench, chunks: int) -> Iterator[Jobs]:
             kv,
             region,
             rank=0,
-            share=shard_of(0),
+            share=RankShare(),
             blocks_per_chunk=1,
             close_timeout_s=_CLOSE_S,
         )
