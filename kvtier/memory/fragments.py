@@ -1,0 +1,161 @@
+"""The contiguous ranges to copy between device memory and RAM slots.
+
+A copy engine for a device takes addresses and lengths, and each range costs it the same time,
+however short it is. So ranges that are adjacent in both memories are merged into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.copy import BlockCopyPlan, GroupCopy, KVBlocks
+from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
+
+__all__ = ["FragmentPlanner", "Fragments", "fragment_nbytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """Contiguous ranges to copy between device and host memory.
+
+    Within each KV cache group they are ordered by host address.
+
+    Attributes:
+        device: Addresses in device memory, int64 of shape (n,).
+        host: Addresses in the host region's mapping of this process, int64 of shape (n,).
+        nbytes: Bytes of each range, int64 of shape (n,).
+    """
+
+    device: Indices
+    host: Indices
+    nbytes: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The pages of one KV cache group's block; each array has one element per page.
+
+    Attributes:
+        first: Address of the page of block 0.
+        step: Bytes from the page of a block to that of the next block.
+        offset: Where the rank's part of the page begins in a block's place.
+        nbytes: Bytes of the page.
+        blocks: Blocks that all tensors of the group have.
+    """
+
+    first: Indices
+    step: Indices
+    offset: Indices
+    nbytes: Indices
+    blocks: int
+
+
+class FragmentPlanner:
+    """Finds the ranges of a rank's copies.
+
+    Args:
+        kv: The rank's KV memory.
+        host_address: Where this process maps the host region.
+        geometry: The region's shape.
+        share: The rank's share of each slot.
+        blocks_per_chunk: Blocks of a chunk.
+
+    Raises:
+        UnsupportedError: A group's block does not fit its place in the slot.
+    """
+
+    def __init__(
+        self,
+        kv: KVBlocks,
+        host_address: int,
+        geometry: RegionGeometry,
+        *,
+        share: RankShare,
+        blocks_per_chunk: int,
+    ) -> None:
+        require_room(kv.page_nbytes, geometry, share, blocks_per_chunk)
+        self._host_address = host_address
+        self._geometry = geometry
+        self._share = share
+        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = [_find_pages(kv, pages, share) for pages in kv.groups]
+
+    def plan(self, plan: BlockCopyPlan, *, stores: bool) -> Fragments:
+        """Return the ranges of all copies in ``plan``.
+
+        Args:
+            plan: The copies.
+            stores: Whether to leave out the blocks that another rank stores.
+
+        Raises:
+            UnsupportedError: A block or a slot does not exist.
+        """
+        parts = [self._ranges(copy, stores=stores) for copy in plan.groups]
+        device, host, nbytes = (
+            np.concatenate([part[axis] for part in parts] or [_NONE]) for axis in range(3)
+        )
+        return _merge(device, host, nbytes)
+
+    def _ranges(self, copy: GroupCopy, *, stores: bool) -> tuple[Indices, Indices, Indices]:
+        """Return device address, host address and bytes of every page, by slot and block."""
+        pages = self._groups[copy.group]
+        _require_range("block", copy.blocks, pages.blocks)
+        _require_range("slot", copy.slots, self._geometry.slots)
+        _require_range("place", copy.subs, self._blocks_per_chunk)
+        written = self._share.written(copy.blocks) if stores else None
+        if written is not None:
+            copy = copy.part(written)
+        order = np.lexsort((copy.subs, copy.slots))
+        blocks, slots, subs = (each[order] for each in (copy.blocks, copy.slots, copy.subs))
+        places = slots * self._geometry.slot_nbytes + subs * self._geometry.block_nbytes
+        device = pages.first + blocks[:, np.newaxis] * pages.step
+        host = self._host_address + places[:, np.newaxis] + pages.offset
+        return device.ravel(), host.ravel(), np.broadcast_to(pages.nbytes, host.shape).ravel()
+
+
+def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
+    """Return the mean bytes of the ranges of one block, in the group with the longest blocks.
+
+    Args:
+        kv: The rank's KV memory.
+        share: The rank's share of each slot.
+    """
+    longest = max(kv.groups, key=lambda each: sum(nbytes for _, nbytes in each))
+    pages = _find_pages(kv, longest, share)
+    lengths = _merge(pages.first, pages.offset, pages.nbytes).nbytes
+    return int(lengths.sum()) // len(lengths)
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _find_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShare) -> _Pages:
+    tensors = [kv.tensors[number] for number, _ in pages]
+    lengths = [nbytes for _, nbytes in pages]
+    return _Pages(
+        first=np.array([tensor.data_ptr() for tensor in tensors], np.int64),
+        step=np.array([tensor.stride(0) for tensor in tensors], np.int64),
+        offset=share.part_offsets(lengths),
+        nbytes=np.array(lengths, np.int64),
+        blocks=min((len(tensor) for tensor in tensors), default=0),
+    )
+
+
+def _merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
+    """Merge ranges whose successors are adjacent in both memories."""
+    if not len(nbytes):
+        return Fragments(device, host, nbytes)
+    ends = (device[1:] == device[:-1] + nbytes[:-1]) & (host[1:] == host[:-1] + nbytes[:-1])
+    starts = np.flatnonzero(np.concatenate([[True], ~ends]))
+    return Fragments(device[starts], host[starts], np.add.reduceat(nbytes, starts))
+
+
+def _require_range(what: str, numbers: Indices, limit: int) -> None:
+    """Raise UnsupportedError unless all ``numbers`` are in ``range(limit)``."""
+    absent = numbers[(numbers < 0) | (numbers >= limit)]
+    if len(absent):
+        raise UnsupportedError(f"{what} {absent[0]} does not exist, there are {limit}")
