@@ -45,7 +45,7 @@ from kvtier.vllm.engine import EngineFacts, read_vllm_config
 from kvtier.vllm.kinds import cache_groups
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.vllm.opening import open_cache, open_device, read_settings
-from kvtier.vllm.pages import find_pages, share_slots
+from kvtier.vllm.pages import find_pages, share_slots, wanted_layout
 from kvtier.vllm.refusals import refuse_layout, warn_of_restarts
 from kvtier.vllm.steps import StepReader
 from kvtier.vllm.versions import hit_sources, require_supported_vllm
@@ -431,8 +431,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the KV cache layout that makes slots readable for any number of ranks."""
-        return "LBHNC"
+        """Return the KV cache layout with the longest contiguous ranges."""
+        return wanted_layout(vllm_config)
 
     @classmethod
     @override

@@ -19,10 +19,13 @@ from kvtier.connector.observer import Positions
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import KVBlocks
+from kvtier.memory.fragments import fragment_nbytes
 from kvtier.transfer import bounce_slots_for
+from kvtier.units import approximate_size
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.identity import fingerprint
 from kvtier.vllm.pages import SlotShape
@@ -32,8 +35,11 @@ __all__ = [
     "open_cache",
     "open_device",
     "read_settings",
+    "report_fragments",
     "require_same_file",
 ]
+
+logger = get_logger(__name__)
 
 _MEET_TIMEOUT_S: Final = 600.0
 """How long the processes of one engine wait for each other, after they loaded the weights."""
@@ -41,6 +47,13 @@ _MEET_TIMEOUT_S: Final = 600.0
 _OFFER_TIMEOUT_S: Final = 24 * 3600.0
 """How long the first worker offers its memory. vLLM builds the scheduler after the workers'
 warm-up, which has no bound. If vLLM fails, it ends the worker."""
+
+
+_FAST_NBYTES: Final = 64 << 10
+"""Length from which copies between a GPU and RAM run at nearly full speed."""
+
+_LONGEST: Final = "BHLNC"
+"""The KV cache layout with the longest ranges, for any number of ranks."""
 
 
 def read_settings(engine: EngineFacts, entry_point: VllmEntryPoint) -> KvtierConfig:
@@ -111,6 +124,10 @@ def open_device(
         UnsupportedError: The KV memory does not fit the slots.
     """
     region = offer_region(engine, settings, shape, content=content)
+    if not engine.rank:
+        report_fragments(
+            fragment_nbytes(kv, shape.share), device=kv.device.type, layout=engine.kv_layout
+        )
     try:
         return DeviceEngine(
             kv,
@@ -123,6 +140,28 @@ def open_device(
     except BaseException:
         region.close()
         raise
+
+
+def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
+    """Log the size of the contiguous ranges that copies consist of, and how to get longer ones.
+
+    Args:
+        nbytes: Bytes of a range.
+        device: Type of the device that has the KV memory.
+        layout: The KV cache's layout.
+    """
+    advice = ""
+    if device == "cuda" and nbytes < _FAST_NBYTES:
+        layouts = (
+            "VLLM_KV_CACHE_LAYOUT=BHLNC, or BLHNC where the attention backend does not allow "
+            "it, or with "
+        )
+        advice = (
+            f"; copies of less than {approximate_size(_FAST_NBYTES)} are slower: start vLLM "
+            f"with {'' if layout == _LONGEST else layouts}a larger --block-size"
+        )
+    size = approximate_size(nbytes)
+    logger.info("a copy moves ranges of %s (KV cache layout %s)%s", size, layout, advice)
 
 
 def require_same_file(

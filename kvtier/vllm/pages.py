@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor
 
-__all__ = ["SlotShape", "find_pages", "share_slots"]
+__all__ = ["SlotShape", "find_pages", "share_slots", "wanted_layout"]
 
 logger = get_logger(__name__)
 
@@ -50,6 +50,20 @@ class SlotShape:
     block_nbytes: int
     share: RankShare
     is_portable: bool
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str:
+    """Return the layout to ask vLLM for: the one with the longest contiguous ranges.
+
+    If the attention backend does not allow it, vLLM warns and chooses a layout itself. Engines
+    on CPUs, on AMD's GPUs and with recurrent states never allow ``BHLNC``. They are asked for
+    ``LBHNC``, which any number of ranks can read too.
+
+    Args:
+        vllm_config: vLLM's configuration.
+    """
+    on_cuda = vllm_config.device_config.device_type == "cuda" and torch.version.hip is None
+    return "BHLNC" if on_cuda and not vllm_config.model_config.is_hybrid else "LBHNC"
 
 
 def find_pages(

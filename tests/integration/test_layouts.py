@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CacheConfig, KVTransferConfig
+from vllm.v1.attention.backends import utils as backend_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -229,3 +231,43 @@ def test_what_one_number_of_ranks_stores_every_other_number_stores_and_loads(
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
 def test_tokens_outside_heads_bind_a_slot_to_its_number_of_ranks(layout: str) -> None:
     assert not Rank(layout, 2, 0).shape.is_portable
+
+
+ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
+"""What vLLM considers, in this order, where no attention backend declares anything."""
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "allowed", "layout", "warned"),
+    [
+        ("cuda", "windows", ANY, "BHLNC", False),
+        ("cuda", "hybrid", ANY, "LBHNC", False),
+        ("cpu", "windows", ["LBHNC"], "LBHNC", False),
+        ("cpu", "hybrid", ["LBHNC"], "LBHNC", False),
+        ("cuda", "windows", ["LBHNC", "BLHNC"], "LBHNC", True),  # FlashInfer on Blackwell
+    ],
+)
+def test_vllm_takes_the_layout_that_kvtier_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    model: str,
+    allowed: list[str],
+    layout: str,
+    warned: bool,
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(backend_utils.logger, "warning_once", warnings.append)
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    config: Any = SimpleNamespace(
+        cache_config=CacheConfig(),
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(is_hybrid=model == "hybrid"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVTierConnector",
+            kv_connector_module_path="kvtier.vllm",
+            kv_role="kv_both",
+        ),
+    )
+    specs = [group.kv_cache_spec for group in MODELS[model]]
+    assert backend_utils.resolve_kv_cache_layout(config, [allowed], specs).name == layout
+    assert bool(warnings) is warned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvtier.vllm.opening import (
     open_cache,
     open_device,
     read_settings,
+    report_fragments,
     require_same_file,
 )
 from kvtier.vllm.pages import SlotShape
@@ -58,10 +60,14 @@ def kv_of(page_nbytes: int) -> KVBlocks:
     return KVBlocks([torch.zeros((8, page_nbytes), dtype=torch.int8)], [[(0, page_nbytes)]])
 
 
-def test_a_worker_copies_between_its_blocks_and_the_tier(tmp_path: Path) -> None:
+def test_a_worker_copies_between_its_blocks_and_the_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = replace(FACTS, engine_id=f"device-{tmp_path.name}", rank=0, world_size=1)
     kv = kv_of(SHAPE.block_nbytes)
-    device = open_device(engine, config(tmp_path), kv, SHAPE, content="layers")
+    with caplog.at_level(logging.INFO):
+        device = open_device(engine, config(tmp_path), kv, SHAPE, content="layers")
+    assert caplog.text.count("a copy moves ranges of 16.0 KiB (KV cache layout LBHNC)\n") == 1
     worker = ConnectorWorker(device, ram_name="ram")
     try:
         kv.tensors[0][0:4] = 7
@@ -75,6 +81,24 @@ def test_a_worker_copies_between_its_blocks_and_the_tier(tmp_path: Path) -> None
         assert bool((kv.tensors[0] == 7).all())
     finally:
         worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "device", "layout", "advice"),
+    [
+        (8 << 10, "cpu", "LBHNC", ""),
+        (64 << 10, "cuda", "LBHNC", ""),
+        (8 << 10, "cuda", "LBHNC", "VLLM_KV_CACHE_LAYOUT=BHLNC, or BLHNC where"),
+        (8 << 10, "cuda", "BHLNC", "start vLLM with a larger --block-size"),
+    ],
+)
+def test_the_log_says_how_a_gpu_gets_longer_ranges(
+    nbytes: int, device: str, layout: str, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        report_fragments(nbytes, device=device, layout=layout)
+    assert ("are slower" in caplog.text) is bool(advice)
+    assert advice in caplog.text
 
 
 def test_memory_that_does_not_fit_the_slots_leaves_no_tier_behind(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory.slot_layout import RankShare
-from kvtier.vllm.pages import SlotShape, find_pages, share_slots
+from kvtier.vllm.pages import SlotShape, find_pages, share_slots, wanted_layout
 from tests.unit.vllm_kv import (
     BLOCKS,
     FullAttentionSpec,
@@ -228,6 +228,26 @@ def test_heads_outside_layers_give_slots_for_any_number_of_ranks(heads: int) -> 
     assert shape.is_portable
     assert shape.share == RankShare(1, HEADS // heads)
     assert shape.block_nbytes == len(LAYERS) * PAGE_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "hybrid", "layout"),
+    [
+        ("cuda", None, False, "BHLNC"),
+        ("cuda", None, True, "LBHNC"),
+        ("cuda", "7.0", False, "LBHNC"),
+        ("cpu", None, False, "LBHNC"),
+    ],
+)
+def test_vllm_is_asked_for_whole_blocks_only_where_it_can_give_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, hybrid: bool, layout: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+    )
+    assert wanted_layout(config) == layout
 
 
 def test_latent_attention_is_written_by_ranks_in_turn() -> None:
