@@ -222,8 +222,6 @@ class _Examiner:
             yield _machine.check_memory(ram_nbytes, limits, engine_runs=engine_runs)
 
         self._add("memory", check)
-        gpus = machine.count_gpus()
-        self._add("memlock", lambda: [_machine.check_locking(ram_nbytes, gpus=gpus)])
 
 
 def _bounce_nbytes(config: KvtierConfig) -> int:

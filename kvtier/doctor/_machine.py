@@ -6,7 +6,6 @@ import array
 import fcntl
 import os
 import re
-import resource
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ __all__ = [
     "Machine",
     "Mount",
     "check_huge_pages",
-    "check_locking",
     "check_memory",
     "check_mount",
     "check_queues",
@@ -83,11 +81,6 @@ class Machine:
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
 
-    def count_gpus(self) -> int:
-        """Return the number of CUDA devices that the driver reports, without loading CUDA."""
-        names = (path.name for path in self.dev.glob("nvidia*"))
-        return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
-
 
 def check_memory(
     ram_nbytes: int, limits: Sequence[MemoryLimit], *, engine_runs: bool
@@ -118,33 +111,6 @@ def check_memory(
     if left_nbytes < 0:
         return Finding(check, Status.PROBLEM, reason, remedy, key)
     return Finding(check, Status.WARNING, f"{reason}: little for the engine", remedy, key)
-
-
-def check_locking(ram_nbytes: int, *, gpus: int, locked_nbytes: int | None = -1) -> Finding:
-    """Check that this process may lock enough memory to pin the RAM tier.
-
-    Args:
-        ram_nbytes: Bytes of the RAM tier.
-        gpus: Number of CUDA devices.
-        locked_nbytes: Limit of locked memory; None for no limit, -1 for this process's limit.
-    """
-    if locked_nbytes == -1:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        locked_nbytes = None if soft == resource.RLIM_INFINITY else soft
-    limit = "unlimited" if locked_nbytes is None else approximate_size(locked_nbytes)
-    if not gpus:
-        return Finding("memlock", Status.OK, f"{limit}; no GPU here, nothing is pinned")
-    if locked_nbytes is None or locked_nbytes >= ram_nbytes:
-        return Finding("memlock", Status.OK, limit)
-    reason = (
-        f"{limit}, less than the RAM tier's {approximate_size(ram_nbytes)}: pinning it fails "
-        "where the driver counts pinned memory as locked"
-    )
-    remedy = (
-        "run ulimit -l unlimited; in Docker --ulimit memlock=-1; in systemd "
-        "LimitMEMLOCK=infinity"
-    )
-    return Finding("memlock", Status.WARNING, reason, remedy)
 
 
 def check_huge_pages(ram_nbytes: int, pool: HugePagePool, *, mode: str) -> Finding:

@@ -14,7 +14,6 @@ from kvtier.doctor._machine import (
     Machine,
     Mount,
     check_huge_pages,
-    check_locking,
     check_memory,
     check_mount,
     check_queues,
@@ -169,14 +168,7 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
 
 def test_a_machine_that_says_nothing_has_no_limits(tree: Tree) -> None:
     assert memory_limits(tree.machine.proc, tree.machine.sys) == []
-    assert tree.machine.count_gpus() == 0
     assert huge_page_pool(tree.machine.proc) == HugePagePool(0, 0, 0)
-
-
-def test_gpus_are_counted_without_their_helpers(tree: Tree) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        tree.write(f"dev/{name}", "")
-    assert tree.machine.count_gpus() == 2
 
 
 def test_huge_pages_promised_to_somebody_are_not_free(tree: Tree) -> None:
@@ -289,21 +281,6 @@ def test_the_tightest_limit_decides_about_memory(
 
 def test_unknown_free_memory_is_a_note() -> None:
     assert check_memory(GIB, [], engine_runs=False).status is Status.NOTE
-
-
-@pytest.mark.parametrize(
-    ("locked", "gpus", "status"),
-    [
-        (None, 1, "ok"),
-        (GIB, 1, "ok"),
-        (GIB - 1, 1, "warning"),
-        (GIB - 1, 0, "ok"),
-    ],
-)
-def test_the_memlock_limit_matters_only_with_a_gpu(
-    locked: int | None, gpus: int, status: str
-) -> None:
-    assert check_locking(GIB, gpus=gpus, locked_nbytes=locked).status == status
 
 
 @pytest.mark.parametrize(
