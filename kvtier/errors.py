@@ -7,6 +7,7 @@
      +- UnsupportedError         an engine, a layout or a platform kvtier does not support
      +- ClosedError              used after close
      +- CapacityError            not enough space
+     +- CudaError                a call of the CUDA driver failed
      +- TierError                a tier could not do its work; has .tier
          +- TierUnavailableError the medium failed or did not answer
          +- StoreLockedError     another process owns the store; has .holder
@@ -24,6 +25,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
+    "CudaError",
     "KvtierError",
     "StoreDamagedError",
     "StoreLockedError",
@@ -58,6 +60,10 @@ class ClosedError(KvtierError):
 
 class CapacityError(KvtierError):
     """There is not enough space in memory, on a disk or in a tier."""
+
+
+class CudaError(KvtierError):
+    """A call of the CUDA driver failed; the message names the call and CUDA's error."""
 
 
 class TierError(KvtierError):
