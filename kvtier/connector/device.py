@@ -2,6 +2,26 @@
 
 The connector's worker side and the worker of the offloading spec use it. They differ in how
 jobs arrive and in how failures are reported.
+
+**Order of stores and loads.** On a GPU, stores and loads have a thread and a stream each, so
+that a load waits neither for a store nor for the computation that the store follows. The
+protocol orders a store and a load where they must be in order:
+
+* A load reads a slot after the store that fills it. The load waits for the slot's generation,
+  which the store sets after its copy has ended. The scheduler side plans the load only when all
+  ranks have set it.
+* A store overwrites a slot after the loads that read it. Loads pin the slot's chunk until every
+  rank has acknowledged them, and after a reset the slot is quarantined until then. A rank
+  acknowledges a job after its copy has ended.
+* A load overwrites a block after the stores that read it. The blocks that a request gets for a
+  load are among the step's allocated blocks, so the stores that read them are flushed: the
+  engine's thread waits for them (:meth:`DeviceEngine.wait`) before it starts the step's loads.
+  A store that outlasts this wait is retracted, so nobody loads what it copies.
+* A store reads a block after the load that fills it. The request runs only when every rank has
+  acknowledged the load, and its stores are planned later.
+
+``tests/stateful/test_bytes_in_any_order.py`` runs both threads in random order, block by block.
+On a CPU one thread does both, because a second one would take a processor from the model.
 """
 
 from __future__ import annotations
@@ -14,7 +34,8 @@ from typing import TYPE_CHECKING, Final
 from kvtier.connector.deadline import Deadline
 from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
-from kvtier.memory.copy import BlockCopier, plan_copy
+from kvtier.memory.copiers import open_copier
+from kvtier.memory.copy import plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
@@ -32,8 +53,8 @@ logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
-_POOL_S: Final = 1.0
-"""Seconds of closing reserved for the copying thread, after the transfer engine closed."""
+_POOLS_S: Final = 1.0
+"""Seconds of closing reserved for the copying threads, after the transfer engine closed."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
@@ -65,7 +86,7 @@ class DeviceResult:
 
 
 class DeviceEngine:
-    """Runs one rank's copies between KV blocks and RAM slots, in the order of the calls.
+    """Runs one rank's copies between KV blocks and RAM slots.
 
     Stores are held until the next :meth:`poll`, after the forward pass, and then start together
     as one job. A model on a CPU needs all processors during the pass, and one job disturbs the
@@ -105,14 +126,18 @@ class DeviceEngine:
         self._rank = rank
         self._control = region.control
         with ExitStack() as opened:
-            self._copier = BlockCopier(
+            self._copier = open_copier(
                 kv, region, share=share, blocks_per_chunk=blocks_per_chunk
             )
             opened.callback(self._copier.close)
-            # One thread: copies share a link, and a block stored and loaded again keeps its
-            # order.
-            self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=use_one_torch_thread)
-            opened.callback(self._pool.close, timeout_s=close_timeout_s)
+            if self._copier.is_pageable:
+                self._control.report_pageable(rank)
+            names = ["store", "load"] if self._copier.is_concurrent else ["copy"]
+            self._pools: list[IoPool] = []
+            for name in names:
+                pool = IoPool(1, name=f"kvtier-{name}-{rank}", prepare=use_one_torch_thread)
+                opened.callback(pool.close, timeout_s=close_timeout_s)
+                self._pools.append(pool)
             self._engine = self._open_engine()
             opened.pop_all()
         self._held: list[StoreRequest] = []
@@ -124,11 +149,13 @@ class DeviceEngine:
     def _open_engine(self) -> TransferEngine:
         """Return the engine that runs the copies."""
         rank, control = self._rank, self._control
-        self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pool)
+        self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pools[-1])
         return TransferEngine(
             f"device-{rank}",
             {
-                ("gpu", "ram"): DeviceStore(self._copier, control, rank=rank, pool=self._pool),
+                ("gpu", "ram"): DeviceStore(
+                    self._copier, control, rank=rank, pool=self._pools[0]
+                ),
                 ("ram", "gpu"): self._load,
             },
             chunk_nbytes=self._chunk_nbytes,
@@ -286,9 +313,9 @@ class DeviceEngine:
         self._load.wait_no_more()
         timeout_s = self._close_timeout_s
         deadline = Deadline(timeout_s)
-        self._engine.close(timeout_s=deadline.share_s(_POOL_S))
-        copies_ended = self._pool.close(timeout_s=deadline.left_s())
-        if not copies_ended:
+        self._engine.close(timeout_s=deadline.share_s(_POOLS_S))
+        copies_ended = [pool.close(timeout_s=deadline.left_s()) for pool in self._pools]
+        if not all(copies_ended):
             logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
             return
         self._copier.close()

@@ -279,6 +279,10 @@ class EngineStatistics:
             "Estimated time to compute a prompt token; 0 before the first measurement.",
         ),
     ]
+    pageable_ranks: Annotated[
+        int,
+        _gauge("", "Workers whose copies are slow because the RAM tier is not page-locked."),
+    ]
     internal_errors: Annotated[
         int,
         _counter(
@@ -340,6 +344,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
     channels: Mapping[tuple[str, str], ChannelStatistics],
     *,
     tokens_per_chunk: int,
+    pageable_ranks: int,
     internal_errors: int,
     shadows: Sequence[ShadowPolicyFigures],
     recorder: RecorderStatistics | None,
@@ -352,6 +357,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
         manager: The manager's snapshot.
         channels: Transfers between tiers, by (source, destination).
         tokens_per_chunk: Tokens of a chunk of the counting group.
+        pageable_ranks: Workers that could not page-lock the RAM tier.
         internal_errors: Unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recorder's figures, if there is one.
@@ -379,6 +385,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
         granted_chunks=manager.granted,
         retained_chunks=manager.retained,
         recompute_seconds_per_token=model.recompute_s_per_token or 0.0,
+        pageable_ranks=pageable_ranks,
         internal_errors=internal_errors,
         trace_records=0 if recorder is None else recorder.written,
         trace_dropped=0 if recorder is None else recorder.dropped,

@@ -333,6 +333,7 @@ class CacheService:
             self._manager.snapshot(),
             storage.engine.statistics(),
             tokens_per_chunk=self._tokens_per_chunk,
+            pageable_ranks=storage.region.control.pageable_ranks(),
             internal_errors=self._internal_errors,
             shadows=() if self._observer is None else self._observer.figures(),
             recorder=None if storage.recorder is None else storage.recorder.statistics(),

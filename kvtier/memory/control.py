@@ -15,6 +15,8 @@ memory that both sides map, *before* it acknowledges a job:
     Generation that the rank last failed to load. This word is separate from ``generation``,
     which others may write at the same moment. If the bytes were only late, the scheduler clears
     the word after the load.
+``pageable[rank]``
+    Whether the rank could not page-lock the RAM tier. Written once, at start.
 
 Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
 slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
@@ -68,6 +70,9 @@ class ControlBlock:
         self._failed: npt.NDArray[np.uint64] = np.frombuffer(
             buffer, np.uint64, words, offset=_failed_at(slots, ranks)
         ).reshape(ranks, slots)
+        self._pageable: npt.NDArray[np.bool_] = np.frombuffer(
+            buffer, np.bool_, ranks, offset=_pageable_at(slots, ranks)
+        )
         self._issued = np.zeros(slots, np.uint32)
         self._acknowledging = threading.Lock()
         self._buffer = buffer
@@ -75,7 +80,7 @@ class ControlBlock:
     @staticmethod
     def nbytes(slots: int, ranks: int) -> int:
         """Return how many bytes a control block takes, rounded up to whole pages."""
-        nbytes = _failed_at(slots, ranks) + slots * ranks * 8
+        nbytes = _pageable_at(slots, ranks) + ranks
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
     # -- worker -------------------------------------------------------------------------------
@@ -109,6 +114,10 @@ class ControlBlock:
         """Record that this rank could not load ``generations`` from ``slots``."""
         if slots:
             self._failed[rank, _index(slots)] = _words(generations)
+
+    def report_pageable(self, rank: int) -> None:
+        """Record that this rank could not page-lock the RAM tier."""
+        self._pageable[rank] = True
 
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
@@ -175,17 +184,27 @@ class ControlBlock:
         index = _index(slots)
         return _in_every_rank(self._acknowledged[:, index] == self._issued[index])
 
+    def pageable_ranks(self) -> int:
+        """Return how many ranks could not page-lock the RAM tier."""
+        return int(self._pageable.sum())
+
     def release(self) -> None:
         """Release the shared memory; the control block must not be used afterwards."""
         self._generation = np.zeros((0, 0), np.uint64)
         self._acknowledged = np.zeros((0, 0), np.uint32)
         self._failed = np.zeros((0, 0), np.uint64)
+        self._pageable = np.zeros(0, np.bool_)
         self._buffer.release()
 
 
 def _failed_at(slots: int, ranks: int) -> int:
     """Return the byte offset of the array of failed loads, rounded up to whole words."""
     return -(-slots * ranks * (8 + 4) // 8) * 8
+
+
+def _pageable_at(slots: int, ranks: int) -> int:
+    """Return the byte offset of the flags of ranks that could not page-lock the RAM tier."""
+    return _failed_at(slots, ranks) + slots * ranks * 8
 
 
 def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:

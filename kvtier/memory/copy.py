@@ -11,21 +11,24 @@ whole rows of that tensor are copied to consecutive slots.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory.host_region import HostRegion
 from kvtier.memory.slot_layout import Flags, Indices, RankShare, RegionGeometry, require_room
-from kvtier.memory.streams import Fence, open_stream
+from kvtier.memory.streams import Fence
 
 __all__ = [
     "BlockCopier",
     "BlockCopyPlan",
+    "Copier",
     "GroupCopy",
     "Indices",
     "KVBlocks",
@@ -33,8 +36,6 @@ __all__ = [
     "plan_copy",
 ]
 
-_STAGING_NBYTES = 64 << 20
-"""Limit of the device memory that a copy uses, because the engine leaves little memory."""
 _KEPT_NBYTES = 8 << 20
 """Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
 than the copy. A small buffer also stays in the processor's caches."""
@@ -212,24 +213,76 @@ def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
     return GroupCopy(group, blocks[order], slots[order], subs[order])
 
 
-class BlockCopier:
+class Copier(ABC):
     """Copies blocks between one rank's KV memory and its share of RAM slots.
+
+    Attributes:
+        blocks_per_chunk: Blocks of a chunk.
+        is_concurrent: Whether a load may run while a store runs, in another thread.
+        is_pageable: Whether copies are slow because the slots could not be page-locked.
+    """
+
+    blocks_per_chunk: int
+    is_concurrent: bool
+    is_pageable: bool
+
+    @abstractmethod
+    def mark(self) -> Fence | None:
+        """Return the current point of the compute stream; called on the engine's thread.
+
+        Copies that are submitted now must follow this point. A store reads blocks that the
+        forward pass has just written, and a load overwrites blocks that the engine may still be
+        clearing. None where the engine has finished computing when it submits a copy.
+        """
+
+    @abstractmethod
+    def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        """Copy blocks to slots after ``after``; return when the bytes are there.
+
+        When this raises, no copy is running any more.
+        """
+
+    @abstractmethod
+    def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        """Copy slots to blocks after ``after``; return when the bytes are there.
+
+        When this raises, no copy is running any more.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the slots. Idempotent; no copy may be running."""
+
+
+class BlockCopier(Copier):
+    """Copies blocks with torch, through a staging buffer.
+
+    On a GPU the operations are queued on torch's current stream: the caller orders them and
+    waits for them. One thread at a time may call it.
 
     Args:
         kv: The rank's KV memory.
         region: The RAM slots.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
+        staging_nbytes: Bytes of the staging buffer on a GPU, allocated at once; a longer block
+            makes it longer. 0 on a CPU, where the buffer grows.
 
     Raises:
         UnsupportedError: A group's block does not fit its place in the slot.
-
-    Attributes:
-        blocks_per_chunk: Blocks of a chunk.
     """
 
+    is_concurrent = False
+    is_pageable = False
+
     def __init__(
-        self, kv: KVBlocks, region: HostRegion, *, share: RankShare, blocks_per_chunk: int
+        self,
+        kv: KVBlocks,
+        region: HostRegion,
+        *,
+        share: RankShare,
+        blocks_per_chunk: int,
+        staging_nbytes: int = 0,
     ) -> None:
         require_room(kv.page_nbytes, region.geometry, share, blocks_per_chunk)
         word = _word(kv, region.geometry)
@@ -242,11 +295,10 @@ class BlockCopier:
             for pages in kv.groups
         ]
         flat = torch.frombuffer(region.payload, dtype=torch.int8)
-        self._stream = open_stream(self._device, flat)
-        on_cpu = self._device.type == "cpu"
-        self._copy = torch.Tensor.copy_ if on_cpu else copy_between
-        self._staging_nbytes = _KEPT_NBYTES if on_cpu else _STAGING_NBYTES
-        self._kept = torch.empty(0, dtype=word) if on_cpu else None
+        self._copy = copy_between if staging_nbytes else torch.Tensor.copy_
+        self._staging_nbytes = staging_nbytes or _KEPT_NBYTES
+        kept_nbytes = max(staging_nbytes, *map(sum, kv.page_nbytes)) if staging_nbytes else 0
+        self._kept = torch.empty(kept_nbytes // word.itemsize, dtype=word, device=self._device)
         self._word = word
         self._places = [
             self._views(flat.view(word), pages, region.geometry) for pages in kv.page_nbytes
@@ -270,30 +322,27 @@ class BlockCopier:
             views.append((slice(start, start + run.pages * words), places))
         return views
 
-    def mark(self) -> Fence | None:
-        """Return the point in the compute stream that a copy submitted now must follow."""
-        return self._stream.mark()
+    @override
+    def mark(self) -> None:
+        return
 
+    @override
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy blocks to slots; return when the bytes are there."""
-        with self._stream.after(after):
-            for copy in self._pieces(plan, stores=True):
-                staged = self._gather(copy)
-                for part, place in self._placed(copy, staged):
-                    self._copy(place, part)
+        for copy in self._pieces(plan, stores=True):
+            staged = self._gather(copy)
+            for part, place in self._placed(copy, staged):
+                self._copy(place, part)
 
+    @override
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy slots to blocks; return when the bytes are there."""
-        with self._stream.after(after):
-            for copy in self._pieces(plan, stores=False):
-                staged = self._staging(copy)
-                for part, place in self._placed(copy, staged):
-                    self._copy(part, place)
-                self._scatter(copy, staged)
+        for copy in self._pieces(plan, stores=False):
+            staged = self._staging(copy)
+            for part, place in self._placed(copy, staged):
+                self._copy(part, place)
+            self._scatter(copy, staged)
 
+    @override
     def close(self) -> None:
-        """Unpin and release the slots. Idempotent; no copy may be running."""
-        self._stream.close()
         self._places = []
 
     def _pieces(self, plan: BlockCopyPlan, *, stores: bool) -> Iterator[GroupCopy]:
@@ -322,22 +371,28 @@ class BlockCopier:
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
         shape = (len(copy.blocks), self._width(copy))
-        if self._kept is None:
-            return torch.empty(shape, dtype=self._word, device=self._device)
         words = shape[0] * shape[1]
         if words > len(self._kept):
             self._kept = torch.empty(words, dtype=self._word)
         return self._kept[:words].view(shape)
 
+    def _indices(self, copy: GroupCopy) -> torch.Tensor:
+        """Return the block numbers on the device."""
+        blocks = torch.from_numpy(copy.blocks)
+        if self._device.type == "cpu":
+            return blocks
+        # From memory that is not page-locked torch would copy at once, and wait for the fence.
+        return blocks.pin_memory().to(self._device, non_blocking=True)
+
     def _gather(self, copy: GroupCopy) -> torch.Tensor:
         staged = self._staging(copy)
-        blocks = torch.from_numpy(copy.blocks).to(self._device)
+        blocks = self._indices(copy)
         for rows, part in self._layers(copy, staged):
             torch.index_select(rows, 0, blocks, out=part)
         return staged
 
     def _scatter(self, copy: GroupCopy, staged: torch.Tensor) -> None:
-        blocks = torch.from_numpy(copy.blocks).to(self._device)
+        blocks = self._indices(copy)
         for rows, part in self._layers(copy, staged):
             rows.index_copy_(0, blocks, part)
 

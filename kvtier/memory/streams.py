@@ -1,8 +1,11 @@
 """Copy streams: where copies run, and which point in the compute stream they must follow.
 
-On a GPU a copy runs on its own stream, after a fence in the engine's compute stream. The thread
-that asked for the copy waits for it. On a CPU the engine's thread has finished computing when
-it submits a copy, so no fence is needed.
+On a GPU, copies are queued on streams of their own and run after a fence in the engine's
+compute stream. The thread that queued a job's copies then waits for them. On a CPU the engine's
+thread has finished computing when it submits a copy, so there are no streams and fences.
+
+A :class:`Driver` is all that copies need of a GPU: :mod:`kvtier.memory.cuda_driver` is the real
+one, and tests have one that runs queued work late and in any allowed order.
 
 **One torch thread.** torch spreads an operation over OpenMP threads, and every calling thread
 gets its own team of threads. Two teams have more threads than the machine has processors, and
@@ -16,139 +19,120 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch._C import set_num_threads  # vLLM replaces torch's own name for it on CPUs
-from typing_extensions import override
 
-from kvtier.errors import UnsupportedError
+from kvtier.memory.cuda_api import Addresses, SourceOrder
 from kvtier.os.iopool import start_thread
 
-__all__ = [
-    "CopyStream",
-    "CudaStream",
-    "Fence",
-    "HostStream",
-    "open_stream",
-    "use_one_torch_thread",
-]
+__all__ = ["CopyStream", "Driver", "Fence", "use_one_torch_thread"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """A point in the compute stream."""
+class Fence(ABC):
+    """A point in a stream."""
 
-    event: torch.cuda.Event
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the device has reached the point; the thread sleeps meanwhile."""
 
 
 class CopyStream(ABC):
-    """Runs the copies of one rank."""
+    """A queue of work for the device. Work runs in the order in which it was queued.
+
+    One thread at a time uses a stream.
+    """
 
     @abstractmethod
-    def mark(self) -> Fence | None:
-        """Return the current point of the compute stream; called on the engine's thread.
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Make the calling thread use this stream and its device in a ``with`` block.
 
-        Copies must follow this point. A store reads blocks that the forward pass has just
-        written, and a load overwrites blocks that the engine may still be clearing.
+        The thread must never use another device. Operations of torch in the block are queued on
+        the stream; the other methods may only be called in such a block.
         """
 
     @abstractmethod
-    def after(self, fence: Fence | None) -> contextlib.AbstractContextManager[None]:
-        """Make a ``with`` block run its copies after ``fence`` and wait for the copies.
+    def follow(self, fence: Fence) -> None:
+        """Let the work that is queued from now on begin after ``fence``."""
 
-        The calling thread must not copy for another device.
+    @abstractmethod
+    def record(self) -> Fence:
+        """Return the point after all work that is queued now."""
+
+    @abstractmethod
+    def copy_batch(
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        nbytes: Addresses,
+        *,
+        order: SourceOrder,
+    ) -> None:
+        """Queue copies by the copy engines; they run in any order among themselves.
+
+        The arrays may be reused when this returns.
+
+        Raises:
+            KvtierError: The driver cannot, or refuses. Some copies may have been queued.
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Unpin the host memory. Idempotent."""
+    def copy_by_kernel(self, table: Addresses, copies: int) -> None:
+        """Queue copies by a kernel; they run in any order among themselves.
+
+        Args:
+            table: Page-locked memory of :meth:`Driver.pinned_words`. Row i has a destination,
+                a source and a number of bytes, all multiples of 8. The device reads the rows
+                when the kernel's turn comes.
+            copies: How many rows to use.
+
+        Raises:
+            KvtierError: The device cannot run the kernel.
+        """
 
 
-class HostStream(CopyStream):
-    """Copies within host memory; each copy has ended when its call returns."""
+class Driver(ABC):
+    """One GPU. Any thread may call it."""
 
-    @override
-    def mark(self) -> Fence | None:
-        return None
+    @abstractmethod
+    def mark(self) -> Fence:
+        """Return the current point of the compute stream; called on the engine's thread."""
 
-    @override
-    def after(self, fence: Fence | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @abstractmethod
+    def open_stream(self) -> CopyStream:
+        """Return a new stream whose kernels give way to all others."""
 
-    @override
-    def close(self) -> None:
-        return
+    @abstractmethod
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory.
 
+        Raises:
+            CudaError: The driver refuses; the memory is not page-locked.
+        """
 
-class CudaStream(CopyStream):
-    """Copies between a CUDA device and page-locked host memory.
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Undo :meth:`register` for the memory that begins at ``address``.
 
-    Args:
-        device: The CUDA device.
-        host: The host memory to page-lock; None to page-lock nothing.
+        Raises:
+            CudaError: No such memory is registered.
+        """
 
-    Raises:
-        UnsupportedError: The driver refuses to page-lock ``host``.
-    """
+    @abstractmethod
+    def pinned_words(self, rows: int, columns: int) -> Addresses:
+        """Return page-locked host memory, freed with the array.
 
-    def __init__(self, device: torch.device, host: torch.Tensor | None) -> None:
-        self._device = device
-        self._pinned_at = 0 if host is None else _pin(host)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        Raises:
+            RuntimeError: There is not enough memory.
+        """
 
-    @override
-    def mark(self) -> Fence | None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return Fence(event)
+    @abstractmethod
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        """Return int8 memory on the device, freed with the tensor.
 
-    @override
-    @contextlib.contextmanager
-    def after(self, fence: Fence | None) -> Iterator[None]:
-        # A thread begins on the first device. Leaving the stream would return there and create
-        # a context, which takes memory of another rank's GPU.
-        torch.cuda.set_device(self._device)
-        try:
-            with torch.cuda.stream(self._stream):
-                if fence is not None:
-                    self._stream.wait_event(fence.event)
-                yield
-        finally:
-            # Also if the body raised: queued copies may still touch the caller's buffers.
-            self._stream.synchronize()
-
-    @override
-    def close(self) -> None:
-        if self._pinned_at:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_at)  # type: ignore[no-untyped-call]
-            self._pinned_at = 0
-
-
-def open_stream(device: torch.device, host: torch.Tensor) -> CopyStream:
-    """Return the stream for copies between ``device`` and ``host``.
-
-    Raises:
-        UnsupportedError: kvtier cannot copy to such a device, or cannot page-lock ``host``.
-    """
-    if device.type == "cpu":
-        return HostStream()
-    if device.type == "cuda":
-        return CudaStream(device, host)
-    raise UnsupportedError(f"kvtier copies to and from CPU and CUDA devices, not {device}")
-
-
-def _pin(host: torch.Tensor) -> int:
-    """Page-lock ``host`` and return its address."""
-    address = host.data_ptr()
-    error = torch.cuda.cudart().cudaHostRegister(address, host.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(error) != 0:
-        raise UnsupportedError(
-            f"CUDA cannot page-lock the RAM tier (error {int(error)}): raise the memlock limit "
-            "(ulimit -l unlimited) or lower tiers[0].capacity"
-        )
-    return address
+        Raises:
+            RuntimeError: There is not enough memory.
+        """
 
 
 def use_one_torch_thread() -> None:

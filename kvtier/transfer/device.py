@@ -18,7 +18,7 @@ from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome
 
 if TYPE_CHECKING:
-    from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+    from kvtier.memory.copy import BlockCopyPlan, Copier
     from kvtier.memory.streams import Fence
 
 __all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
@@ -56,7 +56,7 @@ class _DeviceRoute(Route):
     """Base class of the routes between the device and RAM, in both directions."""
 
     def __init__(
-        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
+        self, copier: Copier, control: ControlBlock, *, rank: int, pool: IoPool
     ) -> None:
         self._copier = copier
         self._control = control
@@ -142,7 +142,7 @@ class DeviceLoad(_DeviceRoute):
     """
 
     def __init__(
-        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
+        self, copier: Copier, control: ControlBlock, *, rank: int, pool: IoPool
     ) -> None:
         super().__init__(copier, control, rank=rank, pool=pool)
         self._waits = True

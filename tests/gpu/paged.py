@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.copiers import open_copier
+from kvtier.memory.copy import BlockCopyPlan, KVBlocks, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from tests.gpu.bench import Bench, Device
 from tests.gpu.torch_device import random_bytes
@@ -75,7 +76,7 @@ class PagedMemory:
         order = draw.permutation(2 * blocks) * 2
         self._blocks = {"store": order[:blocks], "load": order[blocks:]}
         self._slots = draw.permutation(blocks) * 2
-        self.copier = BlockCopier(self.kv, region, share=RankShare(), blocks_per_chunk=1)
+        self.copier = open_copier(self.kv, region, share=RankShare(), blocks_per_chunk=1)
         self.plans = {direction: self._plan(direction) for direction in ("load", "store")}
         self._stored = self._read_blocks("store")
         self._expected = self._stored.cpu().numpy().reshape(blocks, -1)

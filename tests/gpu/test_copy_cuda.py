@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
+from kvtier.memory import HostRegion, RegionGeometry, copiers
+from kvtier.memory.copy import Copier, KVBlocks, plan_copy
 from kvtier.memory.slot_layout import RankShare
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ BLOCK_NBYTES = PAGE_NBYTES * LAYERS
 NUMBERS = itertools.count()
 
 OpenRegion = Callable[[RegionGeometry], HostRegion]
-OpenCopier = Callable[[KVBlocks, HostRegion, RankShare], BlockCopier]
+OpenCopier = Callable[[KVBlocks, HostRegion, RankShare], Copier]
 
 
 def make_kv() -> KVBlocks:
@@ -50,8 +50,8 @@ def open_copier(open_region: OpenRegion) -> Iterator[OpenCopier]:
     """Closes copiers before regions: memory that stays page-locked fails the next tests."""
     with ExitStack() as opened:
 
-        def open_one(kv: KVBlocks, region: HostRegion, share: RankShare) -> BlockCopier:
-            copier = BlockCopier(kv, region, share=share, blocks_per_chunk=1)
+        def open_one(kv: KVBlocks, region: HostRegion, share: RankShare) -> Copier:
+            copier = copiers.open_copier(kv, region, share=share, blocks_per_chunk=1)
             opened.callback(copier.close)
             return copier
 

@@ -106,7 +106,7 @@ class Stage:
         patch.setattr(engine, "start_thread", lambda thread: thread.run())
         patch.setattr(device, "TransferEngine", self.make(SteppedEngine))
         patch.setattr(device, "IoPool", self.make(SteppedPool))
-        patch.setattr(device, "BlockCopier", self.make(SlowCopier))
+        patch.setattr(device, "open_copier", self.make(SlowCopier))
 
     def make(self, kind: Callable[..., Any]) -> Callable[..., Any]:
         """Return what builds one of ``kind`` that gets on when it is its turn here."""
@@ -221,9 +221,13 @@ class SteppedPool(IoPool):
 
 
 class SlowCopier(BlockCopier):
-    """Copies block by block, and lets others go on in between; may fail."""
+    """Copies block by block, and lets others go on in between; may fail.
+
+    As on a GPU, stores and loads have a thread each.
+    """
 
     failing = 0.0
+    is_concurrent = True
 
     def __init__(self, stage: Stage, *args: Any, **named: Any) -> None:
         self._stage = stage

@@ -185,7 +185,9 @@ class SteppedCache:
         self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
         self.tiers = [_NoTier(tier.name) for tier in self.bench.tiers[1:]]
         nothing = SimpleNamespace(
-            close=lambda **_: None, geometry=SimpleNamespace(slot_nbytes=4096)
+            close=lambda **_: None,
+            geometry=SimpleNamespace(slot_nbytes=4096),
+            control=SimpleNamespace(pageable_ranks=lambda: 0),
         )
         self.storage = Storage(
             manager=self.bench.manager,

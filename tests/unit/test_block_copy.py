@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
+from kvtier.memory.copiers import open_copier
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, copy_between, plan_copy
 from kvtier.memory.slot_layout import RankShare
-from kvtier.memory.streams import Fence, open_stream
+from kvtier.memory.streams import Fence
 from kvtier.os.iopool import IoPool
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
 from kvtier.types import Job, Outcome, Purpose
@@ -254,9 +255,10 @@ def test_a_group_whose_blocks_do_not_fit_their_slots_is_refused(
         BlockCopier(kv, region, share=RankShare(), blocks_per_chunk=1)
 
 
-def test_a_device_nobody_can_copy_to_is_refused() -> None:
+def test_a_device_nobody_can_copy_to_is_refused(make_region: MakeRegion) -> None:
+    kv = KVBlocks([torch.zeros((1, 1), dtype=torch.int8, device="meta")], [[(0, 1)]])
     with pytest.raises(UnsupportedError, match="meta"):
-        open_stream(torch.device("meta"), torch.zeros(1))
+        open_copier(kv, make_region(blocks_per_chunk=1), share=RankShare(), blocks_per_chunk=1)
 
 
 def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:

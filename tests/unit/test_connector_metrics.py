@@ -42,6 +42,7 @@ def engine(*tiers: TierFigures, **figures: int) -> EngineStatistics:
         "granted_chunks": 0,
         "retained_chunks": 0,
         "recompute_seconds_per_token": 0,
+        "pageable_ranks": 0,
         "internal_errors": 0,
         "trace_records": 0,
         "trace_dropped": 0,

@@ -145,7 +145,14 @@ def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
 
 def test_its_size_is_whole_pages() -> None:
     assert ControlBlock.nbytes(1, 1) == 4096
-    assert ControlBlock.nbytes(4096, 1) == 20 * 4096
+    assert ControlBlock.nbytes(4096, 1) == 21 * 4096
+
+
+def test_ranks_that_could_not_lock_the_memory_are_counted(block: ControlBlock) -> None:
+    assert block.pageable_ranks() == 0
+    block.report_pageable(1)
+    block.report_pageable(1)
+    assert block.pageable_ranks() == 1
 
 
 def test_a_load_that_one_rank_refused_did_not_work_until_the_slot_is_written_again(

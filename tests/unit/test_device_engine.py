@@ -214,7 +214,8 @@ def test_closing_ends_in_time_although_every_part_hangs(
     with monkeypatch.context() as patch:
         patch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: sum(waits_s)))
         patch.setattr(device._engine, "close", hang)
-        patch.setattr(device._pool, "close", hang)
+        for pool in device._pools:
+            patch.setattr(pool, "close", hang)
         device.close()
     assert len(waits_s) == 2
     assert min(waits_s) > 0

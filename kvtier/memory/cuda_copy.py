@@ -1,0 +1,192 @@
+"""Copies between KV blocks on a CUDA device and RAM slots.
+
+A job's blocks are many *fragments*: ranges that are contiguous in a block and in a slot
+(:mod:`kvtier.memory.fragments`). Copying each with a call of torch would take longer than the
+copy, so all of a job's fragments are queued at once. How, is chosen at start
+(:mod:`kvtier.memory.cuda_choice`).
+
+**Order.** Stores and loads have a stream each, so a load waits neither for stores nor for their
+fences. On each stream, a job's copies begin after the job's fence, the point in the compute
+stream when the job was submitted. A job ends when an event after its last copy was waited for;
+only then are its bytes in RAM or in the blocks. So a stream never has work of two jobs. Nothing
+orders a store and a load; :mod:`kvtier.connector.device` says why nothing must.
+
+**Torch as a fallback.** A kernel cannot reach memory that is not page-locked, and nothing says
+that batches of copies can. Then, and if the driver has no batches, torch copies, through a
+staging buffer on the device for each direction (:class:`~kvtier.memory.copy.BlockCopier`).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Final
+
+import numpy as np
+from typing_extensions import override
+
+from kvtier.memory.copy import BlockCopier, BlockCopyPlan, Copier, GroupCopy, KVBlocks
+from kvtier.memory.cuda_api import Addresses
+from kvtier.memory.cuda_choice import Choice, choose_methods
+from kvtier.memory.cuda_methods import Method
+from kvtier.memory.fragments import FragmentPlanner, Fragments
+from kvtier.memory.host_region import HostRegion
+from kvtier.memory.pinning import PIECE_NBYTES, PinnedSlots, cut
+from kvtier.memory.slot_layout import RankShare
+from kvtier.memory.streams import CopyStream, Driver, Fence
+
+__all__ = ["STAGING_NBYTES", "CudaCopier"]
+
+STAGING_NBYTES: Final = 32 << 20
+"""Device memory for each direction that torch copies, because the engine leaves little."""
+_MOST_SAMPLED: Final = 4096
+
+
+class CudaCopier(Copier):
+    """Copies blocks between KV memory on a GPU and RAM slots that are page-locked if possible.
+
+    A store and a load may run at the same time, in two threads.
+
+    Args:
+        driver: The GPU.
+        kv: The rank's KV memory.
+        region: The RAM slots, all still empty.
+        share: The rank's share of each slot.
+        blocks_per_chunk: Blocks of a chunk.
+        piece_nbytes: Most bytes to page-lock at once.
+
+    Raises:
+        UnsupportedError: A group's block does not fit its place in the slot.
+
+    Attributes:
+        store_method: Name of the method that copies stores.
+        load_method: Name of the method that copies loads.
+    """
+
+    is_concurrent = True
+
+    def __init__(
+        self,
+        driver: Driver,
+        kv: KVBlocks,
+        region: HostRegion,
+        *,
+        share: RankShare,
+        blocks_per_chunk: int,
+        piece_nbytes: int = PIECE_NBYTES,
+    ) -> None:
+        self.blocks_per_chunk = blocks_per_chunk
+        self._driver = driver
+        geometry, address = region.geometry, region.shared.address
+        planner = FragmentPlanner(
+            kv, address, geometry, share=share, blocks_per_chunk=blocks_per_chunk
+        )
+        by_torch = partial(
+            BlockCopier,
+            kv,
+            region,
+            share=share,
+            blocks_per_chunk=blocks_per_chunk,
+            staging_nbytes=STAGING_NBYTES,
+        )
+        with ExitStack() as opened:
+            self._slots = PinnedSlots(driver, address, geometry, piece_nbytes=piece_nbytes)
+            opened.callback(self._slots.close)
+            self.is_pageable = not self._slots.is_locked
+            edges = self._slots.edges
+            chosen = Choice(None, None)
+            if not self.is_pageable:
+                blocks = min(len(kv.tensors[0]), geometry.slots * blocks_per_chunk)
+                places = _sample(planner, blocks, blocks_per_chunk)
+                chosen = choose_methods(driver, cut(places, edges))
+            self._stores, self._loads = (
+                _Lane(driver.open_stream(), planner, edges, method or by_torch(), stores=stores)
+                for method, stores in ((chosen.store, True), (chosen.load, False))
+            )
+            opened.pop_all()
+        self.store_method, self.load_method = self._stores.method_name, self._loads.method_name
+
+    @override
+    def mark(self) -> Fence:
+        return self._driver.mark()
+
+    @override
+    def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        self._stores.run(plan, after)
+
+    @override
+    def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        self._loads.run(plan, after)
+
+    @override
+    def close(self) -> None:
+        self._stores.close()
+        self._loads.close()
+        self._slots.close()
+
+
+class _Lane:
+    """The copies in one direction, on a stream of their own.
+
+    Args:
+        stream: The stream.
+        planner: Finds the fragments of a plan.
+        edges: Where one page-locked piece of the slots ends and the next begins.
+        method: How to copy.
+        stores: Whether to copy from the device to the host, else from the host.
+
+    Attributes:
+        method_name: Name of the method.
+    """
+
+    def __init__(
+        self,
+        stream: CopyStream,
+        planner: FragmentPlanner,
+        edges: Addresses,
+        method: Method | BlockCopier,
+        *,
+        stores: bool,
+    ) -> None:
+        self._stream = stream
+        self._planner = planner
+        self._edges = edges
+        self._method = method
+        self._stores = stores
+        self.method_name = "torch" if isinstance(method, BlockCopier) else method.name
+
+    def run(self, plan: BlockCopyPlan, after: Fence | None) -> None:
+        """Run the copies of ``plan`` after a fence and wait for them."""
+        with self._stream.active():
+            try:
+                if after is not None:
+                    self._stream.follow(after)
+                self._queue(plan)
+            finally:
+                # Also after an error: what was queued still uses blocks and slots.
+                self._stream.record().wait()
+
+    def close(self) -> None:
+        """Release the slots."""
+        if isinstance(self._method, BlockCopier):
+            self._method.close()
+
+    def _queue(self, plan: BlockCopyPlan) -> None:
+        method, stores = self._method, self._stores
+        if isinstance(method, BlockCopier):
+            copy = method.store if stores else method.load
+            copy(plan, after=None)
+            return
+        fragments = cut(self._planner.plan(plan, stores=stores), self._edges)
+        method.queue(self._stream, fragments, stores=stores)
+
+
+def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fragments:
+    """Return the fragments of some blocks of the first KV cache group in the first slots.
+
+    Adjacent blocks would make one fragment. They are rare, so the blocks are in reverse order.
+    """
+    numbers = np.arange(min(blocks, _MOST_SAMPLED))
+    slots, subs = np.divmod(numbers, blocks_per_chunk)
+    copy = GroupCopy(0, numbers[::-1], slots, subs)
+    return planner.plan(BlockCopyPlan([copy], np.unique(slots).tolist()), stores=False)

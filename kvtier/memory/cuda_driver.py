@@ -1,0 +1,134 @@
+"""The CUDA driver behind :class:`kvtier.memory.streams.Driver`.
+
+Streams, events and memory come from torch, the rest from :mod:`kvtier.memory.cuda_api`.
+
+Events are blocking ones. A thread that waits for another kind of event, or for a stream, spins
+and takes a processor from the model for as long as a copy lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final, cast
+
+import torch
+from typing_extensions import override
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.cuda_api import Addresses, CudaApi, SourceOrder
+from kvtier.memory.streams import CopyStream, Driver, Fence
+
+__all__ = ["CudaDriver"]
+
+_LOWEST_PRIORITY: Final = 0
+"""torch's streams have priority 0 or a higher one, which is a negative number."""
+
+
+class CudaDriver(Driver):
+    """One CUDA device.
+
+    Args:
+        device: The device, with its number.
+        api: The driver's functions for this device; None to load them.
+
+    Raises:
+        UnsupportedError: The driver's library cannot be used.
+    """
+
+    def __init__(self, device: torch.device, api: CudaApi | None = None) -> None:
+        self._device = device
+        self._api = api or CudaApi(device.index)
+
+    @override
+    def mark(self) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return _CudaFence(event)
+
+    @override
+    def open_stream(self) -> CopyStream:
+        return _CudaStream(self._device, self._api)
+
+    @override
+    def register(self, address: int, nbytes: int) -> None:
+        self._api.bind()
+        self._api.register(address, nbytes)
+
+    @override
+    def unregister(self, address: int) -> None:
+        self._api.bind()
+        self._api.unregister(address)
+
+    @override
+    def pinned_words(self, rows: int, columns: int) -> Addresses:
+        words = torch.empty((rows, columns), dtype=torch.int64, pin_memory=True)
+        return cast("Addresses", words.numpy())
+
+    @override
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.int8, device=self._device)
+
+
+class _CudaFence(Fence):
+    """A point in a stream that an event marks."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    @override
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _CudaStream(CopyStream):
+    """A stream of torch's."""
+
+    def __init__(self, device: torch.device, api: CudaApi) -> None:
+        self._device = device
+        self._api = api
+        self._stream = torch.cuda.Stream(device, priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
+
+    @override
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        # A thread begins on the first device. Leaving the stream would return there and create
+        # a context, which takes memory of another rank's GPU.
+        torch.cuda.set_device(self._device)
+        self._api.bind()
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @override
+    def follow(self, fence: Fence) -> None:
+        assert isinstance(fence, _CudaFence)
+        self._stream.wait_event(fence.event)
+
+    @override
+    def record(self) -> Fence:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return _CudaFence(event)
+
+    @override
+    def copy_batch(
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        nbytes: Addresses,
+        *,
+        order: SourceOrder,
+    ) -> None:
+        self._api.copy_batch(
+            destinations, sources, nbytes, order=order, stream=self._stream.cuda_stream
+        )
+
+    @override
+    def copy_by_kernel(self, table: Addresses, copies: int) -> None:
+        if not self._api.uses_host_addresses:
+            raise UnsupportedError("the device does not use the host's addresses")
+        try:
+            from kvtier.memory.cuda_kernel import launch  # noqa: PLC0415 - needs Triton
+        except ImportError as error:
+            raise UnsupportedError(f"Triton cannot be used: {error}") from error
+        launch(table, copies)

@@ -1,0 +1,115 @@
+"""Ways to copy fragments between a CUDA device and page-locked slots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
+
+import numpy as np
+from typing_extensions import override
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.cuda_api import SourceOrder
+from kvtier.memory.fragments import Fragments
+from kvtier.memory.streams import CopyStream, Driver, Fence
+
+__all__ = ["BatchMethod", "KernelMethod", "Method"]
+
+_BATCHED: Final = 65536
+"""Most copies of one call, because the driver may be locked while it takes them."""
+_FEWEST: Final = 32
+"""Fragments from which on a kernel is faster than a batch, by vLLM's measurements."""
+_WORD_NBYTES: Final = 8
+
+
+class Method(ABC):
+    """One way to copy fragments.
+
+    Attributes:
+        name: Name for the log.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def queue(self, stream: CopyStream, fragments: Fragments, *, stores: bool) -> None:
+        """Queue copies on a stream.
+
+        Args:
+            stream: An active stream.
+            fragments: What to copy; no two overlap.
+            stores: Whether to copy from the device to the host, else from the host.
+
+        Raises:
+            KvtierError: The copies cannot be queued; some may be.
+        """
+
+
+class BatchMethod(Method):
+    """One call of the driver for many copies by the copy engines.
+
+    A load's source may be read at any time, because the slots of a load do not change. A store
+    must read its source in stream order: otherwise the copy engines may read the blocks
+    before the fence, and so before the model has written them.
+    """
+
+    name = "batch"
+
+    @override
+    def queue(self, stream: CopyStream, fragments: Fragments, *, stores: bool) -> None:
+        device, host = fragments.device, fragments.host
+        sources, destinations = (device, host) if stores else (host, device)
+        order = SourceOrder.STREAM if stores else SourceOrder.ANY
+        for start in range(0, len(host), _BATCHED):
+            some = slice(start, start + _BATCHED)
+            stream.copy_batch(
+                destinations[some], sources[some], fragments.nbytes[some], order=order
+            )
+
+
+class KernelMethod(Method):
+    """A kernel for many short loads; :class:`BatchMethod` for everything else.
+
+    The kernel reads a table of copies in page-locked memory when its turn comes. So the table
+    is filled again only after the kernel before it has ended.
+
+    Args:
+        driver: The GPU.
+        batch: Copies few fragments, and those that are not whole words.
+
+    Raises:
+        RuntimeError: There is no page-locked memory for the table.
+    """
+
+    name = "kernel"
+
+    def __init__(self, driver: Driver, batch: BatchMethod) -> None:
+        self._batch = batch
+        self._table = driver.pinned_words(_BATCHED, 3)
+        self._ended: Fence | None = None
+
+    @staticmethod
+    def suits(fragments: Fragments) -> bool:
+        """Return whether ``fragments`` are many, and all their bytes whole words."""
+        if len(fragments.host) < _FEWEST:
+            return False
+        words = (fragments.device, fragments.host, fragments.nbytes)
+        return not any(np.bitwise_or.reduce(each) % _WORD_NBYTES for each in words)
+
+    @override
+    def queue(self, stream: CopyStream, fragments: Fragments, *, stores: bool) -> None:
+        if stores:
+            raise UnsupportedError("the kernel is for loads")
+        if not self.suits(fragments):
+            self._batch.queue(stream, fragments, stores=False)
+            return
+        for start in range(0, len(fragments.host), _BATCHED):
+            some = slice(start, start + _BATCHED)
+            nbytes = fragments.nbytes[some]
+            if self._ended is not None:
+                self._ended.wait()
+            rows = self._table[: len(nbytes)]
+            rows[:, 0], rows[:, 1] = fragments.device[some], fragments.host[some]
+            rows[:, 2] = nbytes
+            stream.copy_by_kernel(self._table, len(nbytes))
+            self._ended = stream.record()

@@ -1,0 +1,112 @@
+"""Page-locks the RAM tier's slots for a GPU.
+
+The copy engines and kernels of a GPU reach page-locked memory themselves; other memory they
+reach through a buffer of the driver's, which is slower. The slots are page-locked in
+*pieces*, for drivers since R580 refuse to page-lock 512 GiB or more at once.
+
+A piece ends where a slot ends. A copy must lie in one piece, but adjacent slots are copied as
+one range where the blocks are adjacent too. So :func:`cut` cuts ranges where a piece ends.
+
+If the driver refuses a piece, the other pieces are released and the engine goes on with memory
+that is not page-locked.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvtier.errors import CudaError
+from kvtier.logs import get_logger
+from kvtier.memory.cuda_api import Addresses
+from kvtier.memory.fragments import Fragments
+from kvtier.memory.slot_layout import RegionGeometry
+from kvtier.memory.streams import Driver
+from kvtier.units import approximate_size
+
+__all__ = ["PIECE_NBYTES", "PinnedSlots", "cut"]
+
+logger = get_logger(__name__)
+
+PIECE_NBYTES: Final = 64 << 30
+"""Most bytes to page-lock at once."""
+
+
+class PinnedSlots:
+    """The RAM tier's slots, page-locked if the driver allows it.
+
+    Args:
+        driver: The GPU.
+        address: Where the first slot begins.
+        geometry: Shape of the region.
+        piece_nbytes: Most bytes to page-lock at once; a piece has at least one slot.
+
+    Attributes:
+        edges: Addresses, ascending, where one piece ends and the next begins.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        address: int,
+        geometry: RegionGeometry,
+        *,
+        piece_nbytes: int = PIECE_NBYTES,
+    ) -> None:
+        self._driver = driver
+        self._locked: list[int] = []
+        step = max(piece_nbytes // geometry.slot_nbytes, 1) * geometry.slot_nbytes
+        starts = range(0, geometry.payload_nbytes, step)
+        self.edges: Addresses = address + np.array(starts[1:], np.int64)
+        try:
+            for start in starts:
+                driver.register(address + start, min(step, geometry.payload_nbytes - start))
+                self._locked.append(address + start)
+        except CudaError as error:
+            logger.warning(
+                "the RAM tier of %s cannot be page-locked, so copies between it and the GPU "
+                "are slower: piece %d of %d: %s",
+                approximate_size(geometry.payload_nbytes),
+                len(self._locked) + 1,
+                len(starts),
+                error,
+            )
+            self.close()
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether the slots are page-locked, all of them."""
+        return bool(self._locked)
+
+    def close(self) -> None:
+        """Release the memory. Idempotent; no copy may be running."""
+        while self._locked:
+            address = self._locked.pop()
+            try:
+                self._driver.unregister(address)
+            except CudaError as error:
+                logger.warning("page-locked memory was not released: %s", error)
+
+
+def cut(fragments: Fragments, edges: Addresses) -> Fragments:
+    """Return ``fragments`` such that none crosses one of ``edges`` in host memory.
+
+    Args:
+        fragments: Each has at least one byte.
+        edges: Host addresses, ascending.
+    """
+    host, nbytes = fragments.host, fragments.nbytes
+    following = np.searchsorted(edges, host, side="right")
+    crosses = following != np.searchsorted(edges, host + nbytes, side="left")
+    if not crosses.any():
+        return fragments
+    head = edges[following[crosses]] - host[crosses]
+    heads = nbytes.copy()
+    heads[crosses] = head
+    both = Fragments(
+        device=np.concatenate([fragments.device, fragments.device[crosses] + head]),
+        host=np.concatenate([host, host[crosses] + head]),
+        nbytes=np.concatenate([heads, nbytes[crosses] - head]),
+    )
+    return cut(both, edges)
