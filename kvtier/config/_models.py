@@ -6,9 +6,13 @@ In a file the unit is in the value, in Python it is in the name: ``capacity: 64G
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast
 
@@ -89,13 +93,38 @@ class Remark(NamedTuple):
     """What to do about it."""
 
 
+def _describe_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Describe each field in a model's JSON Schema by the docstring below the field.
+
+    With ``use_attribute_docstrings`` pydantic would read the sources each time the models are
+    imported, which is a tenth of the time that ``kvtier check`` takes.
+    """
+    for owner in model.__mro__:
+        if owner is BaseModel:
+            return
+        try:
+            source = inspect.getsource(owner)
+        except OSError:  # typed into an interpreter
+            continue
+        body = ast.parse(textwrap.dedent(source)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in pairwise(body.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ) if name in model.model_fields:
+                    key = model.model_fields[name].serialization_alias or name
+                    schema["properties"][key].setdefault("description", inspect.cleandoc(text))
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         strict=True,
         frozen=True,
         extra="forbid",
         populate_by_name=True,
-        use_attribute_docstrings=True,
+        json_schema_extra=_describe_fields,
     )
 
 
