@@ -43,11 +43,14 @@ class WorkerJobs:
 
     Args:
         ranks: Number of workers that acknowledge a job.
+
+    Attributes:
+        to_flush: Stores that must end before the next forward pass.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._to_flush: set[JobId] = set()
+        self.to_flush: set[JobId] = set()
         self._jobs: dict[JobId, JobState] = {}
         self._stores: dict[JobId, JobState] = {}
         self._next_id = 0
@@ -74,14 +77,14 @@ class WorkerJobs:
         """Make the next :meth:`take_flush` return the stores that read any of ``blocks``."""
         for job_id, job in self._stores.items():
             if not job.source_blocks.isdisjoint(blocks):
-                self._to_flush.add(job_id)
+                self.to_flush.add(job_id)
 
     def take_flush(self) -> frozenset[JobId]:
         """Return the stores to flush before the next forward pass; each is returned once."""
-        if not self._to_flush:
+        if not self.to_flush:
             return frozenset()
-        jobs = frozenset(self._to_flush)
-        self._to_flush.clear()
+        jobs = frozenset(self.to_flush)
+        self.to_flush.clear()
         return jobs
 
     def readers_of(self, blocks: AbstractSet[int], among: Iterable[JobId]) -> frozenset[JobId]:
@@ -122,7 +125,7 @@ class WorkerJobs:
         Stores are still flushed, because their blocks may be reused. The blocks of a load
         belong to its request until the workers report the load.
         """
-        self._to_flush.update(self._stores)
+        self.to_flush.update(self._stores)
         for job in self._jobs.values():
             job.tracked.jobs.clear()
         self._jobs.clear()

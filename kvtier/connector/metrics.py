@@ -205,9 +205,13 @@ class Reporter:
         self._due_s = float("-inf")
         self._last: dict[tuple[str, ...], tuple[float, ...]] = {}
 
-    def is_due(self) -> bool:
-        """Return whether :meth:`take` reads the source now. Cheap enough for every step."""
-        return self._clock() >= self._due_s or not self._source.is_active
+    def is_due(self, *, steps_follow: bool = False) -> bool:
+        """Return whether :meth:`take` reads the source now. Cheap enough for every step.
+
+        Args:
+            steps_follow: Whether the source is active for certain, so that it is not asked.
+        """
+        return self._clock() >= self._due_s or not (steps_follow or self._source.is_active)
 
     def take(self) -> list[MetricChange]:
         """Return the changes since the last reading; none if the last reading is too recent.

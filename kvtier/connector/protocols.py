@@ -143,3 +143,10 @@ class Step(NamedTuple):
     allocated: AbstractSet[int] = frozenset()
     overwritten: AbstractSet[int] = frozenset()
     states: Mapping[str, Sequence[BoundaryState]] = _NO_STATES
+
+    @property
+    def only_generates(self) -> bool:
+        """Whether requests generate one token each and nothing else happens."""
+        scheduled = self.num_scheduled_tokens.values()
+        others = (self.started, self.preempted, self.allocated, self.states)
+        return max(scheduled, default=0) == 1 and not any(others)

@@ -167,6 +167,13 @@ class OfferQueue:
         """Forget a request."""
         self._due.pop(tracked.req_id, None)
 
+    def pass_token(self) -> bool:
+        """Advance the clock by one token if no request becomes due; return whether it did."""
+        if self._heap and self._heap[0][0] <= self._now + 1:
+            return False
+        self._now += 1
+        return True
+
     def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
         """Remove and return the due requests, in the order of ``scheduled_tokens``.
 

@@ -188,6 +188,21 @@ class ConnectorScheduler:
 
     # -- steps ---------------------------------------------------------------------------------
 
+    def pass_step(self) -> bool:
+        """Return whether a step that only generates starts no job; such a step is then over.
+
+        In a step that only generates, each scheduled request computes one token, no request
+        starts or is preempted, and no block is allocated. After False, call
+        :meth:`build_connector_meta`.
+        """
+        return not (
+            self._load_jobs
+            or self._store_jobs
+            or self._jobs.to_flush
+            or not self._cache.is_idle
+            or not self._offers.pass_token()
+        )
+
     def build_connector_meta(self, step: Step) -> ConnectorMetadata:
         """Return the workers' jobs of this step.
 

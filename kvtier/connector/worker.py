@@ -88,7 +88,8 @@ class ConnectorWorker:
 
     def start_load(self, metadata: ConnectorMetadata) -> None:
         """Submit the deferred stores, then start the loads of this step."""
-        self._submit_deferred()
+        if self._deferred:
+            self._submit_deferred()
         for job_id, job in metadata.load_jobs.items():
             self._loads[job_id] = (job, None)
             self._submit(job_id, job, Purpose.LOAD, self._start_load)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.protocols import Step
+from kvtier.connector.scheduler import NOTHING_TO_DO
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
@@ -137,7 +138,10 @@ class ReplayEngine:
         self._due_s = max(self._due_s, time.monotonic() - _CATCH_UP_S)
         self.counts.steps += 1
         step = self.batcher.schedule()
-        metadata = self._scheduler.build_connector_meta(step)
+        if step.only_generates and self._scheduler.pass_step():
+            metadata = NOTHING_TO_DO
+        else:
+            metadata = self._scheduler.build_connector_meta(step)
         self.cache.step_scheduled(step.prompt_tokens)
         self._worker.handle_preemptions(metadata)
         # Compare loaded blocks before they are overwritten.

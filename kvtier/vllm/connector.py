@@ -136,6 +136,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         self._bound: _Metadata = _NOTHING
         self._output: WorkerOutput | None = None
+        self._reporter: Reporter | None = None
+        self._is_generating = False
+        """Whether the last step only generated, and no request ended since."""
         if role is KVConnectorRole.SCHEDULER:
             self._open_scheduler()
 
@@ -212,6 +215,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the workers' jobs of this step."""
+        self._is_generating = (
+            self._steps.only_generates(scheduler_output) and self._scheduler.pass_step()
+        )
+        if self._is_generating:
+            self._cache.step_scheduled(0)
+            return _NOTHING
         step = self._steps.read(scheduler_output, self._tables)
         self._cache.step_scheduled(step.prompt_tokens)
         jobs = self._scheduler.build_connector_meta(step)
@@ -221,7 +230,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the workers' results."""
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, _WorkerMetadata):
+        # Most steps have no results, and a look at an abstract class takes 3 us.
+        if metadata is not None and isinstance(metadata, _WorkerMetadata):
             self._scheduler.update_connector_output(metadata.output)
 
     @override
@@ -229,6 +239,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last chunks to the cache; vLLM may free the request's blocks."""
+        self._is_generating = False
         self._scheduler.request_finished(request)
         return False, None
 
@@ -237,6 +248,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last chunks to the cache; vLLM may free the request's blocks."""
+        self._is_generating = False
         self._scheduler.request_finished(request)
         return False, None
 
@@ -296,10 +308,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what changed since the last call; vLLM asks once after each step."""
-        if self.role is not KVConnectorRole.SCHEDULER:
+        if self._reporter is None:
             return None
         self._cache.step_ended()
-        if not self._reporter.is_due():
+        if not self._reporter.is_due(steps_follow=self._is_generating):
             return None
         changes = self._reporter.take()
         return KVTierStats.of(changes) if changes else None

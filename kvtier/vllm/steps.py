@@ -54,6 +54,26 @@ class StepReader:
             block.block_id for block in chain.from_iterable(blocks.blocks) if not block.is_null
         )
 
+    def only_generates(self, output: SchedulerOutput) -> bool:
+        """Return whether requests generate one token each and nothing else happens.
+
+        No request starts or is preempted, and no block is allocated, cleared or copied. Most
+        steps of a busy engine are such steps.
+        """
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        return not (
+            len(scheduled) != output.total_num_scheduled_tokens
+            or not scheduled
+            or output.scheduled_new_reqs
+            or cached.resumed_req_ids
+            or any(cached.new_block_ids)
+            or output.preempted_req_ids
+            or output.new_block_ids_to_zero
+            or output.kv_cache_block_copies
+            or self._waiting
+            or self._moving
+        )
+
     def read(self, output: SchedulerOutput, tables: KVCacheManager) -> Step:
         """Return the step that ``output`` describes.
 

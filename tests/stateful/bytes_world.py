@@ -24,7 +24,7 @@ from kvtier.connector.device import DeviceEngine
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.protocols import RequestContext
-from kvtier.connector.scheduler import ConnectorScheduler
+from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.connector.worker import ConnectorWorker
@@ -395,7 +395,10 @@ class BytesWorld:
         for req_id in step.preempted:
             self._epochs.pop(self._engine.requests[req_id], None)
             self._offered.pop(self._engine.requests[req_id], None)
-        metadata = self._scheduler.build_connector_meta(step)
+        if step.only_generates and self._scheduler.pass_step():
+            metadata = NOTHING_TO_DO
+        else:
+            metadata = self._scheduler.build_connector_meta(step)
         self._engine.scheduled_all(work)
         self._note_loads()
         yield

@@ -236,6 +236,7 @@ def test_an_engine_that_may_not_step_again_is_read_at_once() -> None:
     source.gaps = [[1.5, 90.0]]
     source.waits = [0.25]
     source.is_active = False
+    assert not reporter.is_due(steps_follow=True)
     assert taken(reporter) == {
         ("kvtier_kv_offload_total_bytes", ("ram_to_nvme",)): 4096,
         ("kvtier_kv_offload_total_time", ("ram_to_nvme",)): 0.5,

@@ -404,10 +404,35 @@ def test_a_step_in_which_requests_only_generate_calls_nothing() -> None:
         assert engine.step() is NOTHING_TO_DO
         assert not engine.counted.calls, "of prepare_store, get_blocks, end_step or any other"
     request = requests[0]
-    request.tokens += [8] * 2
-    engine.schedule(request)
-    assert len(engine.step().store_jobs) == 1
+    for stores in (0, 1):
+        request.tokens.append(8)
+        engine.schedule(request)
+        assert len(engine.step().store_jobs) == stores, "of the chunk that 32 tokens complete"
     assert engine.counted.calls == {"get_blocks": 1, "prepare_store": 1}
+
+
+def test_a_step_that_only_generates_ends_the_jobs_of_earlier_steps() -> None:
+    engine = ToyEngine(store_decode=True)
+    request = engine.arrive("a", TOKENS + 4)
+    engine.schedule(request)
+    engine.step()
+    engine.acknowledge()
+    engine.counted.calls.clear()
+    request.tokens.append(8)
+    engine.schedule(request)
+    engine.step()
+    assert engine.counted.calls["end_step"] == 1
+
+
+def test_a_step_that_only_generates_flushes_the_stores_that_a_reset_found() -> None:
+    engine = ToyEngine(store_decode=True)
+    request = engine.arrive("a", TOKENS + 4)
+    engine.schedule(request)
+    (store,) = engine.step().store_jobs
+    engine.connector.reset_cache()
+    request.tokens.append(8)
+    engine.schedule(request)
+    assert engine.step().jobs_to_flush == {store}
 
 
 def test_where_answers_are_not_stored_no_step_of_theirs_calls_anything() -> None:

@@ -85,6 +85,10 @@ class Engine:
     def get_blocks(self, req_id: str) -> Any:
         return self.tables[req_id]
 
+    def only_generates(self, **decisions: Any) -> bool:
+        output: Any = Output(**decisions)
+        return self.reader.only_generates(output)
+
     def step(self, **decisions: Any) -> Step:
         output: Any = Output(**decisions)
         tables: Any = self
@@ -98,6 +102,38 @@ def test_a_step_that_only_generates_has_its_tokens_and_nothing_else() -> None:
     assert step.prompt_tokens == 0
     assert not any((step.started, step.preempted, step.allocated, step.overwritten))
     assert step.states == {}
+
+
+GENERATING = {"num_scheduled_tokens": {"a": 1, "b": 1}, "new_block_ids": [None, None]}
+
+
+def test_a_step_that_only_generates_is_told_from_its_output() -> None:
+    assert Engine().only_generates(**GENERATING)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_scheduled_tokens": {}},
+        {"num_scheduled_tokens": {"a": 1, "b": 2}},
+        {"scheduled_new_reqs": [new("a", [1])]},
+        {"resumed": ["a"]},
+        {"new_block_ids": [None, ([4],)]},
+        {"preempted_req_ids": {"c"}},
+        {"new_block_ids_to_zero": [1]},
+        {"kv_cache_block_copies": [copy(8, 3)]},
+    ],
+    ids=str,
+)
+def test_a_step_that_does_more_does_not_only_generate(more: Mapping[str, Any]) -> None:
+    assert not Engine().only_generates(**{**GENERATING, **more})
+
+
+def test_a_step_after_an_allocation_or_with_states_does_not_only_generate() -> None:
+    engine = Engine()
+    engine.reader.note_allocation(blocks_of([6]))
+    assert not engine.only_generates(**GENERATING)
+    assert not Engine(states=True).only_generates(**GENERATING)
 
 
 def test_prompts_are_counted_without_the_tokens_that_are_generated_beside_them() -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.protocols import BoundaryState, Step
-from kvtier.connector.scheduler import ConnectorScheduler
+from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey
 from kvtier.manager import StorePlan
@@ -267,7 +267,10 @@ class ToyEngine:
             states=states or {},
         )
         self._scheduled, self._started, self._allocated = {}, [], set()
-        metadata = self.connector.build_connector_meta(step)
+        if step.only_generates and self.connector.pass_step():
+            metadata = NOTHING_TO_DO
+        else:
+            metadata = self.connector.build_connector_meta(step)
         for name, count in step.num_scheduled_tokens.items():
             self._requests[name].num_computed_tokens += count
         self._jobs.update((at, (job, False)) for at, job in metadata.load_jobs.items())

@@ -203,8 +203,10 @@ class Bench:
             for name, scenario in (("kvtier", with_kvtier), ("idle", with_idle)):
                 times[name].append(statistics.median(self._call_times_us(scenario)) / 1e3)
         what = f"calls in a step, {REQUESTS} requests generate"
-        yield figure(f"{what}, against {CALLS_AIM_MS} ms", times["kvtier"], CALLS_AIM_MS, 1.0)
+        own = [kvtier - idle for kvtier, idle in zip(*times.values(), strict=True)]
+        yield figure(f"{what}, kvtier", times["kvtier"])
         yield figure(f"{what}, connector that does nothing", times["idle"])
+        yield figure(f"{what}, difference, against {CALLS_AIM_MS} ms", own, CALLS_AIM_MS, 1.0)
 
     def _call_times_us(self, scenario: Scenario) -> list[float]:
         """Run an engine whose connector's calls are timed, in a process of its own."""
