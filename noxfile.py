@@ -98,17 +98,28 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All that needs neither vLLM nor a GPU, with the coverage bar."""
+    """All that needs neither vLLM nor a GPU."""
     install(session, "types")
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
+    _run_tests(session)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """The same tests with the coverage bar. Tracing makes them slower."""
+    install(session, "types")
+    _run_tests(session, "--cov")
+
+
+def _run_tests(session: nox.Session, *options: str) -> None:
     suites = ["tests/unit", "tests/contract", "tests/stateful", "tests/crash"]
     suites += ["tests/docs", "tests/support", "kvtier"]
     # Half the time of these tests is spent waiting for processes, so a worker per core pays.
     workers = ("-n", "auto", "--dist", "worksteal")
     chosen = ("-m", "not slow and not integration")
-    session.run("pytest", *workers, *chosen, "--cov", "--hypothesis-profile=ci", *suites)
+    session.run("pytest", *workers, *chosen, "--hypothesis-profile=ci", *options, *suites)
 
 
 @nox.session
