@@ -27,7 +27,8 @@ from kvtier.policies import (
     build_eviction,
 )
 from kvtier.policies.admission import SecondTouch
-from kvtier.sim._model_engine import ModelEngine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._engine import ModelRequest, ReliableSlotStatus
+from kvtier.sim._sequential_engine import SequentialEngine
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys
 from kvtier.sim.time_model import Device, TierSpeed, TimeModel, TransferModel, parse_speed
@@ -429,7 +430,7 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
     )
     speed = TierSpeed(load.bytes_per_s, load.bytes_per_s, 0.001)
     model = TimeModel(RATE, concurrency=4, speeds={"ram": RAM, "nvme": speed})
-    engine = ModelEngine(
+    engine = SequentialEngine(
         manager,
         model=model,
         transfers=TransferModel(model, ram="ram", slot_nbytes=CHUNK),
