@@ -30,11 +30,9 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
-from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
-from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.storage_jobs import JobRecord
+from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState, Promotion
@@ -118,11 +116,11 @@ class _Hit(NamedTuple):
 class Promoter:
     """Grants chunks to queued requests, plans promotion jobs and applies their results."""
 
-    def __init__(self, stack: TierStack, grants: Grants, demoter: Demoter) -> None:
+    def __init__(self, stack: TierStack, jobs: StorageJobs, grants: Grants) -> None:
         self._stack = stack
         self._ram = stack.ram
+        self._jobs = jobs
         self._grants = grants
-        self._demoter = demoter
 
     def prepare(
         self, request: RequestState, keys: Sequence[ChunkKey], readable: Sequence[TierState]
@@ -196,21 +194,22 @@ class Promoter:
             if must_wait or not self._start(request, may_wait=may_wait):
                 is_blocked = True
 
-    def apply(self, record: JobRecord, result: TransferResult) -> None:
-        """Apply the result of a promotion job."""
+    def apply(self, record: JobRecord, result: TransferResult) -> Sequence[ChunkCopy]:
+        """Apply the result of a promotion job.
+
+        Returns:
+            The RAM copies of moved chunks, which the slower tier has no longer.
+        """
         if not result.settled:
             self._expire(record)
-            return
+            return ()
         stack, ram = self._stack, self._ram
         tier = stack.tiers[record.source]
-        tier.unpin(record.sources.copies)
-        arrived, failures = record.split(result.outcomes)
-        for source, copy, outcome in failures:
+        arrived, failures = self._jobs.settle(record, result.outcomes)
+        for _, copy, outcome in failures:
             self._grants.record_missing(copy)
-            ram.abort(copy)
-            if outcome is Outcome.CORRUPT:
-                stack.drop_corrupt(tier, source)
-            elif not record.is_late:  # else the job was counted at its deadline
+            # A corrupt chunk is counted when it is dropped, a late job at its deadline.
+            if outcome is not Outcome.CORRUPT and not record.is_late:
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
         moved = self._drop_moved(record, result)
@@ -223,7 +222,7 @@ class Promoter:
         tier.touch(read, stack.ctx)
         self._grants.record_arrived(arrived)
         tier.counters.promoted += len(arrived)
-        self._demoter.add_sole_copies(ram, moved)
+        return moved
 
     # -- deciding ---------------------------------------------------------------------------
 
@@ -317,46 +316,20 @@ class Promoter:
         Returns:
             Each job's id and the RAM copies that it writes.
         """
-        stack = self._stack
-        slots, _ = stack.take_slots(self._ram, [source.key for source in sources])
-        self._ram.counters.misses += len(sources)
-        stack.slot_status.clear_generations(slots)
+        stack, ram = self._stack, self._ram
+        ram.counters.misses += len(sources)
         jobs = []
         for index in dict.fromkeys(tiers):
-            of_tier = [tier == index for tier in tiers]
-            some = stack.tiers[index].list_of(list(compress(sources, of_tier)))
-            places = list(compress(slots, of_tier))
-            for at in range(0, len(places), stack.limits.batch):
-                end = at + stack.limits.batch
-                jobs.append(self._plan_job(index, some.between(at, end), places[at:end]))
+            tier = stack.tiers[index]
+            listed = tier.list_of(list(compress(sources, [each == index for each in tiers])))
+            tier.pin(listed.copies)
+            moved = self._choose_moved(index, listed.copies)
+            planned = self._jobs.plan(tier, ram, listed, moved=moved)
+            tier.count_hits(listed.copies)
+            for job_id, copies in planned:
+                stack.cost_model.record_job(job_id, index, len(copies))
+            jobs += planned
         return jobs
-
-    def _plan_job(
-        self, index: int, sources: CopyList, slots: Sequence[int]
-    ) -> tuple[JobId, Sequence[ChunkCopy]]:
-        """Plan a job that reads ``sources`` of tier ``index``; return its id and RAM copies."""
-        stack = self._stack
-        generation = stack.next_generation()
-        copies = self._ram.begin_copying(
-            sources.keys, slots, sources.copies, origin=index, generation=generation
-        )
-        stack.tiers[index].pin(sources.copies)
-        moved = self._choose_moved(index, sources.copies)
-        stack.tiers[index].count_hits(sources.copies)
-        job_id = stack.jobs.add(
-            JobRecord(
-                source=index,
-                destination=0,
-                sources=sources,
-                destinations=copies,
-                epoch=stack.epoch,
-                moved=moved,
-            ),
-            slots,
-            timeout_s=stack.limits.load_timeout_s,
-        )
-        stack.cost_model.record_job(job_id, index, len(copies))
-        return job_id, copies
 
     def _choose_moved(self, index: int, sources: Sequence[ChunkCopy]) -> set[ChunkCopy]:
         """Ask the placement policy how to promote ``sources``; return the sources to drop."""

@@ -1,4 +1,4 @@
-"""All tiers, the jobs between them, and the state that the parts of the manager share."""
+"""All tiers, and the state that the parts of the manager share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
-from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
@@ -112,7 +111,7 @@ def first_resident(
 
 
 class TierStack:
-    """Tiers, fastest first, with the placement policy and the jobs between them.
+    """Tiers, fastest first, with the placement policy between them.
 
     Attributes:
         tiers: The tiers; index 0 is RAM.
@@ -123,7 +122,6 @@ class TierStack:
         slot_status: The workers' reports about RAM slots.
         cost_model: Decides which loads are worth their time.
         is_counted: Returns whether a key belongs to the counting group.
-        jobs: Jobs in flight.
         retention: RAM copies retained until a deadline.
         ctx: The information that policies may use.
         epoch: Number of resets.
@@ -156,7 +154,6 @@ class TierStack:
         self.slot_status = slot_status
         self.cost_model = cost_model
         self.is_counted = group_filter(counting_group)
-        self.jobs = StorageJobs([tier.name for tier in tiers])
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0

@@ -26,7 +26,7 @@ from kvtier.manager.load import Loader, LoadPlan
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
-from kvtier.manager.storage_jobs import JobRecord
+from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
@@ -78,9 +78,10 @@ class TieredOffloadingManager:
             or CostModel(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
             counting_group=counting_group,
         )
-        self._grants = Grants(stack)
-        self._demoter = Demoter(stack)
-        self._promoter = Promoter(stack, self._grants, self._demoter)
+        self._jobs = StorageJobs(stack)
+        self._grants = Grants(stack, self._jobs)
+        self._demoter = Demoter(stack, self._jobs)
+        self._promoter = Promoter(stack, self._jobs, self._grants)
         self._lookup = HitLookup(stack, HitRules(groups), self._grants, self._promoter)
         self._storer = Storer(stack, self._grants, self._demoter)
         self._loader = Loader(
@@ -251,7 +252,7 @@ class TieredOffloadingManager:
         stack = self._stack
         return not (
             self._demoter.queued
-            or len(stack.jobs)  # late jobs too: their slots become free when they end
+            or len(self._jobs)  # late jobs too: their slots become free when they end
             or self._quarantine
             or self.has_output
             or self._grants
@@ -262,7 +263,7 @@ class TieredOffloadingManager:
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""
-        return bool(self._demoter.queued or self._stack.jobs.has_awaited or self._quarantine)
+        return bool(self._demoter.queued or self._jobs.has_awaited or self._quarantine)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
         """Set the indices of slower tiers that are out of service; nothing is read from them.
@@ -275,15 +276,15 @@ class TieredOffloadingManager:
     @property
     def has_output(self) -> bool:
         """Whether there are jobs, cancellations or corrupt slots to take."""
-        return bool(self._stack.corrupt) or self._stack.jobs.has_output
+        return bool(self._stack.corrupt) or self._jobs.has_output
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
-        return self._stack.jobs.take_planned()
+        return self._jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
         """Return jobs that no request needs any more; cancelling them is optional."""
-        return self._stack.jobs.take_cancelled()
+        return self._jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return corrupt slots, which a restart must not recover, as (tier index, slot).
@@ -299,7 +300,7 @@ class TieredOffloadingManager:
         because this call evicts victims that arrived in a slower tier.
         """
         stack = self._stack
-        record = stack.jobs.find(result.job_id)
+        record = self._jobs.find(result.job_id)
         if record is None:
             return
         if record.is_promotion:
@@ -308,11 +309,12 @@ class TieredOffloadingManager:
         if record.epoch != stack.epoch:
             self._quarantine.apply(record, result)
         elif record.is_promotion:
-            self._promoter.apply(record, result)
+            moved = self._promoter.apply(record, result)
+            self._demoter.add_sole_copies(stack.ram, moved)
         else:
             self._demoter.apply(record, result)
         if result.settled:
-            stack.jobs.remove(result.job_id)
+            self._jobs.remove(result.job_id)
 
     def flush(self) -> None:
         """Plan jobs that demote every dirty chunk; for an orderly shutdown."""
@@ -386,7 +388,7 @@ class TieredOffloadingManager:
             waiting=len(self._grants.queued) + len(self._grants.waiting),
             granted=self._grants.granted,
             retained=len(stack.retention),
-            jobs=len(stack.jobs),
+            jobs=len(self._jobs),
             cost_model=stack.cost_model.figures(),
         )
 

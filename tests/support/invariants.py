@@ -41,7 +41,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     stack = manager._stack
     moving: Counter[ChunkCopy] = Counter()
     held: list[set[ChunkCopy]] = [set() for _ in stack.tiers]
-    for record in stack.jobs.records():
+    for record in manager._jobs.records():
         for index, copies in (
             (record.source, record.sources.copies),
             (record.destination, record.destinations),

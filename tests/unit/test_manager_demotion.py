@@ -129,7 +129,7 @@ def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
     (job,) = bench.step()
     bench.finish(job, Outcome.EXPIRED, settled=False)
     assert (bench.ram.available, bench.tiers[1].available) == (3, 7)
-    assert not bench.manager._stack.jobs.late_slots, "its slot in RAM has a chunk that is a hit"
+    assert not bench.manager._jobs.late_slots, "its slot in RAM has a chunk that is a hit"
     assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
     bench.finish(job, Outcome.EXPIRED)
     assert (bench.ram.available, bench.tiers[1].available) == (4, 8)
