@@ -163,9 +163,7 @@ class TierStack:
         self.tracks_reuse = track_reuse
         self.restricts_stores = False
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
-        self._tracked = [
-            (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
-        ]
+        self._tracked = list(zip(self.tiers, self.gaps, strict=True))
         self._sampling = min(gaps.mask for gaps in self.gaps)
         self._generation = 0
         self.events = EventLog(has_listener=record_events)
@@ -256,8 +254,8 @@ class TierStack:
         for key in keys:
             if key[SAMPLING_BYTE] & mask:
                 continue
-            for copies, gaps in self._tracked:
-                if key in copies:
+            for tier, gaps in self._tracked:
+                if key in tier.copies:
                     break
                 gaps.record_wanted(key)
 

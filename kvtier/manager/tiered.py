@@ -25,8 +25,9 @@ from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.load import Loader, LoadPlan
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
+from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
-from kvtier.manager.storage_jobs import JobRecord, StorageJobs
+from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
@@ -87,7 +88,7 @@ class TieredOffloadingManager:
         self._loader = Loader(
             stack, grants=self._grants, promoter=self._promoter, demoter=self._demoter
         )
-        self._quarantine = _Quarantine(stack)
+        self._quarantine = Quarantine(stack, self._jobs)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests ---------------------------------------------------------------------------
@@ -243,6 +244,7 @@ class TieredOffloadingManager:
         if self._grants.queued:
             self._promoter.end_step()
         self._demoter.end_step()
+        stack.events.end_step()
         if stack.tracks_reuse:
             stack.end_reuse_step()
 
@@ -258,6 +260,7 @@ class TieredOffloadingManager:
             or self._grants
             or self._demoter.is_reclaiming
             or len(stack.retention)
+            or stack.events.is_freeing
             or any(gaps.is_changed for gaps in stack.gaps)
         )
 
@@ -431,12 +434,7 @@ class TieredOffloadingManager:
         self._grants.clear()
         stack.retention.clear()
         self._demoter.clear()
-        self._quarantine.hold(self._loader.clear())
-        self._quarantine.hold(self._storer.clear())
-        for tier in stack.tiers:
-            for copy in list(tier.copies.values()):
-                stack.drop(tier, copy)
-        self._quarantine.end_step()
+        self._quarantine.reset([*self._loader.clear(), *self._storer.clear()])
         for gaps in stack.gaps:
             gaps.clear()
         self.take_cancels()
@@ -460,47 +458,3 @@ class TieredOffloadingManager:
             self._stack.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
-
-
-class _Quarantine:
-    """RAM copies that a reset dropped but a worker may still touch.
-
-    A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job
-    may be reading or writing a slot. So may a worker, and after a reset the engine no longer
-    reports when the worker is done. Such a slot stays pinned until its job has settled and the
-    workers acknowledged their jobs.
-    """
-
-    def __init__(self, stack: TierStack) -> None:
-        self._stack = stack
-        self._held: list[ChunkCopy] = []
-
-    def __len__(self) -> int:
-        return len({copy.slot for copy in self._held})
-
-    def hold(self, copies: Iterable[ChunkCopy]) -> None:
-        """Take over one pin of each of ``copies``."""
-        self._held += copies
-
-    def end_step(self) -> None:
-        """Unpin the copies that no worker touches any more."""
-        if not self._held:
-            return
-        held, self._held = self._held, []
-        over = self._stack.slot_status.all_acknowledged([copy.slot for copy in held])
-        for copy, is_over in zip(held, over, strict=True):
-            if is_over:
-                self._stack.ram.unpin((copy,))
-            else:
-                self._held.append(copy)
-
-    def apply(self, record: JobRecord, result: TransferResult) -> None:
-        """Free the slots of a job planned before the reset."""
-        if not result.settled:
-            record.is_late = True
-            return
-        if record.destination:
-            # The job may have written after the reset emptied the tier.
-            self._stack.record_corrupt(record.destination, record.destinations)
-        self._stack.tiers[record.source].unpin(record.sources.copies)
-        self._stack.tiers[record.destination].unpin(record.destinations)
