@@ -22,6 +22,7 @@ class JobState:
         keys: Its chunks.
         source_blocks: The engine's blocks that a store reads; empty for a load.
         is_store: Whether the job is a store.
+        load_id: Names a load to the cache; None for a store.
         awaited: Number of ranks that have not acknowledged the job.
         has_failed: Whether a rank failed to load some chunks.
     """
@@ -31,6 +32,7 @@ class JobState:
     source_blocks: AbstractSet[int]
     is_store: bool
     awaited: int
+    load_id: int | None = None
     has_failed: bool = False
 
 
@@ -55,10 +57,13 @@ class WorkerJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add_load(self, tracked: TrackedRequest, keys: Sequence[ChunkKey]) -> JobId:
+    def add_load(
+        self, tracked: TrackedRequest, keys: Sequence[ChunkKey], load_id: int
+    ) -> JobId:
         """Begin a load and return its job id."""
+        ranks = self._ranks
         return self._add(
-            JobState(tracked, keys, frozenset(), is_store=False, awaited=self._ranks)
+            JobState(tracked, keys, frozenset(), is_store=False, awaited=ranks, load_id=load_id)
         )
 
     def add_store(

@@ -173,7 +173,7 @@ class ConnectorScheduler:
         keys, targets = _plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(keys, tracked.req_id)
         tracked.load_sources = self._sources(keys, plan, num_external_tokens)
-        job_id = self._jobs.add_load(tracked, keys)
+        job_id = self._jobs.add_load(tracked, keys, plan.load_id)
         slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
         self._load_jobs[job_id] = TransferJob(tracked.req_id, targets, slots)
         if self._options.shares_blocks:
@@ -388,7 +388,7 @@ class ConnectorScheduler:
             self._cache.complete_store(job.keys, tracked)
             return
         self._loading.difference_update(job.keys)
-        self._cache.complete_load(job.keys, tracked)
+        self._cache.complete_load(job.keys, tracked, job.load_id)
         if job.has_failed:
             tracked.offer_again()  # the cache has dropped what is computed instead
             if self._requests.get(tracked.req_id) is tracked:

@@ -198,16 +198,21 @@ class CacheService:
         return plan
 
     @_or_else(None)
-    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """End a request's oldest load, which is of ``keys``; drop chunks that failed to load.
+    def complete_load(
+        self, keys: Collection[ChunkKey], request: RequestContext, load_id: int | None = None
+    ) -> None:
+        """End a load of ``keys``; drop chunks that failed to load.
 
-        The request may have ended.
+        Args:
+            keys: The chunks of the load.
+            request: Its request, which may have ended.
+            load_id: ``load_id`` of its plan; None for the oldest load of the request.
         """
         self.is_idle = False
         self._waits.end(request.req_id)
         # Before the manager unpins the chunks: it may hold them in RAM for this load only.
         self._retain(keys, request)
-        self._manager.complete_load(request.req_id)
+        self._manager.complete_load(request.req_id, load_id)
 
     # -- store ---------------------------------------------------------------------------------
 

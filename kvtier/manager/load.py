@@ -29,10 +29,12 @@ from kvtier.manager.promote import Promoter
 from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
 
-__all__ = ["NO_SLOT", "LoadPlan", "Loader"]
+__all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader"]
 
 NO_SLOT: Final = -1
 """Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
+NO_LOAD: Final = -1
+"""The ``load_id`` of a :class:`LoadPlan` without a load."""
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
 
@@ -46,12 +48,14 @@ class LoadPlan(NamedTuple):
             with another generation. :data:`NO_GENERATION` where there is no slot.
         origins: Index of the tier that each chunk's bytes come from.
         wait_s: Longest time until all slots have their generations; 0 if all have them now.
+        load_id: Names the load when it is complete; :data:`NO_LOAD` if there is none.
     """
 
     slots: Sequence[int]
     generations: Sequence[int]
     origins: Sequence[int]
     wait_s: float = 0.0
+    load_id: int = NO_LOAD
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class _PendingLoad:
         direct: Number of RAM slots that the load fills from slower tiers.
         coming: Copies that were not whole when the load was planned, or arrived too late for
             another load in flight.
+        request: The request; None if the engine never began it.
     """
 
     keys: Sequence[ChunkKey]
@@ -78,6 +83,7 @@ class _PendingLoad:
     lead: int
     direct: int = 0
     coming: Collection[ChunkCopy] = ()
+    request: RequestState | None = None
 
 
 class Loader:
@@ -96,7 +102,8 @@ class Loader:
         self._grants = grants
         self._promoter = promoter
         self._demoter = demoter
-        self._loads: dict[str, list[_PendingLoad]] = {}
+        self._loads: dict[str, dict[int, _PendingLoad]] = {}
+        self._begun = 0
 
     def __bool__(self) -> bool:
         return bool(self._loads)
@@ -112,16 +119,16 @@ class Loader:
             self._ram.pin(copies)
         self._use(copies)
         load = _load_of(keys, copies)
-        self._begin(load, req_id, request)
+        load_id = self._begin(load, req_id, request)
         self._stack.slot_status.issue(load.slots)
-        return LoadPlan(load.slots, load.generations, load.origins)
+        return LoadPlan(load.slots, load.generations, load.origins, load_id=load_id)
 
-    def complete(self, req_id: str, request: RequestState | None) -> None:
-        """Complete the oldest load; see :meth:`TieredOffloadingManager.complete_load`."""
-        loads = self._loads.get(req_id)
-        if loads is None:
+    def complete(self, req_id: str, load_id: int | None) -> None:
+        """Complete a load; see :meth:`TieredOffloadingManager.complete_load`."""
+        loads = self._loads.get(req_id, {})
+        load = loads.pop(next(iter(loads), NO_LOAD) if load_id is None else load_id, None)
+        if load is None:
             return
-        load = loads.pop(0)
         if not loads:
             del self._loads[req_id]
         copies = load.copies
@@ -131,8 +138,8 @@ class Loader:
             failed = [not ok for ok in loaded]
             self._count_failures(compress(copies, failed), compress(load.origins, failed))
             self._drop_failed(load, compress(copies, failed))
-            if request is not None:
-                self._grants.fail(request)
+            if load.request is not None:
+                self._grants.fail(load.request)
         if any(load.origins):
             self._ram.clear_origins(copies)
         self._ram.unpin(copies)
@@ -141,7 +148,7 @@ class Loader:
     def in_flight(self) -> Iterator[ChunkCopy]:
         """Yield the copies of every load in flight; a copy may be yielded several times."""
         for loads in self._loads.values():
-            for load in loads:
+            for load in loads.values():
                 yield from load.copies
 
     def clear(self) -> list[ChunkCopy]:
@@ -160,11 +167,16 @@ class Loader:
         self._ram.touch(copies, self._stack.ctx)
         self._demoter.record_use(copies)
 
-    def _begin(self, load: _PendingLoad, req_id: str, request: RequestState | None) -> None:
-        self._loads.setdefault(req_id, []).append(load)
+    def _begin(self, load: _PendingLoad, req_id: str, request: RequestState | None) -> int:
+        """Record that ``load`` began; return its id."""
+        load_id = self._begun
+        self._begun += 1
+        load.request = request
+        self._loads.setdefault(req_id, {})[load_id] = load
         self._grants.begin_load(request, load.direct)
         if request is not None:
             request.extend(load.copies)
+        return load_id
 
     def _count_hits(self, load: _PendingLoad, loaded: Sequence[bool]) -> None:
         """Count as hits the chunks of ``load`` before the first chunk that was not loaded."""
@@ -212,11 +224,11 @@ class Loader:
         if None in chosen:
             load.lead = chosen.index(None)
             plan = _plan_with_gaps(chosen)
-        self._begin(load, req_id, request)
+        load_id = self._begin(load, req_id, request)
         stack.slot_status.issue(load.slots)
         if load.lead < len(keys) and request is not None:
             self._grants.fail(request)
-        return plan._replace(wait_s=stack.limits.load_timeout_s)
+        return plan._replace(wait_s=stack.limits.load_timeout_s, load_id=load_id)
 
     # -- failed loads -----------------------------------------------------------------------
 
@@ -255,7 +267,7 @@ class Loader:
         """
         shared: set[ChunkCopy] = set()
         for loads in self._loads.values():
-            for load in loads:
+            for load in loads.values():
                 common = set(late).intersection(load.copies)
                 load.coming = {*load.coming, *common}
                 shared |= common

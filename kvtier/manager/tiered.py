@@ -162,13 +162,18 @@ class TieredOffloadingManager:
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._loader.prepare(keys, req_id, request)
 
-    def complete_load(self, req_id: str) -> None:
-        """Complete the oldest load of ``req_id``, even if the request has ended.
+    def complete_load(self, req_id: str, load_id: int | None = None) -> None:
+        """Complete a load of ``req_id``, even if the request has ended.
 
         Chunks that a worker could not load are dropped from RAM, and every later lookup of the
         request is a miss. A load planned before a reset is ignored.
+
+        Args:
+            req_id: The request.
+            load_id: ``load_id`` of the load's plan; None for the oldest load of the request,
+                if the engine does not tell its loads apart.
         """
-        self._loader.complete(req_id, self._requests.get(req_id))
+        self._loader.complete(req_id, load_id)
 
     # -- store ------------------------------------------------------------------------------
 

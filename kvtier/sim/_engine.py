@@ -168,7 +168,7 @@ class Engine(ABC, Generic[_Model]):
         # As in a live engine: before the manager unpins the chunks.
         self._retain(request.keys[: request.hits])
         chunks = self._slot_status.count_loaded(plan) if plan.wait_s else request.hits
-        self._manager.complete_load(request.req_id)
+        self._manager.complete_load(request.req_id, plan.load_id)
         return chunks
 
     def _uncomputed(self, request: ModelRequest) -> int:

@@ -214,7 +214,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the workers' jobs of this step."""
         step = self._steps.read(scheduler_output, self._tables)
         self._cache.step_scheduled(step.prompt_tokens)
+        self._adapters.begin_step()
         jobs = self._scheduler.build_connector_meta(step)
+        self._adapters.begin_step()  # requests that end have KV of this step
         return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
     @override

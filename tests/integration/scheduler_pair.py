@@ -114,7 +114,9 @@ class Books:
         slots = [self._whole[key] for key in keys]
         return LoadPlan(slots, [1] * len(slots), [0] * len(slots))
 
-    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+    def complete_load(
+        self, keys: Collection[ChunkKey], request: RequestContext, load_id: int | None = None
+    ) -> None:
         for key in self._loads.pop(request.req_id):
             if self._whole.get(key) in self._failed:
                 self._forget(key)
