@@ -21,7 +21,7 @@ from kvtier.policies import (
     Promotion,
     TieredPlacement,
 )
-from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
+from kvtier.policies.admission import Admission, SecondTouch, WriteBudget
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix
 
@@ -64,16 +64,6 @@ def test_second_touch_forgets_the_oldest() -> None:
         assert not second.admits(copy_of(number), 1, CTX)
     assert not second.admits(copy_of(0, generation=2), 1, CTX)
     assert second.admits(copy_of(2, generation=2), 1, CTX)
-
-
-def test_tinylfu_admits_what_was_wanted_twice_lately() -> None:
-    tiny = TinyLfu(64)
-    assert not tiny.admits(copy_of(0), 1, CTX)
-    assert tiny.admits(copy_of(0), 1, CTX)
-    assert tiny.admits(copy_of(1, hits=1), 1, CTX)
-    once = sum(tiny.admits(copy_of(number), 1, CTX) for number in range(2, 2 + 4 * 64))
-    assert once <= 26, "few are mistaken for others"
-    assert not tiny.admits(copy_of(0), 1, CTX), "old uses fade"
 
 
 @pytest.mark.parametrize("chunks_per_day", [2.5, 24.0, 26.0, 240.0, 1000.5])
@@ -221,7 +211,6 @@ def configured(*lines: str) -> str:
         (["write: through"], False, 4),
         (["write: through", "write_after: 2"], True, 4),
         (["write: through", "admit: second-touch"], False, 0),
-        (["write: through", "admit: tinylfu"], False, 0),
         (["write: through", "write_budget_per_day: 24MiB"], False, 1),
         (["write: through", "write_budget_per_day: 50MiB"], False, 2),
         (["write: evict"], False, 0),
