@@ -75,7 +75,7 @@ def test_a_request_is_looked_up_with_one_call_however_long_it_is() -> None:
     assert engine.counted.calls["lookup"] == before + 1
 
 
-def test_a_chunk_on_its_way_up_makes_the_request_wait() -> None:
+def test_a_chunk_that_is_being_promoted_makes_the_request_wait() -> None:
     engine = ToyEngine(slots=(2, 16), slowest_steps=3)
     engine.fill("a", 2 * TOKENS)
     for _ in range(4):

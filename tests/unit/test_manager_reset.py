@@ -113,7 +113,7 @@ def test_chunks_queued_for_a_demotion_are_forgotten() -> None:
     assert bench.ram.slots.free == 4
 
 
-def test_a_condemned_chunk_that_was_to_be_demoted_gives_its_slot_back() -> None:
+def test_a_dropped_chunk_that_waits_for_its_demotion_frees_its_slot() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
     bench.slot_status.not_loaded = {bench.ram.copies[prefix(1)[0]].slot}
