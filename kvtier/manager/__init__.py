@@ -3,16 +3,18 @@
 An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind it:
 
 * :mod:`~kvtier.manager.lookup` finds hits by the rules of :mod:`~kvtier.manager.hits`.
-* :mod:`~kvtier.manager.promote` decides how the chunks of a hit reach RAM, and plans their
-  jobs. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin budget.
-  :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
+* :mod:`~kvtier.manager.promote` decides which chunks of a hit are promoted to RAM, and for
+  which request. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin
+  budget. :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
   :mod:`~kvtier.manager.estimates`.
 * :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
-* :mod:`~kvtier.manager.demote` copies chunks to slower tiers.
+* :mod:`~kvtier.manager.demote` decides which chunks are copied to slower tiers.
+* :mod:`~kvtier.manager.storage_jobs` plans the jobs of promotions and demotions.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
+* :mod:`~kvtier.manager.quarantine` empties the tiers at a reset.
 
 These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
-(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the jobs in flight and the
+(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`) and the
 :mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt.
 :mod:`kvtier.connector.build` makes a manager from a configuration, which no module here reads.
 """
