@@ -93,14 +93,15 @@ class Storer:
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Complete a store of ``keys``; see :meth:`TieredOffloadingManager.complete_store`."""
         first = self._ram.copies.get(next(iter(keys), b""))
-        listed = None if first is None else self._writes.pop(first.generation, None)
-        if first is None or listed is None or not self._is_whole_store(listed, keys):
+        listed = None if first is None else self._writes.get(first.generation)
+        if first is not None and listed is not None and self._is_whole_store(listed, keys):
+            del self._writes[first.generation]
+            generations = [first.generation] * len(listed.copies)
+        else:
             listed = self._listed(keys)
             generations = [copy.generation for copy in listed.copies]
             for generation in {*generations}:
                 self._end_writes(generation, listed)
-        else:
-            generations = [first.generation] * len(listed.copies)
         stored = self._stack.slot_status.stored(listed.slots, generations)
         if not all(stored):
             copies = listed.copies
