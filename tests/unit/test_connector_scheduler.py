@@ -299,21 +299,23 @@ def test_each_of_two_requests_of_one_id_has_its_own_hints() -> None:
 
 def test_a_load_of_a_former_request_may_end_after_one_of_the_same_id() -> None:
     engine = ToyEngine()
-    loads = []
-    for number in (7, 9):
-        prompt = [number] * (4 * TOKENS + 1)
+    loads = {}
+    prompts = {number: [number] * (4 * TOKENS + 1) for number in (7, 9)}
+    for number, prompt in prompts.items():
         engine.fill(f"writer {number}", prompt)
+    for number, prompt in prompts.items():
         request = engine.arrive("a", prompt)
         assert engine.match(request) == 4 * TOKENS
         engine.load(request, 4 * TOKENS)
-        loads += engine.step().load_jobs
+        loads[number] = engine.step().load_jobs
         if number == 7:
             engine.finish(request)
     ram = engine.cache.bench.ram
-    engine.acknowledge(loads[1])
+    (first,), (second,) = loads.values()
+    engine.acknowledge(second)
     pinned = {copy.slot for copy in ram.copies.values() if copy.pins}
-    assert pinned == {*engine.job(loads[0]).slots.slots}
-    engine.acknowledge(loads[0])
+    assert pinned == {*loads[7][first].slots.slots}
+    engine.acknowledge(first)
     assert not any(copy.pins for copy in ram.copies.values())
 
 

@@ -275,10 +275,6 @@ class ToyEngine:
         self.cache.tick()
         return metadata
 
-    def job(self, job_id: int) -> TransferJob:
-        """Return a job that no rank has acknowledged."""
-        return self._jobs[job_id][0]
-
     def acknowledge(self, *job_ids: int, ranks: int = 1, works: bool = True) -> None:
         """Have so many ranks report the end of jobs; without ids, of all jobs."""
         ended = job_ids or tuple(self._jobs)
