@@ -136,7 +136,7 @@ class StorageJobs:
         slots, _ = stack.take_slots(destination, listed.keys)
         if destination is stack.ram:
             stack.slot_status.clear_generations(slots)
-        planned = []
+        planned: list[tuple[JobId, Sequence[ChunkCopy]]] = []
         for at in range(0, len(slots), stack.limits.batch):
             places = slots[at : at + stack.limits.batch]
             part = listed.between(at, at + len(places))

@@ -239,7 +239,6 @@ def test_a_reset_takes_as_many_steps_for_many_chunks_as_for_few(record_events: b
 def test_the_chunks_that_a_reset_removed_are_freed_over_several_steps() -> None:
     bench = Workbench(4, 30_000, record_events=False)
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(30_000))])
-    assert bench.manager.is_idle
     bench.manager.reset()
     steps = 0
     while not bench.manager.is_idle:

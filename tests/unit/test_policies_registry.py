@@ -403,7 +403,7 @@ def test_policies_are_built_by_name_without_a_file_too() -> None:
         ConfigError, match=r"unknown placement policy 'up'; installed: .*tiered"
     ):
         build_placement("up", tiers=2)
-    with pytest.raises(ConfigError, match=r"unknown admission policy 'none'; installed: .*ti"):
+    with pytest.raises(ConfigError, match=r"unknown admission policy 'none'; installed: .*sec"):
         build_admission("none", capacity=2)
 
 
