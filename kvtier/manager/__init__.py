@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
 from kvtier.manager.estimates import LoadCost, prompt_tokens
-from kvtier.manager.load import NO_SLOT, LoadPlan
+from kvtier.manager.load import NO_LOAD, NO_SLOT, LoadPlan
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierCounters, TierSnapshot
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.tier import TierState
@@ -33,6 +33,7 @@ from kvtier.manager.tiered import TieredOffloadingManager
 __all__ = [
     "NOTHING_TO_STORE",
     "NO_GENERATION",
+    "NO_LOAD",
     "NO_SLOT",
     "CostFigures",
     "CostModel",

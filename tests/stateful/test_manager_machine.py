@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvtier.keys import ChunkKey, group_of
-from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
+from kvtier.manager import NO_LOAD, LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies import CopyState, TieredPlacement
 from kvtier.types import Job, Outcome, Purpose, TransferResult
@@ -66,6 +66,7 @@ class WorkerOp:
     epoch: int
     writes: bool
     request: Request | None = None
+    load_id: int = NO_LOAD
     failed: bool = False
 
 
@@ -231,7 +232,13 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
         return WorkerOp(
-            keys, plan.slots, plan.generations, self.epoch, writes=False, request=request
+            keys,
+            plan.slots,
+            plan.generations,
+            self.epoch,
+            writes=False,
+            request=request,
+            load_id=plan.load_id,
         )
 
     def maybe_preempt(self, data: st.DataObject, started: list[Request]) -> list[Request]:
@@ -388,7 +395,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def end_load(self, op: WorkerOp) -> None:
         if op.request is not None:
-            self.manager.complete_load(op.request.req_id)
+            self.manager.complete_load(op.request.req_id, op.load_id)
             op.request.loading = False
             if op.failed:  # the engine computes it, after asking again
                 op.request.failed = True
