@@ -7,21 +7,26 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from kvtier.keys import ChunkKey
 
 __all__ = [
+    "GdsMode",
     "Job",
     "JobId",
     "LayoutFingerprint",
     "Outcome",
     "Purpose",
     "SharedMemory",
+    "SlotFileId",
     "TransferResult",
 ]
 
 JobId = int
+
+GdsMode: TypeAlias = Literal["auto", "require", "off"]
+"""Whether workers read chunks of a tier straight into GPU memory."""
 
 
 class Purpose(enum.IntEnum):
@@ -120,6 +125,22 @@ class SharedMemory:
     descriptor: int
     address: int
     nbytes: int
+
+
+class SlotFileId(NamedTuple):
+    """The slot file of an NVMe tier, for a process that opens it as well.
+
+    Attributes:
+        tier: Name of the tier, for messages.
+        path: The file.
+        device: Number of its file system, as ``st_dev``.
+        inode: Number of the file there, as ``st_ino``.
+    """
+
+    tier: str
+    path: str
+    device: int
+    inode: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ hypothesis.settings.load_profile("dev")
 
 
 NEEDS_VLLM = (
+    "kvtier/memory/cuda_hash.py",
     "kvtier/memory/cuda_kernel.py",
     "kvtier/vllm/connector.py",
     "kvtier/vllm/metrics.py",

@@ -23,6 +23,7 @@ ROOT = Path(kvtier.__file__).parent
 CHECKOUT = Path(__file__).resolve().parents[2]
 PYPROJECT = CHECKOUT / "pyproject.toml"
 NEEDS_VLLM = {
+    "kvtier.memory.cuda_hash",
     "kvtier.memory.cuda_kernel",  # Triton, which comes with vLLM
     "kvtier.vllm",
     *(f"kvtier.vllm.{name}" for name in ("connector", "metrics", "spec")),
