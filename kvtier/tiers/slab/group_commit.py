@@ -87,7 +87,7 @@ class GroupCommit:
             ticks = range(self._clock, self._clock + len(slots))
             rows = zip(slots, keys, checksums, ticks, ticks, strict=True)
             pending.rows.update(zip(slots, rows, strict=True))
-            pending.records.drop_uses(slots)
+            pending.records.drop_slots(slots)
             self._clock += len(slots)
 
         await asyncio.wrap_future(self._enqueue(change))
@@ -113,6 +113,7 @@ class GroupCommit:
             pending.rows.clear()
             pending.records.uses.clear()
             pending.records.hits.clear()
+            pending.records.part_hashes.clear()
 
         await asyncio.wrap_future(self._enqueue(change))
 
@@ -130,6 +131,14 @@ class GroupCommit:
             self._pending.records.add_uses(slots, self._clock)
             self._clock += len(slots)
             if first or len(self._pending.records.uses) >= _USES_WORTH_A_COMMIT:
+                self._wakeup.notify()
+
+    def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Keep the hashes of each slot's chunk; committed within a second or so."""
+        with self._wakeup:
+            first = not self._pending.records
+            self._pending.records.part_hashes.update(zip(slots, hashes, strict=True))
+            if first:
                 self._wakeup.notify()
 
     def log_removal_nowait(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
@@ -239,4 +248,4 @@ class GroupCommit:
 
 def _delete(pending: Change, slots: Sequence[int]) -> None:
     pending.rows.update(dict.fromkeys(slots))
-    pending.records.drop_uses(slots)
+    pending.records.drop_slots(slots)

@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import ChunkKey
+from kvtier.tiers.part_hashes import StoredPartHashes
+from kvtier.tiers.slab import part_hash_table
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.removals import (
@@ -149,26 +151,29 @@ class LazyRecords:
         uses: Logical time of each used slot's last use.
         hits: Number of uses of each used slot.
         removals: Marks of the removed keys, by reason.
+        part_hashes: Hashes of the parts of each slot's chunk.
     """
 
     uses: dict[int, int] = field(default_factory=dict)
     hits: Counter[int] = field(default_factory=Counter)
     removals: dict[RemovalReason, list[KeyMarks]] = field(default_factory=dict)
+    part_hashes: dict[int, bytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.uses or self.removals)
+        return bool(self.uses or self.removals or self.part_hashes)
 
     def add_uses(self, slots: Sequence[int], first_tick: int) -> None:
         """Record one use of each of ``slots``, in this order."""
         self.uses.update(zip(slots, range(first_tick, first_tick + len(slots)), strict=True))
         self.hits.update(slots)
 
-    def drop_uses(self, slots: Iterable[int]) -> None:
-        """Discard the uncommitted uses of ``slots``: the uses belong to former chunks."""
-        if self.uses:
+    def drop_slots(self, slots: Iterable[int]) -> None:
+        """Discard the uncommitted uses and hashes of ``slots``, which are of former chunks."""
+        if self.uses or self.part_hashes:
             for slot in slots:
                 self.uses.pop(slot, None)
                 self.hits.pop(slot, None)
+                self.part_hashes.pop(slot, None)
 
     def add_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
         """Record that the chunks with these marks were removed for ``reason``."""
@@ -212,6 +217,8 @@ class Change:
         if uses:
             listed = list(zip(uses, uses.values(), map(hits.__getitem__, uses), strict=True))
             yield _TOUCH, (now, json.dumps(listed))
+        if self.records.part_hashes:
+            yield part_hash_table.keep(self.records.part_hashes)
 
 
 class IndexDatabase:
@@ -225,6 +232,7 @@ class IndexDatabase:
         self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
         self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
         self._removals_end = 0
+        self._has_part_hashes = False
         self._clear_is_due = False
         self._reset_record_is_due = False
 
@@ -272,6 +280,19 @@ class IndexDatabase:
             self._drop_beyond(capacity_slots)
             return _order(*self._fetch(capacity_slots))
 
+    def load_part_hashes(self, capacity_slots: int, parts: int) -> StoredPartHashes:
+        """Return the hashes of chunks that have ``parts`` hashes each.
+
+        From now on the index can keep hashes.
+
+        Raises:
+            IndexDamagedError: The rows cannot be read.
+        """
+        with damage_raised():
+            part_hash_table.create(self._connection)
+            self._has_part_hashes = True
+            return part_hash_table.load(self._connection, capacity_slots, parts)
+
     def count_within(self, first_slot: int, end_slot: int) -> int:
         """Return the number of rows of slots ``first_slot`` to ``end_slot - 1``."""
         counted = self._connection.execute(_COUNT, (first_slot, end_slot)).fetchone()
@@ -304,8 +325,11 @@ class IndexDatabase:
         record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
             record = (_RECORD_RESET, (str(_now()),))
+        writes: list[Statement] = [("DELETE FROM chunks", ()), record]
+        if self._has_part_hashes:
+            writes.append((part_hash_table.CLEAR, ()))
         with self._durably():
-            self._transact([("DELETE FROM chunks", ()), record])
+            self._transact(writes)
         self._clear_is_due = False
 
     def clear_later(self) -> None:
@@ -399,6 +423,7 @@ class IndexDatabase:
         run("PRAGMA journal_mode=WAL").fetchall()
         run(f"PRAGMA journal_size_limit={_LONGEST_LOG_NBYTES}").fetchall()
         run(f"PRAGMA synchronous={self._synchronous}")
+        self._has_part_hashes = part_hash_table.exists(self._connection)
         self._removals_end = run("SELECT coalesce(max(end), 0) FROM removals").fetchone()[0]
         if self._removals_end > _LATEST:
             raise IndexDamagedError(f"its removal log ends at {self._removals_end}")

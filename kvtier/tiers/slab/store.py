@@ -24,6 +24,12 @@ from kvtier.tiers.base import (
     TierContext,
     check_batch,
 )
+from kvtier.tiers.part_hashes import (
+    NO_PART_HASHES,
+    PartHashes,
+    PartHashKeeper,
+    StoredPartHashes,
+)
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_store
 from kvtier.tiers.slab.group_commit import GroupCommit
@@ -46,8 +52,9 @@ from kvtier.tiers.slab.piece_io import (
     write_piece,
 )
 from kvtier.tiers.slab.removals import KeyMarks, RemovalReason, mark_keys
+from kvtier.tiers.slab.schema import IndexDamagedError
 from kvtier.tiers.slab.start_plan import slab_options
-from kvtier.types import Outcome, Purpose
+from kvtier.types import Outcome, Purpose, SlotFileId
 
 __all__ = ["SlabTier"]
 
@@ -177,7 +184,7 @@ class _SlotTable:
         return listed
 
 
-class SlabTier(StorageTier):
+class SlabTier(StorageTier, PartHashKeeper):
     """A tier that keeps chunks in a directory on a local disk.
 
     Only the event loop's thread accesses the tier's state; pool threads get and return values.
@@ -215,6 +222,7 @@ class SlabTier(StorageTier):
         self._warned_of_reset = False
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
+        self._part_hashes = self._load_part_hashes(context.hash_parts)
         files = (store.namespace.slots_path, store.namespace.index_path)
         self._location = LocationCheck(options.name, files, store.file.is_removed)
         # Last, because it starts a thread, which a later failure would leave running.
@@ -269,6 +277,41 @@ class SlabTier(StorageTier):
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         found, self._recovered = self._recovered, None
         return iter(() if found is None else found)
+
+    @property
+    @override
+    def slot_file(self) -> SlotFileId:
+        file = self._store.file
+        return SlotFileId(self.name, str(file.path), *file.identity())
+
+    @override
+    def recovered_part_hashes(self) -> StoredPartHashes:
+        found, self._part_hashes = self._part_hashes, NO_PART_HASHES
+        return found
+
+    @override
+    def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
+        if self._keeps_part_hashes:
+            packed = [row.astype("<u8").tobytes() for row in hashes]
+            self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
+
+    def _load_part_hashes(self, parts: int) -> StoredPartHashes:
+        """Return the stored hashes; none if the index cannot keep hashes, which is logged."""
+        self._keeps_part_hashes = False
+        if not parts:
+            return NO_PART_HASHES
+        try:
+            found = self._store.database.load_part_hashes(self.capacity_slots, parts)
+        except (IndexDamagedError, sqlite3.Error) as error:
+            logger.warning(
+                "tier %s: the index cannot keep hashes for GDS reads, so earlier chunks are "
+                "loaded through RAM: %s",
+                self.name,
+                error,
+            )
+            return NO_PART_HASHES
+        self._keeps_part_hashes = True
+        return found
 
     @override
     async def write(
@@ -357,6 +400,7 @@ class SlabTier(StorageTier):
         self._index.log_removal_nowait(RemovalReason.RESET, self._table.key_marks())
         self._table.clear()
         self._recovered = None
+        self._part_hashes = NO_PART_HASHES
         try:
             await self._index.clear(after_reset=not self._options.keep_after_reset)
         except sqlite3.Error as error:
