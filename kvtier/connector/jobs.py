@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from kvtier.connector.metadata import FailedLoad
 from kvtier.connector.requests import TrackedRequest
 from kvtier.keys import ChunkKey
 from kvtier.types import JobId
@@ -24,6 +25,8 @@ class JobState:
         is_store: Whether the job is a store.
         awaited: Number of ranks that have not acknowledged the job.
         has_failed: Whether a rank failed to load some chunks.
+        gds_failed: Positions of chunks whose GDS read failed in a rank.
+        gds_wrong: Those of them whose bytes in the tier are unreadable or wrong.
     """
 
     tracked: TrackedRequest
@@ -32,6 +35,8 @@ class JobState:
     is_store: bool
     awaited: int
     has_failed: bool = False
+    gds_failed: AbstractSet[int] = frozenset()
+    gds_wrong: AbstractSet[int] = frozenset()
 
 
 class WorkerJobs:
@@ -110,11 +115,13 @@ class WorkerJobs:
         job.tracked.jobs.discard(job_id)
         return job
 
-    def fail(self, job_id: JobId) -> None:
+    def fail(self, job_id: JobId, failed: FailedLoad) -> None:
         """Record that a rank failed to load some chunks of a job."""
         job = self._jobs.get(job_id)
         if job is not None:
             job.has_failed = True
+            job.gds_failed |= failed.gds_failed
+            job.gds_wrong |= failed.gds_wrong
 
     def abandon(self) -> None:
         """Forget every job after a reset; later acknowledgements are ignored.

@@ -7,7 +7,8 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
   jobs. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin budget.
   :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
   :mod:`~kvtier.manager.estimates`.
-* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
+* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do, with
+  :mod:`~kvtier.manager.gds` for reads past RAM.
 * :mod:`~kvtier.manager.demote` copies chunks to slower tiers.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
 from kvtier.manager.estimates import LoadCost, prompt_tokens
+from kvtier.manager.gds import GdsPlan, GdsSource
 from kvtier.manager.load import NO_SLOT, LoadPlan
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierCounters, TierSnapshot
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
@@ -34,6 +36,8 @@ __all__ = [
     "NO_SLOT",
     "CostFigures",
     "CostModel",
+    "GdsPlan",
+    "GdsSource",
     "LoadChoice",
     "LoadCost",
     "LoadPlan",

@@ -343,6 +343,8 @@ class _DemotionJobs:
             self.release(source, rest.copies)
         if not fits:
             return 0
+        if stack.gds is not None and stack.gds.tier == index:
+            stack.gds.begin_overwriting(slots)
         copies = target.begin_copying(listed.keys, slots, listed.copies)
         self.in_flight[index] += fits
         batch = stack.limits.batch

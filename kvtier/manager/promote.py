@@ -25,7 +25,7 @@ another, and a prefix larger than RAM would be promoted for ever without being l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -149,37 +149,54 @@ class Promoter:
         in_ram = hit.in_ram()
         ram.restore(in_ram, stack.ctx)
         fills = len(hit.copies) - len(in_ram)
+        if stack.gds is not None:
+            fills -= sum(stack.gds_readable(*hit))
         if self._is_direct(hit, in_ram) and self._grants.reserve(request, fills, in_ram):
             return True
         self._grants.enqueue(request, [copy.key for copy in hit.copies])
         return False
 
-    def promote_for_load(
+    def begin_direct_load(
         self, keys: Sequence[ChunkKey], allowed: Collection[int] | None
-    ) -> int:
-        """Plan the jobs of a direct load: promote the ``keys`` that RAM lacks.
+    ) -> tuple[int, Mapping[ChunkKey, ChunkCopy]]:
+        """Begin a direct load of the ``keys`` that RAM lacks.
+
+        Chunks that workers can read from their tier are pinned there. Jobs to promote the
+        others are planned, if enough copies can be evicted for all of them.
 
         Args:
             keys: The chunks of the load.
             allowed: Indices of the tiers to load from; None for all.
 
         Returns:
-            The number of promoted chunks; 0, and nothing changed, if too few copies can be
-            evicted for all of them.
+            The number of promoted chunks, and the pinned copies by key.
         """
-        members = self._ram.copies
+        stack, members = self._stack, self._ram.copies
         absent = [key for key in keys if key not in members]
-        readable = self._stack.readable(allowed)
+        readable = stack.readable(allowed)
         if len(readable) == 1:
             sources = readable[0].resident(absent)
             tiers = [readable[0].index] * len(sources)
         else:
             found = [at for key in absent if (at := first_resident(readable, key)) is not None]
             sources, tiers = [copy for _, copy in found], [tier.index for tier, _ in found]
+        reads: dict[ChunkKey, ChunkCopy] = {}
+        if stack.gds is not None:
+            by_gds = stack.gds_readable(sources, tiers)
+            reads = {copy.key: copy for copy in compress(sources, by_gds)}
+            self._begin_reads(stack.tiers[stack.gds.tier], reads.values())
+            others = [not is_read for is_read in by_gds]
+            sources, tiers = list(compress(sources, others)), list(compress(tiers, others))
         if not sources or len(sources) > self._ram.available:
-            return 0
+            return 0, reads
         self._plan(sources, tiers)
-        return len(sources)
+        return len(sources), reads
+
+    def _begin_reads(self, tier: TierState, copies: Collection[ChunkCopy]) -> None:
+        """Pin copies that workers will read from ``tier``, and count their uses."""
+        tier.pin(copies)
+        tier.count_hits(copies)
+        self._ram.counters.misses += len(copies)
 
     def end_step(self) -> None:
         """Grant queued requests their chunks within the budget, first come first served."""

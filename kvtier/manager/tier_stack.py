@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from kvtier.keys import ChunkKey, group_filter
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import CostModel
+from kvtier.manager.gds import GdsSource
 from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
 from kvtier.manager.storage_jobs import StorageJobs
@@ -134,6 +135,7 @@ class TierStack:
         tracks_reuse: Whether ``gaps`` are recorded.
         restricts_stores: Whether any request so far has limited the tiers to store in.
         events: Residency events that were not taken yet.
+        gds: The slots that workers can read from one of the tiers; None if there are none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -147,7 +149,9 @@ class TierStack:
         track_reuse: bool,
         cost_model: CostModel,
         counting_group: int,
+        gds: GdsSource | None = None,
     ) -> None:
+        self.gds = gds
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
         self.slower = self.tiers[1:]
@@ -242,6 +246,23 @@ class TierStack:
                 tiers.append(0)
             copies.append(copy)
         return copies, tiers
+
+    def gds_readable(self, copies: Sequence[ChunkCopy], tiers: Sequence[int]) -> Sequence[bool]:
+        """Return for each copy whether workers can read it from its tier, without RAM.
+
+        Args:
+            copies: Resident copies.
+            tiers: Index of the tier of each copy.
+        """
+        gds = self.gds
+        answers = [False] * len(copies)
+        if gds is None or gds.tier not in tiers:
+            return answers
+        places = [at for at, tier in enumerate(tiers) if tier == gds.tier]
+        readable = gds.readable([copies[at].slot for at in places])
+        for at, answer in zip(places, readable, strict=True):
+            answers[at] = answer
+        return answers
 
     def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
         """Return whether ``key`` is in, or was promoted from, a tier in ``allowed``."""

@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable, Sequence
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
+from kvtier.manager.gds import GdsSource
 from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
-from kvtier.manager.load import Loader, LoadPlan
+from kvtier.manager.load import Loader, LoadPlan, ReadFailures
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
@@ -52,6 +53,7 @@ class TieredOffloadingManager:
         cost_model: Decides which loads are worth their time; if omitted, all loads are.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
+        gds: The slots that workers can read from one of the tiers; None if there are none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -66,6 +68,7 @@ class TieredOffloadingManager:
         cost_model: CostModel | None = None,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
+        gds: GdsSource | None = None,
     ) -> None:
         self._stack = stack = TierStack(
             tiers,
@@ -77,6 +80,7 @@ class TieredOffloadingManager:
             cost_model=cost_model
             or CostModel(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
             counting_group=counting_group,
+            gds=gds,
         )
         self._grants = Grants(stack)
         self._demoter = Demoter(stack)
@@ -160,13 +164,26 @@ class TieredOffloadingManager:
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._loader.prepare(keys, req_id, request)
 
-    def complete_load(self, req_id: str) -> None:
+    def complete_load(
+        self,
+        req_id: str,
+        *,
+        gds_failed: Collection[int] = (),
+        gds_wrong: Collection[int] = (),
+    ) -> None:
         """Complete the oldest load of ``req_id``, even if the request has ended.
 
         Chunks that a worker could not load are dropped from RAM, and every later lookup of the
         request is a miss. A load planned before a reset is ignored.
+
+        Args:
+            req_id: The request.
+            gds_failed: Positions of the chunks whose GDS read failed.
+            gds_wrong: Those of them that the tier must forget.
         """
-        self._loader.complete(req_id, self._requests.get(req_id))
+        self._loader.complete(
+            req_id, self._requests.get(req_id), ReadFailures(gds_failed, gds_wrong)
+        )
 
     # -- store ------------------------------------------------------------------------------
 

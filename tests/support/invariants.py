@@ -52,6 +52,10 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     loading = Counter(manager._loader.in_flight())
     held[0].update(loading)
     moving.update(loading)
+    reading = Counter(manager._loader.reads())
+    if stack.gds is not None:
+        held[stack.gds.tier].update(reading)
+    moving.update(reading)
     held[0].update(manager._demoter.waiting())
     stores = manager._storer._writes.values()
     begun = sum(any(copy.state == CopyState.WRITING for copy in run.copies) for run in stores)

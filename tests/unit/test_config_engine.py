@@ -204,3 +204,16 @@ def test_the_engine_is_told_the_chunk_size_and_whether_to_keep_decoded_tokens() 
             # The connector reads the file, and vLLM's half reads its own option.
             wanted = stored == "false" if entry_point is VllmEntryPoint.SPEC else None
             assert extra.get("offload_prompt_only") is wanted
+
+
+def test_the_spec_entry_point_refuses_required_gds_reads_and_ignores_optional_ones() -> None:
+    text = (
+        "tiers:\n- {kind: ram, capacity: 1GiB}\n"
+        "- {kind: nvme, path: /kv, capacity: 1GiB, gds: %s}\n"
+    )
+    optional = parse_config(text % "auto", source="a.yaml")
+    assert resolve_load_path(optional, VllmEntryPoint.SPEC).gds_tier is None
+    assert resolve_load_path(optional).gds_tier == "nvme"
+    required = parse_config(text % "require", source="a.yaml")
+    with pytest.raises(ConfigError, match=r"a.yaml:3: tiers\[1\]\.gds"):
+        resolve_load_path(required, VllmEntryPoint.SPEC)
