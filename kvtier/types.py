@@ -132,10 +132,13 @@ class LayoutFingerprint:
     Attributes:
         fields: Model, dtype, tokens per chunk, ranks, layout and others, by name.
         label: The model's name for messages; not part of the identity.
+        groups: The KV cache groups as JSON values, for tools that compute keys without an
+            engine; not part of the identity.
     """
 
     fields: Mapping[str, str | int]
     label: str = field(default="", compare=False)
+    groups: Sequence[Mapping[str, str | int]] = field(default=(), compare=False)
 
     def namespace(self) -> str:
         """Return a directory name that differs whenever any field differs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from kvtier.config import (
@@ -15,6 +16,7 @@ from kvtier.config import (
     slot_nbytes,
 )
 from kvtier.connector.device import DeviceEngine
+from kvtier.connector.groups import describe_groups
 from kvtier.connector.observer import Positions
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
@@ -223,10 +225,14 @@ def open_cache(
     region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
     try:
         require_same_file(region.geometry, engine, settings)
+        identity = fingerprint(engine, settings, region.geometry)
+        described = describe_groups(
+            engine.group_ids, groups, tokens_per_hash=engine.tokens_per_hash
+        )
         storage = open_storage(
             settings,
             region,
-            fingerprint(engine, settings, region.geometry),
+            replace(identity, groups=described),
             tokens_per_chunk=engine.chunk_tokens,
             groups=groups,
             counting_group=engine.counting_group,
