@@ -207,6 +207,8 @@ class NvmeTierConfig(TierConfig):
         default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
     )
     """Time after its last use in which `on_mismatch: refuse` keeps a cache."""
+    retain_quota: Fraction = 0.5
+    """Share of the tier for chunks that `kvtier warmup --retain` keeps until a time."""
     own_process: bool = True
     """Read, write and checksum in a separate process, so the engine's is not slowed down."""
 

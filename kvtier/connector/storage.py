@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import combinations
 from typing import Final
 
@@ -143,6 +145,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
             counting_group=counting_group,
         )
         recovered = _recover(manager, tiers, slot_nbytes)
+        _retain(config, manager, tiers)
         engine = _start_engine(config, region, tiers)
     except BaseException:
         deadline = Deadline(config.transfer.close_timeout_s)
@@ -289,6 +292,29 @@ def _recover(
             format_size(slot_nbytes),
         )
     return recovered
+
+
+def _retain(
+    config: KvtierConfig, manager: TieredOffloadingManager, tiers: Sequence[StorageTier]
+) -> None:
+    """Protect the chunks that stores ask to retain, the last to expire first, within quotas."""
+    now, now_s = int(datetime.now(UTC).timestamp()), time.monotonic()
+    for number, (options, tier) in enumerate(
+        zip(config.tiers[1:], tiers, strict=True), start=1
+    ):
+        asked = sorted(tier.retained().items(), key=lambda each: each[1], reverse=True)
+        quota = int(getattr(options, "retain_quota", 0.0) * tier.capacity_slots)
+        if len(asked) > quota:
+            logger.warning(
+                "tier %s: %d of %d chunks to retain exceed retain_quota, and may be evicted",
+                tier.name,
+                len(asked) - quota,
+                len(asked),
+            )
+        kept = {slot: now_s + until - now for slot, until in asked[:quota]}
+        if kept:
+            manager.retain_recovered(number, kept)
+            logger.info("tier %s: %d chunks are retained", tier.name, len(kept))
 
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:

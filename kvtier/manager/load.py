@@ -240,7 +240,6 @@ class Loader:
                 late.append(copy)
             elif copy.state == _RESIDENT:
                 self._grants.withdraw_from_all(copy)
-                self._stack.retention.release(copy)
                 self._stack.drop(self._ram, copy)
         if late:
             shared = self._share_lateness(late)

@@ -363,8 +363,11 @@ class Promoter:
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
         if Promotion.MOVE not in ways:
             return set()
+        retained = self._stack.retentions[index]
         return {
-            source for source, way in zip(sources, ways, strict=True) if way is Promotion.MOVE
+            source
+            for source, way in zip(sources, ways, strict=True)
+            if way is Promotion.MOVE and source not in retained
         }
 
     def _expire(self, record: JobRecord) -> None:

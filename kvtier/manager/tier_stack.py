@@ -124,7 +124,7 @@ class TierStack:
         cost_model: Decides which loads are worth their time.
         is_counted: Returns whether a key belongs to the counting group.
         jobs: Jobs in flight.
-        retention: RAM copies retained until a deadline.
+        retentions: The copies of each tier that are retained until a deadline.
         ctx: The information that policies may use.
         epoch: Number of resets.
         step: Number of scheduling steps.
@@ -157,7 +157,10 @@ class TierStack:
         self.cost_model = cost_model
         self.is_counted = group_filter(counting_group)
         self.jobs = StorageJobs([tier.name for tier in tiers])
-        self.retention = Retention(self.ram, limits.retained)
+        quotas = [limits.retained, *(tier.slots.capacity for tier in self.slower)]
+        self.retentions = [
+            Retention(tier, quota) for tier, quota in zip(self.tiers, quotas, strict=True)
+        ]
         self.ctx = PolicyContext()
         self.epoch = 0
         self.step = 0
@@ -301,10 +304,16 @@ class TierStack:
         if self.events.has_listener:
             self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 
+    @property
+    def retention(self) -> Retention:
+        """RAM copies retained until a deadline."""
+        return self.retentions[0]
+
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss and record the residency event."""
         if copy.state == _RESIDENT:
             self.events.add(tier.index, (copy.key,), removed=True)
+            self.retentions[tier.index].release(copy)
         tier.drop(copy)
 
     def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:

@@ -15,7 +15,7 @@ it for that request. ``prepare_load`` pins it until ``complete_load``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
@@ -236,8 +236,9 @@ class TieredOffloadingManager:
             self._preempt(req_id)
         if stack.epoch:
             self._quarantine.end_step()
-        if stack.limits.retained:
-            stack.retention.expire(now)
+        for retention in stack.retentions:
+            if retention:
+                retention.expire(now)
         self._grants.end_step()
         if self._grants.queued:
             self._promoter.end_step()
@@ -256,7 +257,7 @@ class TieredOffloadingManager:
             or self.has_output
             or self._grants
             or self._demoter.is_reclaiming
-            or len(stack.retention)
+            or any(stack.retentions)
             or any(gaps.is_changed for gaps in stack.gaps)
         )
 
@@ -414,6 +415,19 @@ class TieredOffloadingManager:
         self._demoter.add_recovered(state, copies)
         return len(copies)
 
+    def retain_recovered(self, tier: int, slots: Mapping[int, float]) -> None:
+        """Protect recovered chunks of a slower tier from eviction.
+
+        Args:
+            tier: Index of the tier.
+            slots: Slot of each chunk, and the time until when, in seconds on the clock of
+                :meth:`end_step`.
+        """
+        copies = {copy.slot: copy for copy in self._stack.tiers[tier].copies.values()}
+        for slot, until in slots.items():
+            if slot in copies:
+                self._stack.retentions[tier].retain((copies[slot],), until)
+
     def reset(self) -> None:
         """Make every chunk in every tier a miss, because weights may have changed.
 
@@ -427,7 +441,8 @@ class TieredOffloadingManager:
         for request in self._requests.values():
             request.invalidate()
         self._grants.clear()
-        stack.retention.clear()
+        for retention in stack.retentions:
+            retention.clear()
         self._demoter.clear()
         self._quarantine.hold(self._loader.clear())
         self._quarantine.hold(self._storer.clear())

@@ -233,6 +233,14 @@ class StorageTier(ABC):
         slots are unique.
         """
 
+    def retained(self) -> Mapping[int, int]:
+        """Return the slots of recovered chunks that must not be evicted yet, and until when.
+
+        The times are seconds since the epoch. The manager counts the slots against
+        ``retain_quota``, if :attr:`Options` has this field.
+        """
+        return {}
+
     async def aopen(self) -> None:  # noqa: B027 - most tiers need no loop before the first call
         """Prepare the tier on the loop that will use it, so that the first call is fast.
 

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -71,6 +71,7 @@ class HostedTier(StorageTier):
         self._context = context
         self._memory = shared_memory(options, context)
         self._recovered = opened.recovered
+        self._retained = opened.retained
         self._host: HostProcess | None = host
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -111,6 +112,10 @@ class HostedTier(StorageTier):
             slots = np.frombuffer(found.arrays, dtype=np.int64, count=count)
             keys = unpack_keys(found.header["widths"], count, found.arrays[slots.nbytes :])
             yield from zip(keys, slots.tolist(), strict=True)
+
+    @override
+    def retained(self) -> Mapping[int, int]:
+        return self._retained
 
     @override
     async def aopen(self) -> None:

@@ -177,7 +177,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         return
     with contextlib.suppress(ConnectionError):  # an engine that ended is noticed below
         await _send_recovered(tier, writer)
-    send(Frame({"op": "opened", "capacity_slots": tier.capacity_slots}))
+    opened = {"capacity_slots": tier.capacity_slots, "retained": list(tier.retained().items())}
+    send(Frame({"op": "opened", **opened}))
     closing = await _until_closed(frames, _Server(tier, memory, send))
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
     if not pool.close(timeout_s=_CLOSE_TIMEOUT_S):
@@ -211,7 +212,9 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
     header = opening.header
     context = TierContext(
         slot_nbytes=header["slot_nbytes"],
-        fingerprint=LayoutFingerprint(header["fingerprint"], header["label"]),
+        fingerprint=LayoutFingerprint(
+            header["fingerprint"], header["label"], tuple(header["groups"])
+        ),
         pool=pool,
         piece_nbytes=header["piece_nbytes"],
         owner_pid=engine_pid,

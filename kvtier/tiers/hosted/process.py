@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -43,10 +43,12 @@ class Opened(NamedTuple):
     Attributes:
         capacity_slots: Number of slots.
         recovered: Frames with the recovered chunks, least recently used first.
+        retained: Slots of chunks not to evict yet, and until when.
     """
 
     capacity_slots: int
     recovered: deque[Frame]
+    retained: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,8 @@ class HostProcess:
                         recovered.append(frame)
                     case "opened":
                         self.connection.setblocking(False)  # noqa: FBT003 - its signature
-                        return Opened(frame.header["capacity_slots"], recovered)
+                        slots = frame.header["capacity_slots"]
+                        return Opened(slots, recovered, dict(frame.header["retained"]))
                     case "refused":
                         raise decode_error(frame.header["error"])
                     case _:
@@ -187,6 +190,7 @@ def _opening(options: TierConfig, context: TierContext) -> dict[str, Any]:
         "slot_nbytes": context.slot_nbytes,
         "fingerprint": dict(context.fingerprint.fields),
         "label": context.fingerprint.label,
+        "groups": list(context.fingerprint.groups),
         "piece_nbytes": context.piece_nbytes,
         "threads": context.pool.threads,
         "was_reset": context.was_reset,

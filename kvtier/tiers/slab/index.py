@@ -16,8 +16,8 @@ import json
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -36,11 +36,13 @@ from kvtier.tiers.slab.removals import (
     mark_keys,
 )
 from kvtier.tiers.slab.schema import (
+    CREATE_RETAINED,
     REMOVAL_LOG_NBYTES,
     RESET_METADATA,
     IndexDamagedError,
     create_tables,
     damage_raised,
+    has_retained,
     lacks_shared_memory,
 )
 
@@ -85,6 +87,11 @@ _DELETE: Final = "DELETE FROM chunks WHERE slot IN (SELECT value FROM json_each(
 _RESET_RECORD: Final = f"SELECT 1 FROM meta WHERE name = '{RESET_METADATA}'"
 _RECORD_RESET: Final = f"INSERT OR REPLACE INTO meta VALUES ('{RESET_METADATA}', ?)"
 _DROP_RESET_RECORD: Final = f"DELETE FROM meta WHERE name = '{RESET_METADATA}'"
+_DROP_RETAINED: Final = "DROP TABLE IF EXISTS retained"
+_RETAIN: Final = "INSERT OR REPLACE INTO retained VALUES (?,?,?)"
+_RETAINED: Final = """
+SELECT slot, until FROM retained JOIN chunks USING (slot, generation) WHERE until > ?
+"""
 _APPEND: Final = "INSERT INTO removals VALUES (?,?,?,?)"
 _TRIM: Final = "DELETE FROM removals WHERE end <= ?"
 _COUNT: Final = "SELECT count(*) FROM chunks WHERE slot >= ? AND slot < ?"
@@ -125,6 +132,7 @@ class StoredRows:
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row in another slot.
         clock: A logical time later than any in the index.
+        retained: Slots of chunks not to evict yet, and until when, in seconds since the epoch.
     """
 
     keys: KeyArray
@@ -134,6 +142,7 @@ class StoredRows:
     checksums: npt.NDArray[np.uint64]
     outdated: npt.NDArray[np.int64]
     clock: int
+    retained: Mapping[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[ChunkKey, int]]:
         """Yield (key, slot) pairs, least recently used first."""
@@ -270,7 +279,30 @@ class IndexDatabase:
         """
         with damage_raised():
             self._drop_beyond(capacity_slots)
-            return _order(*self._fetch(capacity_slots))
+            rows = _order(*self._fetch(capacity_slots))
+            return replace(rows, retained=self.retained())
+
+    def retained(self) -> dict[int, int]:
+        """Return the slots of chunks not to evict yet, and until when; see :meth:`retain`."""
+        if not has_retained(self._connection):
+            return {}
+        return dict(self._connection.execute(_RETAINED, (_now(),)).fetchall())
+
+    def retain(self, chunks: Iterable[tuple[int, int]], until: int) -> None:
+        """Durably record that chunks are not to be evicted before ``until``.
+
+        The record of a chunk whose slot holds another chunk has no effect.
+
+        Args:
+            chunks: Slot and generation of each chunk.
+            until: Seconds since the epoch.
+        """
+        rows = [(slot, generation, until) for slot, generation in chunks]
+        with self._durably():
+            self._connection.execute(CREATE_RETAINED)
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany(_RETAIN, rows)
+            self._connection.execute("COMMIT")
 
     def count_within(self, first_slot: int, end_slot: int) -> int:
         """Return the number of rows of slots ``first_slot`` to ``end_slot - 1``."""
@@ -305,7 +337,8 @@ class IndexDatabase:
         if after_reset:
             record = (_RECORD_RESET, (str(_now()),))
         with self._durably():
-            self._transact([("DELETE FROM chunks", ()), record])
+            # Generations may come again, so no record of a deleted chunk may stay.
+            self._transact([("DELETE FROM chunks", ()), (_DROP_RETAINED, ()), record])
         self._clear_is_due = False
 
     def clear_later(self) -> None:

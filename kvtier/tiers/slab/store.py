@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
@@ -214,6 +214,7 @@ class SlabTier(StorageTier):
         self._closed = False
         self._warned_of_reset = False
         self._recovered: StoredRows | None = rows
+        self._retained = rows.retained
         outdated = rows.outdated.tolist()
         files = (store.namespace.slots_path, store.namespace.index_path)
         self._location = LocationCheck(options.name, files, store.file.is_removed)
@@ -269,6 +270,10 @@ class SlabTier(StorageTier):
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         found, self._recovered = self._recovered, None
         return iter(() if found is None else found)
+
+    @override
+    def retained(self) -> Mapping[int, int]:
+        return self._retained
 
     @override
     async def write(

@@ -78,6 +78,7 @@ def verify(
     space: StoredNamespace,
     reader: IndexReader,
     *,
+    stored_after: int = -1,
     on_progress: Callable[[int], None] = lambda _: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Verification:
@@ -86,6 +87,7 @@ def verify(
     Args:
         space: The namespace.
         reader: The open index of ``space``.
+        stored_after: Read only chunks of later generations.
         on_progress: Called with the number of slots finished since the last call.
         pause: Sleeps for the given seconds.
 
@@ -101,7 +103,9 @@ def verify(
         checker = _Checker(file, slot_nbytes)
         began_s = time.monotonic()
         suspects: list[BadChunk] = []
-        for window, bad in _in_flight(_windows(reader, file, checker, slot_nbytes)):
+        for window, bad in _in_flight(
+            _windows(reader, file, checker, slot_nbytes, stored_after)
+        ):
             suspects += bad
             found.chunks += window.chunks
             found.nbytes += (window.chunks - _unread(bad, file, slot_nbytes)) * slot_nbytes
@@ -166,13 +170,13 @@ class _Checker:
 
 
 def _windows(
-    reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
+    reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int, stored_after: int
 ) -> Iterator[_Call]:
     """Yield functions that each check one piece of the slot file; read the index in windows."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
-        entries = reader.entries_of_slots(first, min(first + step, end))
+        entries = reader.entries_of_slots(first, min(first + step, end), stored_after)
         slots = np.array([entry.slot for entry in entries], dtype=np.int64)
         pieces = plan_pieces(
             slots, np.arange(len(slots)), slots_per_piece=checker.slots_per_piece
@@ -181,7 +185,7 @@ def _windows(
             members = [entries[chunk] for chunk in piece.chunks]
             yield _call(checker, members, _Progress(len(members), 0))
         yield _call(checker, [], _Progress(0, min(step, end - first)))
-    beyond = reader.entries_of_slots(end, 1 << 62)
+    beyond = reader.entries_of_slots(end, 1 << 62, stored_after)
     yield lambda: (_Progress(len(beyond), 0), [BadChunk(e, unreadable=False) for e in beyond])
 
 
