@@ -34,6 +34,7 @@ _COMMANDS: Final = {
         "Print the vLLM arguments that load kvtier with FILE.",
     ),
     "schema": ("_commands:print_schema", "Print the JSON Schema of configuration files."),
+    "warmup": ("_warmup:warmup", "Compute known prompts and store their KV."),
     "replay": ("_replay:replay", "Replay TRACE through real tiers, beside a simulation."),
     "cache": ("_cache:cache", "Inspect and clean the store of an NVMe tier."),
     "sim": ("_sim:sim_app", "Simulate traces against policies and configurations."),

@@ -14,6 +14,7 @@ import typer
 
 from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_keys import KeyPattern
+from kvtier.cli._coverage import coverage
 from kvtier.cli._options import AsJson, Commands, choice, quantity
 from kvtier.cli._progress import pulse, show_bars
 from kvtier.cli._render import make_console, show_json
@@ -39,6 +40,7 @@ from kvtier.units import parse_duration
 __all__ = ["cache"]
 
 cache = Commands(name="cache", help="Inspect and clean the store of an NVMe tier.")
+cache.command()(coverage)
 
 _ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
 _DIR = "The path of an nvme tier, or one model's directory in it."
@@ -270,6 +272,7 @@ def _report(space: StoredNamespace) -> render.Report:
             with IndexReader(space) as reader:
                 report.totals = reader.totals()
                 report.reset_at = reader.reset_at()
+                report.retained, report.retained_until = reader.retained(_now())
                 report.problem = _problem_of_slots(space, reader)
     except ConfigError as error:
         report.problem = str(error)

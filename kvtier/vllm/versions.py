@@ -28,6 +28,7 @@ settings, variables for KV  ``content.py``
 features to refuse          ``refusals.py``
 ``LoRARequest``             ``adapters.py``
 ``OffloadingSpec``          ``spec.py``
+engine, tokenizer, hashes   ``offline.py``, ``kvtier/warmup/_hashing.py``
 plugins                     ``plugin.py``
 ==========================  ============================================================
 """

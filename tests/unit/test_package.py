@@ -25,7 +25,7 @@ PYPROJECT = CHECKOUT / "pyproject.toml"
 NEEDS_VLLM = {
     "kvtier.memory.cuda_kernel",  # Triton, which comes with vLLM
     "kvtier.vllm",
-    *(f"kvtier.vllm.{name}" for name in ("connector", "metrics", "spec")),
+    *(f"kvtier.vllm.{name}" for name in ("connector", "metrics", "offline", "spec")),
 }
 MODULES = sorted(
     module.name

@@ -64,13 +64,14 @@ def config(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_every_command_but_replay_works_without_torch(
+def test_every_command_but_replay_and_warmup_works_without_torch(
     config: str, tmp_path: Path, store: Store
 ) -> None:
     store.start()
     store.fill()
     store.stop()
-    trace, files = str(TRACE), tmp_path
+    trace, files, prompts = str(TRACE), tmp_path, str(tmp_path / "prompts.jsonl")
+    Path(prompts).write_text('{"prompt_token_ids": [1, 2, 3]}\n')
     commands = [
         ["example"],
         ["check", config],
@@ -84,6 +85,7 @@ def test_every_command_but_replay_works_without_torch(
         ["cache", "explain", short_key(KEYS[0]), str(store.root)],
         ["cache", "evict", short_key(KEYS[0]), str(store.root), "--yes"],
         ["cache", "compact-index", str(store.root)],
+        ["cache", "coverage", str(store.root), "--prompts", prompts, "--model", "some/model"],
         ["sim", "run", trace, "--policy", "hedged-lhd", "--capacity", "10%"],
         ["sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB"],
         [
@@ -110,10 +112,21 @@ def test_every_command_but_replay_works_without_torch(
         assert ran.out, command
         assert "torch" not in ran.err, (command, ran)
     tried = {command[0] for command in commands}
-    assert tried == {command.name for command in app.registered_commands} - {"replay"}
+    assert tried == {command.name for command in app.registered_commands} - {"replay", "warmup"}
 
 
 def test_a_replay_without_torch_names_the_extra_to_install(config: str) -> None:
     (ran,) = run_without_torch([["replay", str(TRACE), "--config", config]])
     remedy = "install it with: pip install 'kvtier[torch]'"
     assert ran == Ran(2, "", f"error: kvtier replay needs the package torch; {remedy}\n")
+
+
+def test_a_warm_up_without_vllm_names_the_extra_to_install(config: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    command = ["warmup", config, "--model", "m", "--prompts", str(prompts)]
+    (ran,) = run_without_torch([command])
+    remedy = "install it with: pip install 'kvtier[vllm]'"
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: texts and engines need the package ")
+    assert remedy in ran.err
