@@ -127,6 +127,7 @@ WAYS = {
     "sql BEGIN": errors(*STATEMENT),
     # SQLite may fail to sync what it has written, and find it again when it recovers.
     **{f"sql {word}": errors(*STATEMENT, late=True) for word in ("INSERT", "DELETE", "UPDATE")},
+    "sql DROP": errors(*STATEMENT, late=True),
     "sql COMMIT": errors(*STATEMENT, late=True),
     # However it fails, SQLite has ended the transaction.
     "sql ROLLBACK": [Fault(sqlite3.SQLITE_IOERR, late=True)],
