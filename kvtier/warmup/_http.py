@@ -100,11 +100,13 @@ class EngineFigures:
     Attributes:
         unwritten_chunks: Chunks that a slower tier must still receive.
         ram_chunks: Slots of the RAM tier; 0 before its first report.
+        tier_chunks: Slots of the largest slower tier.
         stores: Directory of the engine's namespace in each slower tier, by name.
     """
 
     unwritten_chunks: int
     ram_chunks: int
+    tier_chunks: int
     stores: Mapping[str, Path]
 
 
@@ -217,8 +219,13 @@ class _Samples:
             self.capacity[tier] = value
 
     def figures(self) -> EngineFigures:
-        ram_chunks = int(self.capacity.get(self.ram, 0))
-        return EngineFigures(int(sum(self.dirty.values())), ram_chunks, self.stores)
+        slower = [value for tier, value in self.capacity.items() if tier != self.ram]
+        return EngineFigures(
+            unwritten_chunks=int(sum(self.dirty.values())),
+            ram_chunks=int(self.capacity.get(self.ram, 0)),
+            tier_chunks=int(max(slower, default=0)),
+            stores=self.stores,
+        )
 
 
 async def _json(client: HttpClient, url: str) -> Any:  # noqa: ANN401 - JSON

@@ -180,6 +180,8 @@ class ServerRun:
         """
         figures = await server.figures()
         silent = [rank for rank, each in figures.items() if not each.ram_chunks]
+        if silent and self.options.dry_run:
+            return [_Engine(server, rank, each) for rank, each in sorted(figures.items())]
         if silent:
             _, first = await self._call(lambda: next(self.spool.in_order()))
             for rank in silent:
@@ -194,12 +196,11 @@ class ServerRun:
         return [_Engine(server, rank, each) for rank, each in sorted(figures.items())]
 
     def _plan(self, engine: _Engine) -> Plan:
-        reader = _reader(engine)
-        room = Room()
-        space = next(iter(engine.spaces.values()), None)
+        space, budget = next(iter(engine.spaces.values()), None), math.inf
         if space is not None and self.options.budget_bytes is not None:
-            room = Room(math.inf, self.options.budget_bytes // space.layout.slot_nbytes)
-        return make_plan(self.spool.in_order(), reader, room)
+            budget = self.options.budget_bytes // space.layout.slot_nbytes
+        room = Room(engine.figures.tier_chunks or math.inf, budget)
+        return make_plan(self.spool.in_order(), _reader(engine), room)
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -214,9 +215,10 @@ class ServerRun:
             for number, engine in enumerate(engines)
         ]
         try:
-            while any(not task.done() for task in work) or state.unwritten_chunks:
+            # The figures of a server are older than the end of its last prompt.
+            while not _is_done(work, state, quiet_s=time.monotonic() - moved_s):
                 before = state.prompts
-                await asyncio.wait(work, timeout=_LOOK_S)
+                await _wait(work)
                 _raise_failed(work)
                 has_moved = await _look(engines)
                 state.unwritten_chunks = sum(
@@ -364,6 +366,23 @@ async def _look(engines: Sequence[_Engine]) -> bool:
             if engine.server is server and engine.rank in figures:
                 has_moved |= await engine.update(figures[engine.rank])
     return has_moved
+
+
+def _is_done(
+    work: Sequence[asyncio.Task[None]], state: PrefillState, *, quiet_s: float
+) -> bool:
+    """Return whether all prompts ended and nothing has been written for two looks."""
+    is_idle = all(task.done() for task in work) and not state.unwritten_chunks
+    return is_idle and quiet_s > 2 * _LOOK_S
+
+
+async def _wait(work: Sequence[asyncio.Task[None]]) -> None:
+    """Wait until the next look, or until a task ends."""
+    running = [task for task in work if not task.done()]
+    if running:
+        await asyncio.wait(running, timeout=_LOOK_S)
+    else:
+        await asyncio.sleep(_LOOK_S)
 
 
 def _raise_failed(work: Sequence[asyncio.Task[None]]) -> None:

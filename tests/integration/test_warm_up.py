@@ -94,7 +94,12 @@ class Warmer:
     def start(self, name: str, *options: str) -> subprocess.Popen[str]:
         with (self.site.directory / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
-                self.command(*options), stdout=subprocess.PIPE, stderr=log, cwd=ROOT, text=True
+                self.command(*options),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                text=True,
+                start_new_session=True,
             )
 
     def run(self, name: str, *options: str) -> dict[str, Any]:
@@ -112,7 +117,10 @@ class Warmer:
             while self.count() < chunks and process.poll() is None:
                 assert time.monotonic() < deadline_s
                 time.sleep(LOOK_S)
-            process.send_signal(number)
+            if number is signal.SIGINT:  # a terminal sends it to every process
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
             process.communicate(timeout=RUN_S)
         return process.returncode
 
