@@ -20,7 +20,7 @@ from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
 from kvtier.os.iopool import start_thread
 from kvtier.tiers.slab.index import Change, IndexDatabase, LazyRecords
-from kvtier.tiers.slab.removals import KeyMarks, RemovalReason
+from kvtier.tiers.slab.removals import PackedMarks, RemovalReason
 from kvtier.units import approximate_size
 
 __all__ = ["GroupCommit"]
@@ -132,7 +132,7 @@ class GroupCommit:
             if first or len(self._pending.records.uses) >= _USES_WORTH_A_COMMIT:
                 self._wakeup.notify()
 
-    def log_removal_nowait(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
+    def log_removal_nowait(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Log that the marked keys were removed for ``reason``; committed in a second or so."""
         with self._wakeup:
             first = not self._pending.records

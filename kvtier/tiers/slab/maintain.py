@@ -25,7 +25,7 @@ from kvtier.tiers.slab.lock import (
     try_acquire,
 )
 from kvtier.tiers.slab.namespace import find_foreign_file
-from kvtier.tiers.slab.removals import RemovalReason, mark_keys
+from kvtier.tiers.slab.removals import RemovalReason, pack_marks
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
 
@@ -108,7 +108,7 @@ def drop_chunks(
         sqlite3.Error: The index cannot be written.
     """
     records = LazyRecords()
-    records.add_removals(RemovalReason.DROPPED, mark_keys([entry.key for entry in entries]))
+    records.add_removals(RemovalReason.DROPPED, pack_marks([entry.key for entry in entries]))
     rows = dict.fromkeys(entry.slot for entry in entries)
     with _index(space, on_progress) as database:
         database.apply(Change(rows=rows, records=records))

@@ -14,6 +14,7 @@ from typing import Final
 from kvtier.errors import KvtierError
 
 __all__ = [
+    "LATEST",
     "REMOVAL_LOG_NBYTES",
     "RESET_METADATA",
     "IndexDamagedError",
@@ -27,6 +28,9 @@ __all__ = [
     "is_full",
     "lacks_shared_memory",
 ]
+
+LATEST: Final = 1 << 62
+"""Greatest valid time of the logical clock; one tick per chunk takes centuries to get there."""
 
 REMOVAL_LOG_NBYTES: Final = 8 << 20
 """Size of the log, about a million removals; the row that crosses the limit is kept as well.

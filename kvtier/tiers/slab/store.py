@@ -27,7 +27,6 @@ from kvtier.tiers.base import (
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_store
 from kvtier.tiers.slab.group_commit import GroupCommit
-from kvtier.tiers.slab.index import StoredRows
 from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import (
     OpenStore,
@@ -37,16 +36,16 @@ from kvtier.tiers.slab.opening import (
 )
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
-    Piece,
     PieceBuffers,
     hash_key,
-    plan_pieces,
     read_piece,
     select_digest,
     write_piece,
 )
-from kvtier.tiers.slab.removals import KeyMarks, RemovalReason, mark_keys
+from kvtier.tiers.slab.pieces import Piece, plan_pieces
+from kvtier.tiers.slab.removals import PackedMarks, RemovalReason
 from kvtier.tiers.slab.start_plan import slab_options
+from kvtier.tiers.slab.stored_rows import KeyMarks, StoredRows, mark_keys
 from kvtier.types import Outcome, Purpose
 
 __all__ = ["SlabTier"]
@@ -119,7 +118,7 @@ class _SlotTable:
     def __init__(self, capacity_slots: int) -> None:
         self._known = np.zeros(capacity_slots, dtype=np.bool_)
         self._key_hashes = np.zeros(capacity_slots, dtype=np.uint64)
-        self._key_marks = np.zeros(capacity_slots, dtype=np.uint64)
+        self._key_marks = np.zeros(capacity_slots, dtype="<u8")
         self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
 
     def put(
@@ -143,26 +142,23 @@ class _SlotTable:
         """Record that the content of all slots is unknown."""
         self._known[:] = False
 
-    def key_marks(self) -> KeyMarks:
+    def key_marks(self) -> PackedMarks:
         """Return the marks of all known keys."""
-        known: KeyMarks = self._key_marks[self._known]
-        return known
+        return self._key_marks[self._known].tobytes()
 
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
-    ) -> KeyMarks:
+    ) -> PackedMarks:
         """Return the marks of the old keys in ``slots``.
 
         A key is old if its hash differs from ``key_hashes`` at the same position.
         """
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
-        removed: KeyMarks = self._key_marks[slots][others]
-        return removed
+        return self._key_marks[slots][others].tobytes()
 
-    def held(self, slots: npt.NDArray[np.int64]) -> KeyMarks:
+    def held(self, slots: npt.NDArray[np.int64]) -> PackedMarks:
         """Return the marks of the known keys in ``slots``."""
-        found: KeyMarks = self._key_marks[slots[self._known[slots]]]
-        return found
+        return self._key_marks[slots[self._known[slots]]].tobytes()
 
     def matches(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
-import numpy as np
-
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,
+    consecutive,
     hash_key,
-    plan_pieces,
     read_piece,
     select_digest,
 )
@@ -173,12 +171,9 @@ def _windows(
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
         entries = reader.entries_of_slots(first, min(first + step, end))
-        slots = np.array([entry.slot for entry in entries], dtype=np.int64)
-        pieces = plan_pieces(
-            slots, np.arange(len(slots)), slots_per_piece=checker.slots_per_piece
-        )
-        for piece in pieces:
-            members = [entries[chunk] for chunk in piece.chunks]
+        slots = [entry.slot for entry in entries]
+        for piece in consecutive(slots, checker.slots_per_piece):
+            members = entries[piece]
             yield _call(checker, members, _Progress(len(members), 0))
         yield _call(checker, [], _Progress(0, min(step, end - first)))
     beyond = reader.entries_of_slots(end, 1 << 62)
