@@ -389,6 +389,11 @@ class IndexReader:
         """Return the first ``limit`` rows in ``order``; all rows if ``limit`` is negative."""
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
 
+    def first_use(self) -> int:
+        """Return the logical time of the least recent last use; 0 if there is no chunk."""
+        rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
+        return int(rows[0][0] or 0)
+
     def less_recent(self, entry: Entry) -> int:
         """Return the number of chunks used less recently than ``entry``."""
         rows = self._query("SELECT count(*) FROM chunks WHERE last_use < ?", (entry.last_use,))
