@@ -28,7 +28,8 @@ from kvtier.archive.exporting import Exported, export_chunks
 from kvtier.archive.importing import Imported, import_chunks
 from kvtier.archive.merging import Merged, merge_archives
 from kvtier.archive.places import Place, open_place
-from kvtier.archive.reading import Archive, Damage, open_archive
+from kvtier.archive.reading import Archive, Damage, open_archive, verify_archive
+from kvtier.archive.target import namespace_for
 
 __all__ = [
     "Archive",
@@ -40,6 +41,8 @@ __all__ = [
     "export_chunks",
     "import_chunks",
     "merge_archives",
+    "namespace_for",
     "open_archive",
     "open_place",
+    "verify_archive",
 ]

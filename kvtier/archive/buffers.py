@@ -53,7 +53,7 @@ class BufferPool:
 
     @contextlib.contextmanager
     def lease(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield ``nbytes`` of memory, rounded up to whole pages; wait until a buffer is free."""
+        """Yield ``nbytes`` of memory, rounded up to pages; wait until a buffer is free."""
         buffer = self._free.get()
         try:
             if len(buffer) < nbytes:

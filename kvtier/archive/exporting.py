@@ -189,6 +189,10 @@ class _Export:
         beyond = self._reader.entries_of_slots(self._slots, 1 << 62)
         self.found.bad += [(entry, "behind the end of slots.bin") for entry in beyond]
 
+    def _record(self, entry: Entry, first_use: int) -> Record:
+        last_use = max(entry.last_use - first_use, 0)
+        return Record(entry.key, entry.checksum, last_use, self._slot_nbytes)
+
     def _fill(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> list[str]:
         """Read the chunks of ``entries``; runs on several threads at once."""
         problems = list[str]()

@@ -6,12 +6,11 @@ engine can open, and another import goes on: chunks that the store has are not c
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvtier.archive.buffers import threads_for
 from kvtier.archive.part import PartHeader
@@ -20,8 +19,7 @@ from kvtier.archive.target import Target, open_target
 from kvtier.keys import ChunkKey
 from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX
-from kvtier.tiers.slab.index import Row
-from kvtier.tiers.slab.piece_io import consecutive, hash_key
+from kvtier.tiers.slab.piece_io import consecutive
 from kvtier.tiers.slab.slots import SlotFile
 
 __all__ = ["Imported", "import_chunks"]
@@ -143,7 +141,7 @@ class _Import:
                 yield partial(_load, self._reader, self._target.file, header, placed)
 
     def _place(self, header: PartHeader, least_use: int) -> list[_Placed]:
-        """Return a free slot for each record of a part that the store lacks and has room for."""
+        """Return a slot for each record of a part that the store lacks and has room for."""
         placed = list[_Placed]()
         for number, record in enumerate(header.records):
             if self._target.has(record.key):

@@ -2,11 +2,10 @@
 
 ::
 
-    0         8        12             16           24       32
-    +---------+--------+--------------+------------+--------+------------------+---------+
-    | magic   |version |header_nbytes | body_nbytes| digest | JSON, blanks     | records |
-    +---------+--------+--------------+------------+--------+------------------+---------+
-                                                             to whole pages
+    0         8         12              16       24                         header_nbytes
+    +---------+---------+---------------+--------+-------------------------+---------
+    | magic   | version | header_nbytes | digest | JSON, blanks to a page  | records
+    +---------+---------+---------------+--------+-------------------------+---------
 
 Numbers are little-endian. The digest is the XXH3 of all other bytes of the header. It is also
 the part's name, so a part never replaces another one. The header has the checksum of each
@@ -34,11 +33,11 @@ from kvtier.types import LayoutFingerprint
 __all__ = ["PART_SUFFIX", "PREFIX_NBYTES", "PartDamagedError", "PartHeader", "Record"]
 
 PART_SUFFIX: Final = ".kvtier"
-PREFIX_NBYTES: Final = 32
+PREFIX_NBYTES: Final = 24
 _MAGIC: Final = b"kvtpart\n"
 _VERSION: Final = 1
-_PREFIX: Final = struct.Struct("<8sIIQQ")
-_DIGEST_AT: Final = 24
+_PREFIX: Final = struct.Struct("<8sIIQ")
+_DIGEST_AT: Final = 16
 _COLUMNS: Final = ("keys", "checksums", "last_use", "nbytes")
 
 
@@ -110,11 +109,10 @@ class PartHeader:
         text = _to_json(layout, compression, records)
         if PREFIX_NBYTES + len(text) > len(into):
             raise ValueError(f"a header of {len(text)} bytes does not fit {len(into)}")
-        body_nbytes = sum(record.nbytes for record in records)
         into[PREFIX_NBYTES:] = text.ljust(len(into) - PREFIX_NBYTES)
-        _PREFIX.pack_into(into, 0, _MAGIC, _VERSION, len(into), body_nbytes, 0)
+        _PREFIX.pack_into(into, 0, _MAGIC, _VERSION, len(into), 0)
         digest = _digest(into)
-        _PREFIX.pack_into(into, 0, _MAGIC, _VERSION, len(into), body_nbytes, digest)
+        _PREFIX.pack_into(into, 0, _MAGIC, _VERSION, len(into), digest)
         return cls(layout, compression, records, len(into), digest)
 
     @classmethod
@@ -132,7 +130,7 @@ class PartHeader:
         """
         if len(prefix) < PREFIX_NBYTES:
             raise PartDamagedError(f"it ends at byte {len(prefix)}, within its header")
-        magic, version, header_nbytes, _, _ = _PREFIX.unpack_from(prefix)
+        magic, version, header_nbytes, _ = _PREFIX.unpack_from(prefix)
         if magic != _MAGIC:
             raise PartDamagedError("it does not begin as a part of an archive")
         if version != _VERSION:
@@ -153,7 +151,7 @@ class PartHeader:
         header_nbytes = cls.header_nbytes_of(header[:PREFIX_NBYTES])
         if len(header) < header_nbytes:
             raise PartDamagedError(f"it ends at byte {len(header)}, within its header")
-        *_, body_nbytes, digest = _PREFIX.unpack_from(header)
+        *_, digest = _PREFIX.unpack_from(header)
         if _digest(header) != digest or name != f"{digest:016x}{PART_SUFFIX}":
             raise PartDamagedError("the bytes of its header are not those written")
         document = json.loads(bytes(header[PREFIX_NBYTES:]))

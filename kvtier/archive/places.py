@@ -130,9 +130,7 @@ class Directory(Place):
     @override
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        with contextlib.suppress(FileExistsError):
-            self._io.make_directory(self._path)
-        fd = self._io.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = self._make()
         try:
             try:
                 self._io.lock(fd)
@@ -152,6 +150,20 @@ class Directory(Place):
                 self._io.sync(fd)
             finally:
                 self._io.close(fd)
+
+    def _make(self) -> int:
+        """Create the directory if it is absent; return a descriptor of it.
+
+        Raises:
+            ConfigError: The directory cannot be created.
+        """
+        try:
+            with contextlib.suppress(FileExistsError):
+                self._io.make_directory(self._path)
+            return self._io.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            remedy = "name a new directory, in one that exists and that you may write"
+            raise ConfigError(f"{self}: {error.strerror}; {remedy}") from error
 
     @contextlib.contextmanager
     def _open(self, path: Path, flags: int) -> Iterator[int]:

@@ -7,12 +7,18 @@ record of the archive can be used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from kvtier.archive.buffers import BufferPool, decompress, require_compression, views_of
+from kvtier.archive.buffers import (
+    BufferPool,
+    decompress,
+    require_compression,
+    threads_for,
+    views_of,
+)
 from kvtier.archive.manifest import MANIFEST, Manifest, ManifestError, PartEntry
 from kvtier.archive.part import (
     PART_SUFFIX,
@@ -35,6 +41,7 @@ __all__ = [
     "open_archive",
     "read_header",
     "read_manifest",
+    "verify_archive",
 ]
 
 _FIRST_NBYTES: Final = 64 << 10  # most headers are shorter
@@ -197,6 +204,40 @@ def open_archive(place: Place) -> Archive:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{place}: {error.strerror}; name an archive") from error
     return Archive(place, read_manifest(place, sizes), sizes)
+
+
+def verify_archive(
+    archive: Archive, on_progress: Callable[[int], None] = lambda _: None
+) -> list[Damage]:
+    """Read every record of ``archive``, and return what is damaged. This call blocks.
+
+    Args:
+        archive: The archive.
+        on_progress: Called with the number of chunks finished since the last call.
+
+    Raises:
+        OSError: The medium failed.
+    """
+    threads = threads_for(archive.manifest.layout.slot_nbytes, buffers=2)
+    reader = PartReader(archive.place, threads)
+    damaged = list[Damage]()
+
+    def check(header: PartHeader) -> tuple[int, list[Damage]]:
+        with reader.opened(header) as slots:
+            return len(slots.views), slots.damages(header, range(len(slots.views)))
+
+    def calls() -> Iterator[Callable[[], tuple[int, list[Damage]]]]:
+        for header in archive.headers():
+            if isinstance(header, Damage):
+                damaged.append(header)
+                on_progress(header.chunks)
+            else:
+                yield partial(check, header)
+
+    for chunks, found in run_in_order(calls(), threads=threads, name="kvtier-verify"):
+        damaged += found
+        on_progress(chunks)
+    return damaged
 
 
 def read_manifest(place: Place, sizes: Mapping[str, int]) -> Manifest:

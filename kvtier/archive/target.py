@@ -28,7 +28,7 @@ from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec, no_room
 from kvtier.tiers.slab.start_plan import room_needed
 from kvtier.units import approximate_size
 
-__all__ = ["Target", "open_target"]
+__all__ = ["Target", "namespace_for", "open_target"]
 
 _TIER: Final = "nvme"  # for messages
 _SIGN: Final = 1 << 63
@@ -114,6 +114,12 @@ class Target:
             OSError: The file system failed.
         """
         self.file.sync()
+
+
+def namespace_for(layout: Layout, directory: Path) -> StoredNamespace:
+    """Return the namespace of ``layout`` at ``directory``, a tier's path or a namespace."""
+    root = directory.parent if (directory / LAYOUT).exists() else directory
+    return StoredNamespace(root / layout.fingerprint.namespace(), layout)
 
 
 @contextlib.contextmanager

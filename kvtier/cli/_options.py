@@ -20,7 +20,18 @@ from kvtier.errors import ConfigError, did_you_mean
 from kvtier.printable import printable
 from kvtier.units import UnitError
 
-__all__ = ["AsJson", "Commands", "EngineModel", "File", "choice", "finite", "quantity"]
+__all__ = [
+    "AsJson",
+    "BadLimit",
+    "Commands",
+    "EngineModel",
+    "File",
+    "Only",
+    "Store",
+    "choice",
+    "finite",
+    "quantity",
+]
 
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -42,6 +53,23 @@ EngineModel = Annotated[
         metavar="MODEL",
         help="The engine's --model; identifies the engine's cache in a store.",
     ),
+]
+
+
+Store = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="The path of an nvme tier, or one model's directory in it.",
+        readable=False,
+    ),
+]
+Only = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
+]
+BadLimit = Annotated[
+    int, typer.Option("--limit", min=0, metavar="N", help="Bad chunks to list; 0 is all.")
 ]
 
 

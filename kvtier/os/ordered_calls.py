@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
 __all__ = ["run_in_order"]
 
 T = TypeVar("T")
 
+_AHEAD: Final = 2
+"""How many calls per thread are in flight or wait for the thread."""
 
-def run_in_order(
-    calls: Iterator[Callable[[], T]], *, threads: int, name: str, ahead: int | None = None
-) -> Iterator[T]:
+
+def run_in_order(calls: Iterator[Callable[[], T]], *, threads: int, name: str) -> Iterator[T]:
     """Run ``calls`` on ``threads`` threads, and yield the results in the order of ``calls``.
 
     If a call raises, or the caller stops early, this waits for the calls in flight.
@@ -27,7 +28,6 @@ def run_in_order(
         calls: The calls; the caller's thread draws them.
         threads: Number of threads.
         name: Prefix of the threads' names.
-        ahead: Most calls that are in flight or wait for a thread; None is three per thread.
 
     Raises:
         BaseException: What a call raised; no result follows.
@@ -35,13 +35,12 @@ def run_in_order(
     >>> list(run_in_order(((lambda n=n: n * n) for n in range(5)), threads=2, name="square"))
     [0, 1, 4, 9, 16]
     """
-    most = 3 * threads if ahead is None else ahead
     with ThreadPoolExecutor(threads, thread_name_prefix=name) as executor:
         waiting: deque[Future[T]] = deque()
         try:
             for call in calls:
                 waiting.append(executor.submit(call))
-                if len(waiting) >= most:
+                if len(waiting) > _AHEAD * threads:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -11,13 +11,12 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
+from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
@@ -99,7 +98,8 @@ def verify(
         checker = _Checker(file, slot_nbytes)
         began_s = time.monotonic()
         suspects: list[BadChunk] = []
-        for window, bad in _in_flight(_windows(reader, file, checker, slot_nbytes)):
+        windows = _windows(reader, file, checker, slot_nbytes)
+        for window, bad in run_in_order(windows, threads=_THREADS, name="kvtier-verify"):
             suspects += bad
             found.chunks += window.chunks
             found.nbytes += (window.chunks - _unread(bad, file, slot_nbytes)) * slot_nbytes
@@ -182,18 +182,6 @@ def _windows(
 
 def _call(checker: _Checker, entries: Sequence[Entry], progress: _Progress) -> _Call:
     return lambda: (progress, checker.check(entries) if entries else [])
-
-
-def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Progress, list[BadChunk]]]:
-    """Run ``calls`` on a few threads, and yield the results in the order of ``calls``."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-verify") as executor:
-        waiting: deque[Future[tuple[_Progress, list[BadChunk]]]] = deque()
-        for call in calls:
-            waiting.append(executor.submit(call))
-            if len(waiting) > 2 * _THREADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def _classify(
