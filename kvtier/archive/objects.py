@@ -26,7 +26,8 @@ _TIMEOUTS: Final[dict[str, Any]] = {
     "connect_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=120),
 }
-"""Of one request; obstore repeats a failed request for three minutes at most."""
+"""Of one request."""
+_RETRY: Final[dict[str, Any]] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
 _NAMES_AT_ONCE: Final = 1000
 
 
@@ -106,7 +107,9 @@ def open_bucket(url: str) -> Bucket:
         remedy = "install it with: pip install 'kvtier[objects]'"
         raise ConfigError(f"{printable(url)} needs the package obstore; {remedy}") from error
     try:
-        return Bucket(from_url(url, client_options=_TIMEOUTS), url.rstrip("/"))
+        return Bucket(
+            from_url(url, client_options=_TIMEOUTS, retry_config=_RETRY), url.rstrip("/")
+        )
     except (BaseError, ValueError) as error:
         problem = " ".join(printable(str(error)).split())[:300]
         remedy = "check the URL and the credentials in the environment"
