@@ -14,7 +14,7 @@ from typing_extensions import override
 
 import kvtier
 from kvtier.cli._options import Commands
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.printable import printable
 
 __all__ = ["app", "run"]
@@ -42,6 +42,10 @@ _COMMANDS: Final = {
 """The function or group behind each command, and the first sentence of its help."""
 
 
+_EXTRAS: Final = {"replay": "torch", "sim": "sim", "trace": "sim"}
+"""The extra of each command that needs more than a plain install."""
+
+
 class _Deferred(TyperCommand):
     """A command or group that is imported when it is called."""
 
@@ -51,8 +55,16 @@ class _Deferred(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        target, _ = _COMMANDS[self.name or ""]
-        return _load(target).make_context(info_name, args, parent, **extra)
+        name = self.name or ""
+        target, _ = _COMMANDS[name]
+        try:
+            command = _load(target)
+        except ModuleNotFoundError as error:
+            if error.name != "numpy" or name not in _EXTRAS:
+                raise
+            remedy = f"install it with: pip install 'kvtier[{_EXTRAS[name]}]'"
+            raise ConfigError(f"kvtier {name} needs the package numpy; {remedy}") from error
+        return command.make_context(info_name, args, parent, **extra)
 
 
 def _load(target: str) -> Any:  # noqa: ANN401 - typer has no public type for it

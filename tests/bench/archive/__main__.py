@@ -97,10 +97,9 @@ async def fill(path: Path, slot_nbytes: int, slots: int) -> None:
     for first in range(0, slots, batch):
         buffer[:] = random.Random(first).randbytes(len(buffer))
         chosen = range(first, min(first + batch, slots))
-        views = [buffer[at * slot_nbytes : (at + 1) * slot_nbytes] for at in range(len(chosen))]
-        written = await tier.write(
-            keys[first : chosen.stop], chosen, views, purpose=Purpose.STORE
-        )
+        views = views_of(buffer, slot_nbytes, len(chosen))
+        some = keys[first : chosen.stop]
+        written = await tier.write(some, chosen, views, purpose=Purpose.STORE)
         assert set(written.outcomes) == {Outcome.DONE}
     await tier.aclose()
     pool.close(timeout_s=30)

@@ -1,10 +1,11 @@
-"""The commands where torch is not installed, as after ``pip install kvtier`` without extras."""
+"""The commands where packages of the extras are missing, as after ``pip install kvtier``."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "tests/data/small_chat.jsonl"
 PROGRAM = """
 import contextlib, io, json, sys
-sys.modules["torch"] = None  # import torch raises ModuleNotFoundError
+for name in sys.argv[1:]:
+    sys.modules[name] = None  # its import raises ModuleNotFoundError
 from kvtier.cli import main
 ran = []
 for arguments in json.load(sys.stdin):
@@ -39,9 +41,9 @@ class Ran(NamedTuple):
     err: str
 
 
-def run_without_torch(commands: list[list[str]]) -> list[Ran]:
+def run_without(packages: Sequence[str], commands: list[list[str]]) -> list[Ran]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, *packages],
         input=json.dumps(commands),
         stdout=subprocess.PIPE,
         text=True,
@@ -64,18 +66,13 @@ def config(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_every_command_but_replay_works_without_torch(
-    config: str, tmp_path: Path, store: Store
-) -> None:
-    store.start()
-    store.fill()
-    store.stop()
-    trace, files = str(TRACE), tmp_path
-    commands = [
+def without_extras(config: str, store: Store, files: Path) -> list[list[str]]:
+    """Return commands that need no extra, for a full store."""
+    return [
         ["example"],
         ["check", config],
         ["doctor", config, "--seconds", "0.1"],
-        ["plan", config, "--model", str(tmp_path)],
+        ["plan", config, "--model", str(files)],
         ["vllm-args", config],
         ["schema"],
         ["cache", "stat", str(store.root)],
@@ -84,36 +81,56 @@ def test_every_command_but_replay_works_without_torch(
         ["cache", "explain", short_key(KEYS[0]), str(store.root)],
         ["cache", "evict", short_key(KEYS[0]), str(store.root), "--yes"],
         ["cache", "compact-index", str(store.root)],
+        ["cache", "export", str(store.root), f"{files}/archive"],
+        ["cache", "merge", f"{files}/archive", f"{files}/merged"],
+        ["cache", "import", f"{files}/merged", f"{files}/imported"],
+    ]
+
+
+def without_torch(config: str, files: Path) -> list[list[str]]:
+    """Return commands that need numpy and no torch."""
+    trace, capacities = str(TRACE), ["--policies", "lru", "--capacities", "9"]
+    return [
         ["sim", "run", trace, "--policy", "hedged-lhd", "--capacity", "10%"],
         ["sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB"],
-        [
-            "sim",
-            "sweep",
-            trace,
-            "--policies",
-            "lru",
-            "--capacities",
-            "9",
-            "--csv",
-            f"{files}/c",
-        ],
+        ["sim", "sweep", trace, *capacities, "--csv", f"{files}/curves"],
         ["sim", "recommend", trace, "--ram", "1GiB", "--nvme", "2GiB"],
         ["trace", "info", trace],
         ["trace", "convert", trace, "--output", f"{files}/converted"],
         ["trace", "generate", "chat", "--sessions", "9", "--output", f"{files}/made"],
     ]
-    for command, ran in zip(commands, run_without_torch(commands), strict=True):
+
+
+def check(commands: list[list[str]], results: Sequence[Ran], missing: str) -> None:
+    for command, ran in zip(commands, results, strict=True):
         assert ran.code == 0 or (command[0], ran.code) in {("check", 1), ("doctor", 1)}, (
             command,
             ran,
         )
         assert ran.out, command
-        assert "torch" not in ran.err, (command, ran)
-    tried = {command[0] for command in commands}
+        assert missing not in ran.err, (command, ran)
+
+
+def test_every_command_works_without_what_only_others_need(
+    config: str, tmp_path: Path, store: Store
+) -> None:
+    plain = without_extras(config, store.filled(), tmp_path)
+    check(plain, run_without(["numpy", "torch", "zstandard", "obstore"], plain), "numpy")
+    simulating = without_torch(config, tmp_path)
+    check(simulating, run_without(["torch"], simulating), "torch")
+    tried = {command[0] for command in (*plain, *simulating)}
     assert tried == {command.name for command in app.registered_commands} - {"replay"}
 
 
-def test_a_replay_without_torch_names_the_extra_to_install(config: str) -> None:
-    (ran,) = run_without_torch([["replay", str(TRACE), "--config", config]])
-    remedy = "install it with: pip install 'kvtier[torch]'"
-    assert ran == Ran(2, "", f"error: kvtier replay needs the package torch; {remedy}\n")
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [("replay", "torch", "torch"), ("replay", "numpy", "torch"), ("sim", "numpy", "sim")],
+)
+def test_a_command_without_what_it_needs_names_the_extra_to_install(
+    config: str, command: str, package: str, extra: str
+) -> None:
+    options = {"replay": ["--config", config], "sim": ["--policy", "lru", "--capacity", "9"]}
+    verb = {"replay": ["replay"], "sim": ["sim", "run"]}[command]
+    (ran,) = run_without([package], [[*verb, str(TRACE), *options[command]]])
+    remedy = f"install it with: pip install 'kvtier[{extra}]'"
+    assert ran == Ran(2, "", f"error: kvtier {command} needs the package {package}; {remedy}\n")
