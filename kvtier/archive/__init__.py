@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from kvtier.archive.exporting import Exported, export_chunks
 from kvtier.archive.importing import Imported, import_chunks
+from kvtier.archive.locations import Location, open_location
 from kvtier.archive.merging import Merged, merge_archives
-from kvtier.archive.places import Place, open_place
 from kvtier.archive.reading import Archive, Damage, open_archive, verify_archive
 from kvtier.archive.target import namespace_for
 
@@ -36,13 +36,13 @@ __all__ = [
     "Damage",
     "Exported",
     "Imported",
+    "Location",
     "Merged",
-    "Place",
     "export_chunks",
     "import_chunks",
     "merge_archives",
     "namespace_for",
     "open_archive",
-    "open_place",
+    "open_location",
     "verify_archive",
 ]

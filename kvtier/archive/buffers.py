@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
-from kvtier.archive.places import whole_pages
+from kvtier.archive.locations import whole_pages
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import aligned_buffer
 

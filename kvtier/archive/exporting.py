@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Final
 
 from kvtier.archive.buffers import threads_for
+from kvtier.archive.locations import Location
 from kvtier.archive.part import Record
-from kvtier.archive.places import Place
 from kvtier.archive.writing import ArchiveWriter, WrittenPart
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
@@ -69,18 +69,18 @@ class Exported:
 
 def export_chunks(
     space: StoredNamespace,
-    place: Place,
+    location: Location,
     *,
     compression: str = "none",
     wanted: Callable[[ChunkKey], bool] = lambda _: True,
     on_progress: Callable[[int], None] = lambda _: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Exported:
-    """Copy the chunks of ``space`` into the archive at ``place``. This call blocks.
+    """Copy the chunks of ``space`` into the archive at ``location``. This call blocks.
 
     Args:
         space: The namespace.
-        place: Where the archive is, or will be.
+        location: Where the archive is, or will be.
         compression: ``none`` or ``zstd``.
         wanted: Returns whether to export the chunk of a key.
         on_progress: Called with the number of slots finished since the last call.
@@ -100,7 +100,7 @@ def export_chunks(
         file = SlotFile.open_to_read(space.directory / SLOTS, slot_nbytes, BlockIo())
         try:
             with ArchiveWriter.open(
-                place, space.layout, compression=compression, threads=threads
+                location, space.layout, compression=compression, threads=threads
             ) as writer:
                 export = _Export(reader, file, writer, slot_nbytes)
                 export.run(wanted, on_progress, threads)

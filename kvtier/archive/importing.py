@@ -44,7 +44,7 @@ class Imported:
     damaged: list[Damage] = field(default_factory=list)
 
 
-class _Placed(NamedTuple):
+class _Assigned(NamedTuple):
     """A record of a part, and the slot that it is copied to."""
 
     record: int
@@ -100,7 +100,7 @@ class _Import:
         self._free = target.free_slots()
         slot_nbytes = archive.manifest.layout.slot_nbytes
         self._threads = threads_for(slot_nbytes, buffers=2)
-        self._reader = PartReader(archive.place, self._threads)
+        self._reader = PartReader(archive.location, self._threads)
 
     def run(self, on_progress: Callable[[int], None]) -> None:
         least_use = self._least_use()
@@ -135,14 +135,14 @@ class _Import:
                 self._found.damaged.append(header)
                 on_progress(header.chunks)
                 continue
-            placed = self._place(header, least_use)
-            on_progress(len(header.records) - len(placed))
-            if placed:
-                yield partial(_load, self._reader, self._target.file, header, placed)
+            assigned = self._assign(header, least_use)
+            on_progress(len(header.records) - len(assigned))
+            if assigned:
+                yield partial(_load, self._reader, self._target.file, header, assigned)
 
-    def _place(self, header: PartHeader, least_use: int) -> list[_Placed]:
+    def _assign(self, header: PartHeader, least_use: int) -> list[_Assigned]:
         """Return a slot for each record of a part that the store lacks and has room for."""
-        placed = list[_Placed]()
+        assigned = list[_Assigned]()
         for number, record in enumerate(header.records):
             if self._target.has(record.key):
                 self._found.present += 1
@@ -152,22 +152,22 @@ class _Import:
                 self._found.left_out += 1
                 continue
             self._target.claim(record.key)
-            placed.append(_Placed(number, slot))
-        return placed
+            assigned.append(_Assigned(number, slot))
+        return assigned
 
 
 def _load(
-    reader: PartReader, file: SlotFile, header: PartHeader, placed: Sequence[_Placed]
+    reader: PartReader, file: SlotFile, header: PartHeader, assigned: Sequence[_Assigned]
 ) -> _Loaded:
     """Copy records of a part into their slots; runs on several threads at once."""
     with reader.opened(header) as slots:
-        good = [each for each in placed if not slots.problems[each.record]]
+        good = [each for each in assigned if not slots.problems[each.record]]
         for group in consecutive([each.slot for each in good], IOV_MAX):
             some = good[group]
             file.write(some[0].slot, [slots.views[each.record] for each in some])
-        damaged = slots.damages(header, [each.record for each in placed])
+        damaged = slots.damages(header, [each.record for each in assigned])
     rows = []
     for number, slot in good:
         record = header.records[number]
         rows.append((slot, record.key, record.checksum, record.last_use))
-    return _Loaded(len(placed), rows, damaged)
+    return _Loaded(len(assigned), rows, damaged)

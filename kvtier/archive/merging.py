@@ -11,9 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.archive.buffers import threads_for
+from kvtier.archive.locations import Location
 from kvtier.archive.manifest import differences
 from kvtier.archive.part import PartHeader
-from kvtier.archive.places import Place
 from kvtier.archive.reading import Archive, Damage, PartReader
 from kvtier.archive.writing import ArchiveWriter, WrittenPart
 from kvtier.errors import ConfigError
@@ -43,21 +43,21 @@ class Merged:
 
 def merge_archives(
     sources: Sequence[Archive],
-    place: Place,
+    location: Location,
     *,
     compression: str = "none",
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Merged:
-    """Copy the chunks of ``sources`` into the archive at ``place``. This call blocks.
+    """Copy the chunks of ``sources`` into the archive at ``location``. This call blocks.
 
     Args:
         sources: Archives of one cache, one at least.
-        place: Where the archive is, or will be.
+        location: Where the archive is, or will be.
         compression: ``none`` or ``zstd``.
         on_progress: Called with the number of chunks finished since the last call.
 
     Raises:
-        ConfigError: The sources or the archive at ``place`` are of different caches, or the
+        ConfigError: The sources or the archive at ``location`` are of different caches, or the
             archive cannot be written.
         OSError: The files failed.
     """
@@ -65,12 +65,12 @@ def merge_archives(
     for source in sources[1:]:
         if differing := differences(source.manifest.layout, layout):
             raise ConfigError(
-                f"{source.place} is of another cache than {sources[0].place}: "
+                f"{source.location} is of another cache than {sources[0].location}: "
                 f"{', '.join(differing)}; merge archives of one cache"
             )
     merge = _Merge(Merged(), on_progress, threads_for(layout.slot_nbytes, buffers=4))
     with ArchiveWriter.open(
-        place, layout, compression=compression, threads=merge.threads
+        location, layout, compression=compression, threads=merge.threads
     ) as writer:
         for source in sources:
             merge.copy(source, writer)
@@ -104,7 +104,7 @@ class _Merge(NamedTuple):
             self.on_progress(len(copied.written.chunks))
 
     def _calls(self, source: Archive, writer: ArchiveWriter) -> Iterator[Callable[[], _Copied]]:
-        reader = PartReader(source.place, self.threads)
+        reader = PartReader(source.location, self.threads)
         for header in source.headers():
             if isinstance(header, Damage):
                 self.found.damaged.append(header)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
-from kvtier.archive.places import Place
+from kvtier.archive.locations import Location
 from kvtier.errors import ConfigError
 from kvtier.printable import printable
 
@@ -31,7 +31,7 @@ _RETRY: Final[dict[str, Any]] = {"max_retries": 5, "retry_timeout": timedelta(mi
 _NAMES_AT_ONCE: Final = 1000
 
 
-class Bucket(Place):
+class Bucket(Location):
     """The objects below a prefix of a bucket.
 
     Args:

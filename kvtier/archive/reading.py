@@ -19,6 +19,7 @@ from kvtier.archive.buffers import (
     threads_for,
     views_of,
 )
+from kvtier.archive.locations import Location, whole_pages
 from kvtier.archive.manifest import MANIFEST, Manifest, ManifestError, PartEntry
 from kvtier.archive.part import (
     PART_SUFFIX,
@@ -26,7 +27,6 @@ from kvtier.archive.part import (
     PartDamagedError,
     PartHeader,
 )
-from kvtier.archive.places import Place, whole_pages
 from kvtier.errors import ConfigError
 from kvtier.keys import short_key
 from kvtier.os.ordered_calls import run_in_order
@@ -108,12 +108,12 @@ class Archive:
     """A complete archive.
 
     Attributes:
-        place: Where it is.
+        location: Where it is.
         manifest: Its manifest.
-        sizes: Bytes of the objects at ``place``, by name.
+        sizes: Bytes of the objects at ``location``, by name.
     """
 
-    place: Place
+    location: Location
     manifest: Manifest
     sizes: Mapping[str, int]
 
@@ -125,7 +125,7 @@ class Archive:
     def _header(self, entry: PartEntry) -> PartHeader | Damage:
         if entry.name not in self.sizes:
             return Damage(entry.name, entry.chunks, "it is missing")
-        header = read_header(self.place, entry.name, self.sizes[entry.name])
+        header = read_header(self.location, entry.name, self.sizes[entry.name])
         return Damage(entry.name, entry.chunks, header) if isinstance(header, str) else header
 
 
@@ -133,12 +133,12 @@ class PartReader:
     """Reads and verifies parts; several threads may use it at once.
 
     Args:
-        place: Where the archive is.
+        location: Where the archive is.
         threads: Number of threads.
     """
 
-    def __init__(self, place: Place, threads: int) -> None:
-        self._place = place
+    def __init__(self, location: Location, threads: int) -> None:
+        self._location = location
         self._buffers = BufferPool(threads)
         self._slots = BufferPool(threads)
         self._digest = select_digest(alone=True)
@@ -152,7 +152,7 @@ class PartReader:
         """
         slot_nbytes, count = header.layout.slot_nbytes, len(header.records)
         with self._buffers.lease(header.nbytes) as buffer, contextlib.ExitStack() as stack:
-            read = self._place.read(header.name, buffer)
+            read = self._location.read(header.name, buffer)
             if header.compression == "none":
                 views = views_of(buffer[header.header_nbytes :], slot_nbytes, count)
             else:
@@ -192,18 +192,18 @@ class PartReader:
         return "" if same else "not the bytes exported"
 
 
-def open_archive(place: Place) -> Archive:
-    """Open the archive at ``place``.
+def open_archive(location: Location) -> Archive:
+    """Open the archive at ``location``.
 
     Raises:
         ConfigError: There is no complete archive, or its manifest is damaged.
         OSError: The medium failed.
     """
     try:
-        sizes = place.names()
+        sizes = location.names()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{place}: {error.strerror}; name an archive") from error
-    return Archive(place, read_manifest(place, sizes), sizes)
+        raise ConfigError(f"{location}: {error.strerror}; name an archive") from error
+    return Archive(location, read_manifest(location, sizes), sizes)
 
 
 def verify_archive(
@@ -219,7 +219,7 @@ def verify_archive(
         OSError: The medium failed.
     """
     threads = threads_for(archive.manifest.layout.slot_nbytes, buffers=2)
-    reader = PartReader(archive.place, threads)
+    reader = PartReader(archive.location, threads)
     damaged = list[Damage]()
 
     def check(header: PartHeader) -> tuple[int, list[Damage]]:
@@ -240,8 +240,8 @@ def verify_archive(
     return damaged
 
 
-def read_manifest(place: Place, sizes: Mapping[str, int]) -> Manifest:
-    """Return the manifest of the archive at ``place``.
+def read_manifest(location: Location, sizes: Mapping[str, int]) -> Manifest:
+    """Return the manifest of the archive at ``location``.
 
     Raises:
         ConfigError: It is missing or damaged.
@@ -251,25 +251,25 @@ def read_manifest(place: Place, sizes: Mapping[str, int]) -> Manifest:
     if nbytes is None:
         parts = sum(name.endswith(PART_SUFFIX) for name in sizes)
         if not parts:
-            raise ConfigError(f"{place} is no archive; name the place of an export")
+            raise ConfigError(f"{location} is no archive; name the location of an export")
         remedy = "run the export again, which goes on where it stopped"
-        raise ConfigError(f"{place} has {parts} parts and no {MANIFEST}: {remedy}")
+        raise ConfigError(f"{location} has {parts} parts and no {MANIFEST}: {remedy}")
     buffer = aligned_buffer(whole_pages(nbytes + 1))
-    read = place.read(MANIFEST, buffer) if nbytes else 0
+    read = location.read(MANIFEST, buffer) if nbytes else 0
     try:
         return Manifest.from_json(bytes(buffer[:read]))
     except ManifestError as error:
         remedy = f"remove {MANIFEST} and run the export again, or copy the archive again"
-        raise ConfigError(f"{place}/{MANIFEST}: {error}; {remedy}") from error
+        raise ConfigError(f"{location}/{MANIFEST}: {error}; {remedy}") from error
 
 
-def read_header(place: Place, name: str, nbytes: int) -> PartHeader | str:
+def read_header(location: Location, name: str, nbytes: int) -> PartHeader | str:
     """Return the header of a part, or a message if it cannot be used.
 
     Args:
-        place: Where the archive is.
+        location: Where the archive is.
         name: The part.
-        nbytes: Bytes of the part as the place tells.
+        nbytes: Bytes of the part as the location tells.
 
     Raises:
         ConfigError: The part is compressed, and the package for it is missing.
@@ -279,13 +279,13 @@ def read_header(place: Place, name: str, nbytes: int) -> PartHeader | str:
         if not nbytes:
             return "it is empty"
         buffer = aligned_buffer(_FIRST_NBYTES)
-        read = place.read(name, buffer)
+        read = location.read(name, buffer)
         header_nbytes = PartHeader.header_nbytes_of(buffer[: min(read, PREFIX_NBYTES)])
         if header_nbytes > min(len(buffer), nbytes):
             if header_nbytes > nbytes:
                 return f"it ends at byte {nbytes:,}, within its header"
             buffer = aligned_buffer(header_nbytes)
-            read = place.read(name, buffer)
+            read = location.read(name, buffer)
         header = PartHeader.parse(buffer[: min(read, header_nbytes)], name)
     except PartDamagedError as error:
         return str(error)

@@ -19,9 +19,9 @@ from kvtier.archive.buffers import (
     slots_per_part,
     views_of,
 )
+from kvtier.archive.locations import Location
 from kvtier.archive.manifest import MANIFEST, Manifest, PartEntry, differences
 from kvtier.archive.part import PART_SUFFIX, PartHeader, Record
-from kvtier.archive.places import Place
 from kvtier.archive.reading import read_header, read_manifest
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
@@ -56,14 +56,16 @@ class ArchiveWriter:
     """Writes parts of one archive, and its manifest at the end.
 
     Args:
-        place: Where the archive is.
+        location: Where the archive is.
         layout: Meaning of the bytes of a slot.
         compression: ``none`` or ``zstd``.
         threads: How many threads call :meth:`write_part` at once.
     """
 
-    def __init__(self, place: Place, layout: Layout, compression: str, threads: int) -> None:
-        self._place = place
+    def __init__(
+        self, location: Location, layout: Layout, compression: str, threads: int
+    ) -> None:
+        self._location = location
         self._layout = layout
         self._compression = compression
         self._buffers = BufferPool(threads)
@@ -74,18 +76,18 @@ class ArchiveWriter:
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, place: Place, layout: Layout, *, compression: str, threads: int
+        cls, location: Location, layout: Layout, *, compression: str, threads: int
     ) -> Iterator[Self]:
-        """Create the archive at ``place``, or open the one there, and write it in the body.
+        """Create the archive at ``location``, or open the one there, and write it in the body.
 
         Raises:
-            ConfigError: The place cannot be written, or has an archive of another layout or a
+            ConfigError: The location cannot be written, or has an archive of another layout or a
                 damaged one.
             OSError: The medium failed.
         """
         require_compression(compression)
-        with place.writing():
-            writer = cls(place, layout, compression, threads)
+        with location.writing():
+            writer = cls(location, layout, compression, threads)
             writer._find_parts()
             yield writer
 
@@ -130,9 +132,9 @@ class ArchiveWriter:
         text = manifest.to_json()
         buffer = aligned_buffer(len(text))
         buffer[: len(text)] = text
-        self._place.sync()
-        self._place.write(MANIFEST, buffer, len(text))
-        self._place.sync()
+        self._location.sync()
+        self._location.write(MANIFEST, buffer, len(text))
+        self._location.sync()
         return manifest
 
     def _write_raw(self, chunks: Sequence[Record], fill: Fill) -> WrittenPart:
@@ -174,21 +176,21 @@ class ArchiveWriter:
         if not records:
             return None
         header = PartHeader.write(buffer[:room], self._layout, self._compression, records)
-        self._place.write(header.name, buffer, header.nbytes)
+        self._location.write(header.name, buffer, header.nbytes)
         return PartEntry(header.name, header.nbytes, len(records))
 
     def _find_parts(self) -> None:
         """Read the headers of the parts that are there, with or without a manifest."""
-        found = self._place.names()
+        found = self._location.names()
         if MANIFEST in found:
-            self._require_same(read_manifest(self._place, found).layout)
+            self._require_same(read_manifest(self._location, found).layout)
         names = [name for name in found if name.endswith(PART_SUFFIX)]
-        calls = (partial(read_header, self._place, name, found[name]) for name in names)
+        calls = (partial(read_header, self._location, name, found[name]) for name in names)
         headers = run_in_order(calls, threads=_HEADER_THREADS, name="kvtier-headers")
         for name, header in zip(names, headers, strict=True):
             if isinstance(header, str):
                 remedy = "remove this part, and run the command again"
-                raise ConfigError(f"{self._place}/{name}: {header}; {remedy}")
+                raise ConfigError(f"{self._location}/{name}: {header}; {remedy}")
             self._require_same(header.layout)
             self._keys.update(hash_key(record.key) for record in header.records)
             self._parts[name] = PartEntry(name, header.nbytes, len(header.records))
@@ -196,6 +198,6 @@ class ArchiveWriter:
     def _require_same(self, theirs: Layout) -> None:
         if differing := differences(theirs, self._layout):
             raise ConfigError(
-                f"{self._place} has an archive of another cache: {', '.join(differing)}; name "
-                "another place"
+                f"{self._location} has an archive of another cache: {', '.join(differing)}; name "
+                "another location"
             )

@@ -18,7 +18,7 @@ from kvtier.archive import (
     merge_archives,
     namespace_for,
     open_archive,
-    open_place,
+    open_location,
     verify_archive,
 )
 from kvtier.cli._cache_keys import KeyList
@@ -41,10 +41,10 @@ from kvtier.units import parse_size
 __all__ = ["export_cache", "import_cache", "merge_caches", "verify_parts"]
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_PLACE: Final = "a directory, or s3://, gs:// or az:// with a bucket and a prefix."
+_LOCATION: Final = "a directory, or s3://, gs:// or az:// with a bucket and a prefix."
 
 Zstd = Annotated[bool, typer.Option("--zstd", help="Compress each chunk with zstd.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help=f"The archive to write: {_PLACE}")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help=f"The archive to write: {_LOCATION}")]
 
 
 class _Report(Protocol):
@@ -85,24 +85,26 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
     """
     space = _one_of(find_namespaces(directory, namespace), directory)
     chosen = None if keys is None else KeyList.read(keys)
-    place = open_place(out)
+    location = open_location(out)
     slots = nbytes_of(space.directory / SLOTS) // space.layout.slot_nbytes
     began_s = time.monotonic()
     with _working(f"exporting {space.name}", slots, space) as advance:
         found = export_chunks(
             space,
-            place,
+            location,
             compression=_compression(zstd=zstd),
             wanted=chosen.take if chosen else lambda _: True,
             on_progress=advance,
         )
     missing = chosen.missing() if chosen else []
     seconds = time.monotonic() - began_s
-    _finish(ExportReport(str(place), space, found, missing, seconds), limit, as_json=as_json)
+    _finish(ExportReport(str(location), space, found, missing, seconds), limit, as_json=as_json)
 
 
 def import_cache(
-    archive: Annotated[str, typer.Argument(metavar="ARCHIVE", help=f"The archive: {_PLACE}")],
+    archive: Annotated[
+        str, typer.Argument(metavar="ARCHIVE", help=f"The archive: {_LOCATION}")
+    ],
     directory: Store,
     *,
     capacity: Annotated[
@@ -124,7 +126,7 @@ def import_cache(
     """
     capacity_bytes = None if capacity is None else quantity("--capacity", capacity, parse_size)
     with _resumable():
-        source = open_archive(open_place(archive))
+        source = open_archive(open_location(archive))
     space = namespace_for(source.manifest.layout, directory)
     began_s = time.monotonic()
     with _working(f"importing {space.name}", source.manifest.chunks, space) as advance:
@@ -132,13 +134,13 @@ def import_cache(
             source, directory, capacity_bytes=capacity_bytes, on_progress=advance
         )
     seconds = time.monotonic() - began_s
-    report = ImportReport(str(source.place), source.manifest.layout, found, seconds)
+    report = ImportReport(str(source.location), source.manifest.layout, found, seconds)
     _finish(report, limit, as_json=as_json)
 
 
 def merge_caches(
     archives: Annotated[
-        list[str], typer.Argument(metavar="ARCHIVE", help=f"Archives to copy: {_PLACE}")
+        list[str], typer.Argument(metavar="ARCHIVE", help=f"Archives to copy: {_LOCATION}")
     ],
     out: Out,
     *,
@@ -152,28 +154,28 @@ def merge_caches(
     of an ARCHIVE is damaged.
     """
     with _resumable():
-        sources = [open_archive(open_place(each)) for each in archives]
-    place = open_place(out)
+        sources = [open_archive(open_location(each)) for each in archives]
+    location = open_location(out)
     layout = sources[0].manifest.layout
     chunks = sum(source.manifest.chunks for source in sources)
     began_s = time.monotonic()
     with _working("merging", chunks) as advance:
         found = merge_archives(
-            sources, place, compression=_compression(zstd=zstd), on_progress=advance
+            sources, location, compression=_compression(zstd=zstd), on_progress=advance
         )
     seconds = time.monotonic() - began_s
-    _finish(MergeReport(str(place), layout, found, seconds), limit, as_json=as_json)
+    _finish(MergeReport(str(location), layout, found, seconds), limit, as_json=as_json)
 
 
 def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
     """Do what ``kvtier cache verify`` does, for the archive that ``text`` names."""
     with _resumable():
-        archive = open_archive(open_place(text))
+        archive = open_archive(open_location(text))
     began_s = time.monotonic()
     with _working("verifying", archive.manifest.chunks) as advance:
         damaged = verify_archive(archive, advance)
     seconds = time.monotonic() - began_s
-    report = VerifyReport(str(archive.place), archive.manifest, damaged, seconds)
+    report = VerifyReport(str(archive.location), archive.manifest, damaged, seconds)
     _finish(report, limit, as_json=as_json)
 
 
@@ -203,15 +205,15 @@ def _working(
 
 @contextlib.contextmanager
 def _resumable() -> Iterator[None]:
-    """Convert errors of a place into a ConfigError that names the file and a remedy."""
+    """Convert errors of a location into a ConfigError that names the file and a remedy."""
     try:
         yield
     except OSError as error:
-        place = printable(str(error.filename or "the archive"))
+        location = printable(str(error.filename or "the archive"))
         remedy = "check the disk and its permissions"
         if error.errno in _NO_ROOM:
             remedy = "make room, and run the command again, which goes on where it stopped"
-        raise ConfigError(f"{place}: {error.strerror or error}; {remedy}") from error
+        raise ConfigError(f"{location}: {error.strerror or error}; {remedy}") from error
 
 
 def _finish(report: _Report, limit: int, *, as_json: bool) -> None:

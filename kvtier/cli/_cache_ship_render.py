@@ -21,7 +21,7 @@ __all__ = ["ExportReport", "ImportReport", "MergeReport", "VerifyReport"]
 class ExportReport:
     """The result of ``export``."""
 
-    place: str
+    location: str
     space: StoredNamespace
     found: Exported
     missing: Sequence[str]
@@ -40,7 +40,7 @@ class ExportReport:
             for entry, problem in found.bad[: limit or None]
         ]
         return {
-            "archive": self.place,
+            "archive": self.location,
             "namespace": self.space.name,
             **_moved_document(found.chunks, self.space.layout, self.seconds),
             "present": found.present,
@@ -65,7 +65,7 @@ class ExportReport:
             *_counted(found.changed, "an engine replaced meanwhile"),
             *_counted(len(self.missing), "of the given keys are not in the store"),
             *_listed("bad", bad, limit),
-            _whole(self.place, found.archive_chunks, found.archive_nbytes),
+            _whole(self.location, found.archive_chunks, found.archive_nbytes),
         ]
 
 
@@ -110,7 +110,7 @@ class ImportReport:
 class MergeReport:
     """The result of ``merge``."""
 
-    place: str
+    location: str
     layout: Layout
     found: Merged
     seconds: float
@@ -123,7 +123,7 @@ class MergeReport:
     def as_dict(self, limit: int) -> dict[str, Any]:
         """Return the result as plain values."""
         return {
-            "archive": self.place,
+            "archive": self.location,
             **_moved_document(self.found.chunks, self.layout, self.seconds),
             "present": self.found.present,
             **_damage_document(self.found.damaged, limit),
@@ -138,7 +138,7 @@ class MergeReport:
             _moved("copied", found.chunks, self.layout, self.seconds),
             *_counted(found.present, "the archive had already"),
             *_listed("damaged", list(map(str, found.damaged)), limit),
-            _whole(self.place, found.archive_chunks, found.archive_nbytes),
+            _whole(self.location, found.archive_chunks, found.archive_nbytes),
         ]
 
 
@@ -146,7 +146,7 @@ class MergeReport:
 class VerifyReport:
     """The result of ``verify`` for an archive."""
 
-    place: str
+    location: str
     manifest: Manifest
     damaged: Sequence[Damage]
     seconds: float
@@ -159,7 +159,7 @@ class VerifyReport:
     def as_dict(self, limit: int) -> dict[str, Any]:
         """Return the result as plain values."""
         return {
-            "archive": self.place,
+            "archive": self.location,
             "chunks": self.manifest.chunks,
             "nbytes": self.manifest.nbytes,
             "seconds": round(self.seconds, 6),
@@ -169,7 +169,7 @@ class VerifyReport:
     def lines(self, limit: int) -> list[str]:
         """Return the result as lines of text."""
         rate = approximate_rate(self.manifest.nbytes / self.seconds)
-        whole = _whole(self.place, self.manifest.chunks, self.manifest.nbytes)
+        whole = _whole(self.location, self.manifest.chunks, self.manifest.nbytes)
         return [
             f"{whole}, read in {approximate_duration(self.seconds)}, {rate}",
             *_listed("damaged", list(map(str, self.damaged)), limit),
@@ -205,8 +205,8 @@ def _listed(what: str, lines: Sequence[str], limit: int) -> list[str]:
     return shown
 
 
-def _whole(place: str, chunks: int, nbytes: int) -> str:
-    return f"{place} has {_count(chunks)} ({approximate_size(nbytes)})"
+def _whole(location: str, chunks: int, nbytes: int) -> str:
+    return f"{location} has {_count(chunks)} ({approximate_size(nbytes)})"
 
 
 def _count(chunks: int) -> str:

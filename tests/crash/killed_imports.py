@@ -21,17 +21,17 @@ os.putenv("OPENBLAS_NUM_THREADS", "1")  # read when numpy is loaded: no threads 
 from typing_extensions import override
 
 import kvtier.archive.exporting
-import kvtier.archive.places
+import kvtier.archive.locations
 import kvtier.archive.target
 import kvtier.tiers.slab.maintain
-from kvtier.archive import export_chunks, import_chunks, open_archive, open_place
+from kvtier.archive import export_chunks, import_chunks, open_archive, open_location
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from kvtier.tiers.slab.verify import verify
 from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.stores import SLOTS, Store
 
-_USERS: Final = (kvtier.archive.places, kvtier.archive.target, kvtier.tiers.slab.maintain)
+_USERS: Final = (kvtier.archive.locations, kvtier.archive.target, kvtier.tiers.slab.maintain)
 
 
 class KillingIo(FaultyIo):
@@ -96,12 +96,12 @@ def engine_finds(root: Path) -> int:
 
 
 def import_once(archive: Path, root: Path) -> int:
-    return import_chunks(open_archive(open_place(str(archive))), root).chunks
+    return import_chunks(open_archive(open_location(str(archive))), root).chunks
 
 
 def export_once(root: Path, archive: Path) -> int:
     (space,) = find_namespaces(root)
-    return export_chunks(space, open_place(str(archive))).archive_chunks
+    return export_chunks(space, open_location(str(archive))).archive_chunks
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.archive import Damage, open_archive, open_place, verify_archive
+from kvtier.archive import Damage, open_archive, open_location, verify_archive
 from kvtier.archive.reading import Archive
 from kvtier.errors import ConfigError
 from kvtier.keys import short_key
@@ -28,7 +28,7 @@ def archive(request: pytest.FixtureRequest, shell: Shell, store: Store, out: Pat
 
 
 def opened(path: Path) -> Archive:
-    return open_archive(open_place(str(path)))
+    return open_archive(open_location(str(path)))
 
 
 def records_of(path: Path) -> list[tuple[int, int]]:

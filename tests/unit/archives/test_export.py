@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.archive import export_chunks, open_archive, open_place
+from kvtier.archive import export_chunks, open_archive, open_location
 from kvtier.archive.reading import Archive
 from kvtier.keys import ChunkKey, short_key
 from kvtier.tiers.slab.inspect import find_namespaces
@@ -18,7 +18,7 @@ from tests.unit.stores import KEYS, SLOTS, Store
 
 
 def opened(path: Path) -> Archive:
-    return open_archive(open_place(str(path)))
+    return open_archive(open_location(str(path)))
 
 
 def keys_in(path: Path) -> list[ChunkKey]:
@@ -140,8 +140,8 @@ class TestExport:
                 store.put([key], [9])
 
         (space,) = find_namespaces(store.root)
-        place = open_place(str(out))
-        found = export_chunks(space, place, on_progress=replace, pause=lambda _: None)
+        location = open_location(str(out))
+        found = export_chunks(space, location, on_progress=replace, pause=lambda _: None)
         assert (found.chunks, found.changed, found.bad) == (15, 1, [])
 
     def test_a_store_that_was_reset_is_refused(
@@ -180,7 +180,7 @@ class TestRefusals:
         assert ran.code == 2
         assert (
             f"{archive} has an archive of another cache: "
-            "model is 'some/model' there and 'another' here; name another place"
+            "model is 'some/model' there and 'another' here; name another location"
         ) in flat(ran.err)
         assert keys_in(archive) == KEYS[:SLOTS]
 
@@ -200,8 +200,8 @@ class TestRefusals:
     def test_two_exports_to_one_place_do_not_mix(
         self, shell: Shell, store: Store, out: Path
     ) -> None:
-        place = open_place(str(out))
-        with place.writing():
+        location = open_location(str(out))
+        with location.writing():
             ran = shell("export", store.filled().root, out)
         assert (ran.code, "another process writes" in ran.err) == (2, True)
 
@@ -211,7 +211,7 @@ class TestRefusals:
         io = FaultyIo()
         io.fail("pwritev", errno.ENOSPC)
         with monkeypatch.context() as patch:
-            patch.setattr("kvtier.archive.places.BlockIo", lambda: io)
+            patch.setattr("kvtier.archive.locations.BlockIo", lambda: io)
             ran = shell("export", store.filled().root, out)
         assert ran.code == 2
         assert "No space left on device; make room, and run the command again" in flat(ran.err)

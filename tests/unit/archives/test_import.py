@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.archive import open_place
+from kvtier.archive import open_location
 from kvtier.testing.tier_harness import make_sources
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.inspect import find_namespaces
@@ -195,7 +195,7 @@ class TestRefusals:
         ("place", "problem"),
         [
             ("nowhere", "No such file or directory; name an archive"),
-            ("ftp://host/a", "no such place; give a path, or s3://, gs://, az://"),
+            ("ftp://host/a", "no such location; give a path, or s3://, gs://, az://"),
             (".", "so it is no archive; name another"),
         ],
     )
@@ -251,4 +251,4 @@ class TestMerge:
         found = shell.json("merge", archive, tmp_path / "merged", code=1)
         assert (found["chunks"], found["damaged"]) == (15, 1)
         assert shell("verify", tmp_path / "merged").code == 0
-        assert open_place(str(archive)).names()
+        assert open_location(str(archive)).names()

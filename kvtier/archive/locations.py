@@ -1,6 +1,6 @@
 """Where an archive is: a directory, or a prefix of a bucket in an object store.
 
-A place holds named objects that are written once, as a whole. A reader never finds half an
+A location holds named objects that are written once, as a whole. A reader never finds half an
 object: a file gets its name when all of it is written, and object stores work like that.
 """
 
@@ -22,15 +22,15 @@ from kvtier.errors import ConfigError
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, write_fully
 
-__all__ = ["Directory", "Place", "open_place", "whole_pages"]
+__all__ = ["Directory", "Location", "open_location", "whole_pages"]
 
 _DRAFT: Final = ".draft"
 _SCHEMES: Final = ("s3", "gs", "az")
 _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 
-class Place(ABC):
-    """Named objects of an archive. Several threads may use one place at once.
+class Location(ABC):
+    """Named objects of an archive. Several threads may use one location at once.
 
     Methods raise :class:`OSError` when the medium fails; FileNotFoundError if there is no such
     object.
@@ -41,7 +41,7 @@ class Place(ABC):
         """Return the bytes of each object, by name.
 
         Raises:
-            ConfigError: The place has objects of something else than an archive.
+            ConfigError: The location has objects of something else than an archive.
         """
 
     @abstractmethod
@@ -69,10 +69,10 @@ class Place(ABC):
     @abstractmethod
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Create the place and keep other writers out in the body, where the medium can.
+        """Create the location and keep other writers out in the body, where the medium can.
 
         Raises:
-            ConfigError: The place cannot be written, or another process writes it.
+            ConfigError: The location cannot be written, or another process writes it.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Place(ABC):
         """Wait until the objects survive loss of power."""
 
 
-class Directory(Place):
+class Directory(Location):
     """A directory with one file for each object.
 
     Args:
@@ -199,8 +199,8 @@ class _NotDirectError(Exception):
     """The file system does not have O_DIRECT."""
 
 
-def open_place(text: str) -> Place:
-    """Return the place that a user names by a path or a URL.
+def open_location(text: str) -> Location:
+    """Return the location that a user names by a path or a URL.
 
     Raises:
         ConfigError: The URL is not one of an object store, or the package for them is missing.
@@ -210,7 +210,7 @@ def open_place(text: str) -> Place:
         return Directory(Path(text))
     if scheme not in _SCHEMES:
         known = ", ".join(f"{each}://" for each in _SCHEMES)
-        raise ConfigError(f"{printable(text)}: no such place; give a path, or {known}")
+        raise ConfigError(f"{printable(text)}: no such location; give a path, or {known}")
     from kvtier.archive.objects import open_bucket  # noqa: PLC0415 - an optional extra
 
     return open_bucket(text)
