@@ -81,8 +81,8 @@ class ArchiveWriter:
         """Create the archive at ``location``, or open the one there, and write it in the body.
 
         Raises:
-            ConfigError: The location cannot be written, or has an archive of another layout or a
-                damaged one.
+            ConfigError: The location cannot be written, or has a damaged archive or one of
+                another layout.
             OSError: The medium failed.
         """
         require_compression(compression)
@@ -198,6 +198,6 @@ class ArchiveWriter:
     def _require_same(self, theirs: Layout) -> None:
         if differing := differences(theirs, self._layout):
             raise ConfigError(
-                f"{self._location} has an archive of another cache: {', '.join(differing)}; name "
-                "another location"
+                f"{self._location} has an archive of another cache: {', '.join(differing)}; "
+                "name another location"
             )
