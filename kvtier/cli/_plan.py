@@ -132,9 +132,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         block_tokens or _BLOCK_TOKENS,
         prefill_rate or _PREFILL_TOKENS_PER_S,
     )
-    result = replace(
-        result, notes=(*_assumptions(result, block_tokens, prefill_rate), *result.notes)
-    )
+    assumed = _assumptions(result, block_tokens, prefill_rate)
+    result = replace(result, notes=(*assumed, *result.notes))
     if as_json:
         show_json(asdict(result))
     else:
