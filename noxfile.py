@@ -179,6 +179,13 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session
+def pictures(session: nox.Session) -> None:
+    """Draw docs/pictures again: ``-- DIR`` with a directory on the disk to measure."""
+    install_test(session)
+    session.run("python", "-m", "tests.docs.pictures", *(session.posargs or ["."]))
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: all of them, or one as ``-- NAME ARGUMENTS``."""
     name, *arguments = session.posargs or [""]
