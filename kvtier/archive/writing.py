@@ -182,9 +182,12 @@ class ArchiveWriter:
     def _find_parts(self) -> None:
         """Read the headers of the parts that are there, with or without a manifest."""
         found = self._location.names()
+        names = sorted(name for name in found if name.endswith(PART_SUFFIX))
         if MANIFEST in found:
-            self._require_same(read_manifest(self._location, found).layout)
-        names = [name for name in found if name.endswith(PART_SUFFIX)]
+            manifest = read_manifest(self._location, found)
+            self._require_same(manifest.layout)
+            order = {part.name: at for at, part in enumerate(manifest.parts)}
+            names.sort(key=lambda name: order.get(name, len(order)))
         calls = (partial(read_header, self._location, name, found[name]) for name in names)
         headers = run_in_order(calls, threads=_HEADER_THREADS, name="kvtier-headers")
         for name, header in zip(names, headers, strict=True):

@@ -146,7 +146,7 @@ def verify(
     limit: BadLimit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every chunk of a store or an archive with its checksum.
+    """Compare every chunk with its checksum.
 
     Exits with 1 if a chunk is bad: an engine would recompute that chunk. Only reads, and may
     run beside an engine, but takes bandwidth of the disk.

@@ -118,9 +118,9 @@ def import_cache(
     limit: BadLimit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Copy the chunks of an archive into a store that no engine uses.
+    """Copy the chunks of an archive into a store.
 
-    Nothing is evicted: if room is short, the most recently used chunks of the archive are
+    No engine may use the store. Nothing is evicted: if room is short, the most recently used chunks of the archive are
     copied. Run the command again after an interrupt: it copies what the store lacks. Exits with
     1 if a part of the archive is damaged.
     """
@@ -148,9 +148,9 @@ def merge_caches(
     limit: BadLimit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Copy the chunks of several archives of one cache into one archive.
+    """Copy the chunks of several archives into one.
 
-    Run the command again after an interrupt: it writes what OUT lacks. Exits with 1 if a part
+    All are archives of one cache. Run the command again after an interrupt: it writes what OUT lacks. Exits with 1 if a part
     of an ARCHIVE is damaged.
     """
     with _resumable():
