@@ -120,9 +120,9 @@ def import_cache(
 ) -> None:
     """Copy the chunks of an archive into a store.
 
-    No engine may use the store. Nothing is evicted: if room is short, the most recently used chunks of the archive are
-    copied. Run the command again after an interrupt: it copies what the store lacks. Exits with
-    1 if a part of the archive is damaged.
+    No engine may use the store. Nothing is evicted: if room is short, the most recently used
+    chunks of the archive are copied. Run the command again after an interrupt: it copies what
+    the store lacks. Exits with 1 if a part of the archive is damaged.
     """
     capacity_bytes = None if capacity is None else quantity("--capacity", capacity, parse_size)
     with _resumable():
@@ -150,8 +150,8 @@ def merge_caches(
 ) -> None:
     """Copy the chunks of several archives into one.
 
-    All are archives of one cache. Run the command again after an interrupt: it writes what OUT lacks. Exits with 1 if a part
-    of an ARCHIVE is damaged.
+    All are archives of one cache. Run the command again after an interrupt: it writes what OUT
+    lacks. Exits with 1 if a part of an ARCHIVE is damaged.
     """
     with _resumable():
         sources = [open_archive(open_location(each)) for each in archives]
