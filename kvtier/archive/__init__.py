@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from kvtier.archive.exporting import Exported, export_chunks
 from kvtier.archive.importing import Imported, import_chunks
-from kvtier.archive.locations import Location, open_location
+from kvtier.archive.locations import Location, has_archive, open_location
 from kvtier.archive.merging import Merged, merge_archives
 from kvtier.archive.reading import Archive, Damage, open_archive, verify_archive
 from kvtier.archive.target import namespace_for
@@ -39,6 +39,7 @@ __all__ = [
     "Location",
     "Merged",
     "export_chunks",
+    "has_archive",
     "import_chunks",
     "merge_archives",
     "namespace_for",

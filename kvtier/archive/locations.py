@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, write_fully
 
-__all__ = ["Directory", "Location", "open_location", "whole_pages"]
+__all__ = ["Directory", "Location", "has_archive", "open_location", "whole_pages"]
 
 _DRAFT: Final = ".draft"
 _SCHEMES: Final = ("s3", "gs", "az")
@@ -214,6 +214,14 @@ def open_location(text: str) -> Location:
     from kvtier.archive.objects import open_bucket  # noqa: PLC0415 - an optional extra
 
     return open_bucket(text)
+
+
+def has_archive(text: str) -> bool:
+    """Return whether a path or URL seems to name an archive and not a store."""
+    if "://" in text:
+        return True
+    path = Path(text)
+    return (path / MANIFEST).exists() or any(path.glob(f"*{PART_SUFFIX}"))
 
 
 def whole_pages(nbytes: int) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Final, cast
 
 import typer
 
-from kvtier.archive.manifest import MANIFEST
+from kvtier.archive import has_archive
 from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.cli._cache_ship import export_cache, import_cache, merge_caches, verify_parts
@@ -151,7 +151,7 @@ def verify(
     Exits with 1 if a chunk is bad: an engine would recompute that chunk. Only reads, and may
     run beside an engine, but takes bandwidth of the disk.
     """
-    if "://" in where or (Path(where) / MANIFEST).exists():
+    if has_archive(where):
         verify_parts(where, limit, as_json=as_json)
         return
     checks: list[render.Check] = []

@@ -58,7 +58,7 @@ def test_every_argument_of_a_command_is_explained_under_its_name() -> None:
         words = usage.removeprefix(f"Usage: kvtier {' '.join(command)} [OPTIONS]")
         named = re.findall(r"[A-Z]+", words)
         _, _, arguments = rest.partition("Arguments:\n")
-        explained = re.findall(r"^  ([A-Z]+)  \S", arguments, re.MULTILINE)
+        explained = re.findall(r"^  ([A-Z]+)  +\S", arguments, re.MULTILINE)
         assert explained == named, command
         last = named[-1:] in (["DIR"], ["OUT"])
         assert last or command[0] != "cache", "the store comes last, or what is written"

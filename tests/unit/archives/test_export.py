@@ -157,13 +157,13 @@ class TestExport:
         assert not out.exists()
 
     def test_one_of_several_caches_is_chosen_by_name(
-        self, shell: Shell, store: Store, out: Path
+        self, shell: Shell, store: Store, out: Path, other: Store
     ) -> None:
-        store.start(slots=SLOTS // 2)
-        store.fill(3)
-        store.stop()
-        store.start(slots=SLOTS, model="another")
-        store.stop()
+        store.filled(count=3)
+        other.start(model="another")
+        other.stop()
+        (another,) = other.root.iterdir()
+        another.rename(store.root / another.name)
         ran = shell("export", store.root, out)
         assert (ran.code, "has several caches; give --namespace " in ran.err) == (2, True)
         assert shell("export", store.root, out, "-n", store.directory.name).code == 0
