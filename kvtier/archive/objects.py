@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
@@ -18,16 +18,16 @@ from kvtier.errors import ConfigError
 from kvtier.printable import printable
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 __all__ = ["Bucket", "open_bucket"]
 
-_TIMEOUTS: Final[dict[str, Any]] = {
+_TIMEOUTS: Final[ClientConfig] = {
     "connect_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=120),
 }
 """Of one request."""
-_RETRY: Final[dict[str, Any]] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
+_RETRY: Final[RetryConfig] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
 _NAMES_AT_ONCE: Final = 1000
 
 

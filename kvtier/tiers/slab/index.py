@@ -108,12 +108,12 @@ class PackedRows(NamedTuple):
     """Some rows, as one statement returns them.
 
     Attributes:
-        count: Number of rows.
+        row_count: Number of rows.
         numbers: Slot, checksum, generation and last use of each row, 16 hex digits each.
         keys: The keys in hex, separated by commas.
     """
 
-    count: int
+    row_count: int
     numbers: str
     keys: str
 
@@ -244,7 +244,7 @@ class IndexDatabase:
         for first in range(0, capacity_slots, _SLOTS_PER_STEP):
             end = min(first + _SLOTS_PER_STEP, capacity_slots)
             found = PackedRows(*self._connection.execute(_LOAD, (first, end)).fetchone())
-            if found.count:
+            if found.row_count:
                 yield found
 
     def drop_beyond(self, capacity_slots: int) -> None:

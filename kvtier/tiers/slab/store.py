@@ -154,7 +154,8 @@ class _SlotTable:
         A key is old if its hash differs from ``key_hashes`` at the same position.
         """
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
-        return self._key_marks[slots][others].tobytes()
+        removed: PackedMarks = self._key_marks[slots][others].tobytes()
+        return removed
 
     def held(self, slots: npt.NDArray[np.int64]) -> PackedMarks:
         """Return the marks of the known keys in ``slots``."""

@@ -108,7 +108,7 @@ def _fetch(
     keys: list[KeyArray] = []
     numbers = [np.empty((0, 4), dtype=np.int64)]
     for found in database.packed_rows(capacity_slots):
-        keys.append(_decode_keys(found.keys, found.count))
+        keys.append(_decode_keys(found.keys, found.row_count))
         packed = np.frombuffer(bytes.fromhex(found.numbers), dtype=">i8")
         numbers.append(packed.reshape(-1, 4).astype(np.int64))
     if len({some.dtype for some in keys}) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ URL = "s3://bucket/warm"
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A store in memory, which every URL leads to."""
     obstore_store = pytest.importorskip("obstore.store")
     memory = obstore_store.MemoryStore()
