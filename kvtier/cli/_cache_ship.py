@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Final, Protocol
 
 import typer
+from rich.text import Text
 
 from kvtier.archive import (
     export_chunks,
@@ -30,7 +31,7 @@ from kvtier.cli._cache_ship_render import (
 )
 from kvtier.cli._options import AsJson, BadLimit, Only, Store, quantity
 from kvtier.cli._progress import show_bars
-from kvtier.cli._render import make_console, show_json, show_line
+from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
 from kvtier.printable import printable
 from kvtier.tiers.slab.explain import explained
@@ -223,6 +224,6 @@ def _finish(report: _Report, limit: int, *, as_json: bool) -> None:
     else:
         console = make_console()
         for line in report.lines(limit):
-            show_line(console, line)
+            console.print(Text(line), soft_wrap=True)
     if report.is_bad:
         raise typer.Exit(1)
