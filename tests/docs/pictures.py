@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tests.docs.pages import DOCS
 
-COLUMNS: Final = 100
+COLUMNS: Final = 104
 PICTURES: Final = DOCS / "pictures"
 CONFIG: Final = """tiers:
   - {kind: ram, capacity: 1GiB}
@@ -29,7 +29,8 @@ engine: {blocks_per_chunk: 4}
 GENERATE: Final = "trace generate agents --sessions 200 --per-s 0.1 --seed 1 -o agents.jsonl"
 COMMANDS: Final = {
     "doctor": "doctor kvtier.yaml",
-    "sweep": "sim sweep agents.jsonl --policies lru,s3-fifo,hedged-lhd --capacities 1%,5%,10%",
+    "sweep": "sim sweep agents.jsonl --policies lru,s3-fifo,hedged-lhd --capacities 1%,5%,10% "
+    "--csv curves.csv",
 }
 
 
@@ -38,13 +39,13 @@ def printed(arguments: Sequence[str], directory: Path) -> str:
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}  # noqa: TID251
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", *arguments],
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
         cwd=directory,
         env=environment,
     )
-    assert done.returncode in {0, 1}, arguments
+    assert done.returncode in {0, 1}, done.stderr
     return done.stdout
 
 

@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> None:
     root: Path = options.directory
     asyncio.run(fill(root / "store", slot_nbytes, nbytes // slot_nbytes))
     form = ["--zstd"] if options.zstd else []
-    shares: dict[str, list[float]] = {"export": [], "import": []}
+    shares: dict[str, list[float]] = {}
     archive: Path = options.archive or root / "archive"
     for number in range(options.rounds):
         read, write = disk_rates(root)
@@ -97,16 +97,17 @@ def measure(options: argparse.Namespace) -> None:
             "import": run("import", str(archive), str(root / "target")),
         }
         for name, ran in commands.items():
-            shares[name].append(ran.bytes_per_s / min(read, write))
             line += f"; {name} {approximate_rate(ran.bytes_per_s)}"
-            line += f" ({ran.bytes_per_s / min(read, write):.2f} of the slower,"
-            line += f" {ran.bytes_per_s / copy:.2f} of the copy)"
             line += f", {approximate_size(ran.memory_nbytes)}"
+            for peer, rate in (("the slower", min(read, write)), ("the copy", copy)):
+                shares.setdefault(f"{name}, of {peer}", []).append(ran.bytes_per_s / rate)
         print(line, flush=True)  # noqa: T201
         shutil.rmtree(archive)
         shutil.rmtree(root / "target")
     for name, found in shares.items():
-        print(f"{name}: median {statistics.median(found):.2f}, bar {BAR_SHARE}")  # noqa: T201
+        least, most = min(found), max(found)
+        median = statistics.median(found)
+        print(f"{name}: {median:.2f} ({least:.2f}..{most:.2f}), bar {BAR_SHARE}")  # noqa: T201
 
 
 async def fill(path: Path, slot_nbytes: int, slots: int) -> None:
