@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "open_bucket"]
 
-_TIMEOUTS: Final[ClientConfig] = {
+_CLIENT: Final[ClientConfig] = {
     "connect_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=120),
+    "allow_http": True,  # only an endpoint that the environment names is without TLS
 }
 """Of one request."""
 _RETRY: Final[RetryConfig] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
@@ -88,10 +89,9 @@ class Bucket(Location):
         try:
             yield
         except BaseError as error:
-            problem = " ".join(printable(str(error)).split())[:300]
             remedy = "check its name, the credentials in the environment and the network"
             where = f"{self}/{name}" if name else str(self)
-            raise ConfigError(f"{where}: {problem}; {remedy}") from error
+            raise ConfigError(f"{where}: {_first_line(error)}; {remedy}") from error
 
 
 def open_bucket(url: str) -> Bucket:
@@ -108,9 +108,13 @@ def open_bucket(url: str) -> Bucket:
         raise ConfigError(f"{printable(url)} needs the package obstore; {remedy}") from error
     try:
         return Bucket(
-            from_url(url, client_options=_TIMEOUTS, retry_config=_RETRY), url.rstrip("/")
+            from_url(url, client_options=_CLIENT, retry_config=_RETRY), url.rstrip("/")
         )
     except (BaseError, ValueError) as error:
-        problem = " ".join(printable(str(error)).split())[:300]
         remedy = "check the URL and the credentials in the environment"
-        raise ConfigError(f"{printable(url)}: {problem}; {remedy}") from error
+        raise ConfigError(f"{printable(url)}: {_first_line(error)}; {remedy}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return what obstore says, without the debugging output that follows."""
+    return printable(str(error).partition("\n")[0])
