@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+import shutil
 import sys
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ CONSTRAINTS = ".ci/constraints.txt"
 INPUTS = ("noxfile.py", "pyproject.toml", CONSTRAINTS)
 VLLM: str = PROJECT["tool"]["kvtier"]["vllm"]["tests"]
 VLLM_TORCH: dict[str, str] = PROJECT["tool"]["kvtier"]["vllm"]["torch"]
+# Tests of the commands, for an installed wheel without torch.
+WHEEL_TESTS = ("tests/unit/test_cli.py", "tests/unit/test_cli_help.py", "tests/unit/archives")
 # A nightly test may take longer.
 PATIENCE = ("-o", "faulthandler_timeout=1200")
 
@@ -71,8 +74,19 @@ def install_test(session: nox.Session) -> None:
     install(session, "test")
 
 
+def make_environment(session: nox.Session, path: pathlib.Path, *requirements: str) -> str:
+    """Create a fresh environment with ``requirements`` and return its Python."""
+    session.run("python", "-m", "venv", "--clear", str(path))
+    python = str(path / "bin" / "python")
+    session.run(
+        python, "-m", "pip", "install", "-q", "--no-compile", *requirements, external=True
+    )
+    return python
+
+
 # What each benchmark needs installed, and the module that runs it.
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
+    "archive": (install_test, "tests.bench.archive"),
     "connector": (install_vllm, "tests.bench.connector"),
     "nvme": (install_vllm, "tests.bench.nvme"),
     "sim": (install_test, "tests.bench.sim"),
@@ -147,6 +161,39 @@ def docs(session: nox.Session) -> None:
     """The manual; a reference that does not resolve is an error."""
     install(session, "docs")
     session.run("sphinx-build", "-nW", "--keep-going", "docs", "docs/_build/html")
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel and the sdist, and test the commands of the installed wheel."""
+    once(session, lambda: session.install("build>=1.2"))
+    work = pathlib.Path(session.create_tmp()).resolve()
+    shutil.rmtree(work)
+    session.run("python", "-m", "build", "--outdir", str(work / "dist"), str(ROOT))
+    (built,) = (work / "dist").glob("*.whl")
+    # A copy without kvtier/, which Python would import instead of what is installed.
+    for name in ("tests", "docs", "configs", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, work / name)
+    session.chdir(work)
+    plain = make_environment(session, work / "plain", str(built))
+    session.run(plain, str(ROOT / ".ci/check_install.py"), "60", external=True)
+    group = nox.project.dependency_groups(PROJECT, "test")
+    tools = [each for each in group if not each.startswith(("torch", "matplotlib"))]
+    python = make_environment(session, work / "sim", f"{built}[sim,zstd,objects]", *tools)
+    kvtier = str(pathlib.Path(python).with_name("kvtier"))
+    trace = "tests/data/small_chat.jsonl"
+    session.run(
+        kvtier, "sim", "run", trace, "--policy", "lru", "--capacity", "10%", external=True
+    )
+    session.run(python, "-m", "pytest", "-q", *WHEEL_TESTS, external=True)
+
+
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """Draw docs/pictures again: ``-- DIR`` with a directory on the disk to measure."""
+    install_test(session)
+    session.run("python", "-m", "tests.docs.pictures", *(session.posargs or ["."]))
 
 
 @nox.session

@@ -7,21 +7,26 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from kvtier.keys import ChunkKey
 
 __all__ = [
+    "GdsMode",
     "Job",
     "JobId",
     "LayoutFingerprint",
     "Outcome",
     "Purpose",
     "SharedMemory",
+    "SlotFileId",
     "TransferResult",
 ]
 
 JobId = int
+
+GdsMode: TypeAlias = Literal["auto", "require", "off"]
+"""Whether workers read chunks of a tier straight into GPU memory."""
 
 
 class Purpose(enum.IntEnum):
@@ -122,6 +127,22 @@ class SharedMemory:
     nbytes: int
 
 
+class SlotFileId(NamedTuple):
+    """The slot file of an NVMe tier, for a process that opens it as well.
+
+    Attributes:
+        tier: Name of the tier, for messages.
+        path: The file.
+        device: Number of its file system, as ``st_dev``.
+        inode: Number of the file there, as ``st_ino``.
+    """
+
+    tier: str
+    path: str
+    device: int
+    inode: int
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutFingerprint:
     """All values that must be equal for two engines to share stored chunks.
@@ -132,10 +153,13 @@ class LayoutFingerprint:
     Attributes:
         fields: Model, dtype, tokens per chunk, ranks, layout and others, by name.
         label: The model's name for messages; not part of the identity.
+        groups: The KV cache groups as JSON values, for tools that compute keys without an
+            engine; not part of the identity.
     """
 
     fields: Mapping[str, str | int]
     label: str = field(default="", compare=False)
+    groups: Sequence[Mapping[str, str | int]] = field(default=(), compare=False)
 
     def namespace(self) -> str:
         """Return a directory name that differs whenever any field differs.

@@ -42,8 +42,10 @@ hypothesis.settings.load_profile("dev")
 
 
 NEEDS_VLLM = (
+    "kvtier/memory/cuda_hash.py",
     "kvtier/memory/cuda_kernel.py",
     "kvtier/vllm/connector.py",
+    "kvtier/vllm/offline.py",
     "kvtier/vllm/metrics.py",
     "kvtier/vllm/spec.py",
     "tests/integration",

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 import kvtier
-from kvtier.cli._options import Commands
+from kvtier.cli._options import Commands, numpy_needed
 from kvtier.errors import KvtierError
 from kvtier.printable import printable
 
@@ -34,12 +34,17 @@ _COMMANDS: Final = {
         "Print the vLLM arguments that load kvtier with FILE.",
     ),
     "schema": ("_commands:print_schema", "Print the JSON Schema of configuration files."),
+    "warmup": ("_warmup:warmup", "Compute known prompts and store their KV."),
     "replay": ("_replay:replay", "Replay TRACE through real tiers, beside a simulation."),
-    "cache": ("_cache:cache", "Inspect and clean the store of an NVMe tier."),
+    "cache": ("_cache:cache", "Inspect, clean and ship the store of an NVMe tier."),
     "sim": ("_sim:sim_app", "Simulate traces against policies and configurations."),
     "trace": ("_trace:trace_app", "Describe, convert and generate traces."),
 }
 """The function or group behind each command, and the first sentence of its help."""
+
+
+_EXTRAS: Final = {"replay": "torch", "sim": "sim", "trace": "sim"}
+"""The extra of each command that needs more than a plain install."""
 
 
 class _Deferred(TyperCommand):
@@ -51,8 +56,11 @@ class _Deferred(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        target, _ = _COMMANDS[self.name or ""]
-        return _load(target).make_context(info_name, args, parent, **extra)
+        name = self.name or ""
+        target, _ = _COMMANDS[name]
+        with numpy_needed(f"kvtier {name}", _EXTRAS.get(name)):
+            command = _load(target)
+        return command.make_context(info_name, args, parent, **extra)
 
 
 def _load(target: str) -> Any:  # noqa: ANN401 - typer has no public type for it

@@ -12,9 +12,12 @@ from typing import Annotated, Final, cast
 
 import typer
 
+from kvtier.archive import has_archive
 from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_keys import KeyPattern
-from kvtier.cli._options import AsJson, Commands, choice, quantity
+from kvtier.cli._cache_ship import export_cache, import_cache, merge_caches, verify_parts
+from kvtier.cli._coverage import coverage
+from kvtier.cli._options import AsJson, BadLimit, Commands, Only, Store, choice, quantity
 from kvtier.cli._progress import pulse, show_bars
 from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
@@ -38,17 +41,10 @@ from kvtier.units import parse_duration
 
 __all__ = ["cache"]
 
-cache = Commands(name="cache", help="Inspect and clean the store of an NVMe tier.")
+cache = Commands(name="cache", help="Inspect, clean and ship the store of an NVMe tier.")
+cache.command()(coverage)
 
 _ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
-_DIR = "The path of an nvme tier, or one model's directory in it."
-
-Store = Annotated[Path, typer.Argument(metavar="DIR", help=_DIR, readable=False)]
-Only = Annotated[
-    str | None,
-    typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
-]
-
 _MOST_ROWS = (1 << 63) - 1  # the largest integer of SQLite
 _STOP_FIRST = "stop that engine first"
 _STOP_OR_RESET = (
@@ -143,21 +139,25 @@ def ls(
 
 @cache.command()
 def verify(
-    directory: Store,
+    where: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="As for stat, or an archive, also in a bucket."),
+    ],
     *,
     namespace: Only = None,
-    limit: Annotated[
-        int, typer.Option("--limit", min=0, metavar="N", help="Bad chunks to list; 0 is all.")
-    ] = 20,
+    limit: BadLimit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every chunk of a store with its checksum.
+    """Compare every chunk with its checksum.
 
     Exits with 1 if a chunk is bad: an engine would recompute that chunk. Only reads, and may
     run beside an engine, but takes bandwidth of the disk.
     """
+    if has_archive(where):
+        verify_parts(where, limit, as_json=as_json)
+        return
     checks: list[render.Check] = []
-    spaces = find_namespaces(directory, namespace)
+    spaces = find_namespaces(Path(where), namespace)
     with show_bars() as progress:
         for space in spaces:
             task = progress.add_task(space.name, total=_slots(space))
@@ -260,6 +260,11 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
         render.show_compactions(make_console(), done)
 
 
+cache.command("export")(export_cache)
+cache.command("import")(import_cache)
+cache.command("merge")(merge_caches)
+
+
 def _report(space: StoredNamespace) -> render.Report:
     report = render.Report(space, slots=_slots(space))
     try:
@@ -270,6 +275,7 @@ def _report(space: StoredNamespace) -> render.Report:
             with IndexReader(space) as reader:
                 report.totals = reader.totals()
                 report.reset_at = reader.reset_at()
+                report.retained, report.retained_until = reader.retained(_now())
                 report.problem = _problem_of_slots(space, reader)
     except ConfigError as error:
         report.problem = str(error)

@@ -1,9 +1,13 @@
-"""Parses chunk keys of the command line: leading hex digits and an optional ``/GROUP``."""
+"""Parses chunk keys of the command line: leading hex digits and an optional ``/GROUP``.
+
+A file of keys has one key per line.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError
@@ -14,9 +18,10 @@ from kvtier.keys import (
     group_of,
     strip_adapter,
 )
+from kvtier.printable import printable
 from kvtier.tiers.slab.removals import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
-__all__ = ["KeyPattern"]
+__all__ = ["KeyList", "KeyPattern"]
 
 _PATTERN: Final = re.compile(r"([0-9a-fA-F]{8,})(?:/([0-9]{1,9}))?")
 
@@ -75,3 +80,59 @@ class KeyPattern:
             last = int(digits[-2 * GROUP_NBYTES :], 16)
             group = last if last < LIKELY_GROUPS else None
         return MarkPattern(digits, group)
+
+
+class KeyList:
+    """The keys that a file lists; remembers which of them were taken.
+
+    Args:
+        patterns: The keys by their text in the file; each has 16 digits at least.
+    """
+
+    def __init__(self, patterns: dict[str, KeyPattern]) -> None:
+        self._missing = dict.fromkeys(patterns)
+        self._patterns: dict[str, list[tuple[str, KeyPattern]]] = {}
+        for text, pattern in patterns.items():
+            self._patterns.setdefault(pattern.common_digits, []).append((text, pattern))
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Read a file with a key per line; empty lines are skipped.
+
+        Raises:
+            ConfigError: The file cannot be read, or a line is not a key of 16 digits or more.
+        """
+        try:
+            lines = file.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            problem = getattr(error, "strerror", None) or "not text"
+            raise ConfigError(
+                f"{printable(str(file))}: {problem}; name a file with a key per line"
+            ) from error
+        patterns = {}
+        for number, line in enumerate(map(str.strip, lines), start=1):
+            if line:
+                patterns[line] = _parse_line(f"{printable(str(file))}:{number}", line)
+        return cls(patterns)
+
+    def take(self, key: ChunkKey) -> bool:
+        """Return whether the list has ``key``."""
+        listed = self._patterns.get(key[:ADAPTER_OFFSET].hex(), ())
+        matching = [text for text, pattern in listed if pattern.matches(key)]
+        for text in matching:
+            self._missing.pop(text, None)
+        return bool(matching)
+
+    def missing(self) -> list[str]:
+        """Return the keys that were not taken."""
+        return list(self._missing)
+
+
+def _parse_line(where: str, line: str) -> KeyPattern:
+    try:
+        pattern = KeyPattern.parse(line)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if len(pattern.digits) < 2 * ADAPTER_OFFSET:
+        raise ConfigError(f"{where}: {line} is too short; write 16 digits or more, as ls does")
+    return pattern

@@ -65,6 +65,8 @@ class Report:
     index_nbytes: int = 0
     totals: Totals | None = None
     reset_at: int | None = None
+    retained: int = 0
+    retained_until: int = 0
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,6 +87,8 @@ class Report:
             "oldest_at": (totals and totals.oldest_at) or None,
             "newest_at": (totals and totals.newest_at) or None,
             "removals": totals and totals.removals,
+            "retained_chunks": self.retained,
+            "retained_until": self.retained_until or None,
             **_doubt_document(self.reset_at),
             "problem": self.problem or None,
         }
@@ -312,6 +316,9 @@ def _report_lines(report: Report) -> dict[str, str]:
         lines["hits"] = f"{totals.hits:,} of the chunks there now"
         counts = (f"{count:,} {reason}" for reason, count in sorted(totals.removals.items()))
         lines["removed lately"] = ", ".join(counts) or "nothing"
+    if report.retained:
+        until = _time(report.retained_until)
+        lines["retained"] = f"{_count(report.retained)}, until {until} UTC at the latest"
     lines |= _doubt_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem

@@ -6,9 +6,10 @@ typer prints the Python type of an argument, braces around optional arguments, a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -20,7 +21,19 @@ from kvtier.errors import ConfigError, did_you_mean
 from kvtier.printable import printable
 from kvtier.units import UnitError
 
-__all__ = ["AsJson", "Commands", "EngineModel", "File", "choice", "finite", "quantity"]
+__all__ = [
+    "AsJson",
+    "BadLimit",
+    "Commands",
+    "EngineModel",
+    "File",
+    "Only",
+    "Store",
+    "choice",
+    "finite",
+    "numpy_needed",
+    "quantity",
+]
 
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -43,6 +56,39 @@ EngineModel = Annotated[
         help="The engine's --model; identifies the engine's cache in a store.",
     ),
 ]
+
+
+Store = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="The path of an nvme tier, or one model's directory in it.",
+        readable=False,
+    ),
+]
+Only = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
+]
+BadLimit = Annotated[
+    int, typer.Option("--limit", min=0, metavar="N", help="Bad chunks to list; 0 is all.")
+]
+
+
+@contextlib.contextmanager
+def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
+    """Turn a failed import of numpy into an error that names the extra to install.
+
+    Raises:
+        ConfigError: numpy is missing and ``extra`` is given.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "numpy" or extra is None:
+            raise
+        remedy = f"install it with: pip install 'kvtier[{extra}]'"
+        raise ConfigError(f"{command} needs the package numpy; {remedy}") from error
 
 
 def choice(option: str, value: str, known: Iterable[str]) -> str:

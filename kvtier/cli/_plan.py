@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from kvtier.cli._model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
-from kvtier.cli._options import AsJson, File, choice, quantity
+from kvtier.cli._options import AsJson, File, choice, finite
 from kvtier.cli._render import make_console, make_table, show_json, show_table
 from kvtier.config import (
     KvtierConfig,
@@ -20,7 +20,7 @@ from kvtier.config import (
     load_config,
     slot_nbytes,
 )
-from kvtier.units import approximate_duration, approximate_size, parse_rate
+from kvtier.units import approximate_duration, approximate_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _DTYPES: Final = f"Element type of the KV cache: {', '.join(KvDtype)}."
+_BLOCK_TOKENS: Final = 16
+_PREFILL_TOKENS_PER_S: Final = 10_000
 _LIMITS: Final = (
     "Not included: the engine's real layout (padding, KV cache groups, pipeline parallelism). "
     "The engine's log states the chunk size it uses."
@@ -61,8 +63,9 @@ class _Plan:
         chunk_tokens: Tokens of one chunk.
         chunk_nbytes: Bytes of one chunk.
         slot_nbytes: Bytes a chunk takes in a tier.
-        fill_bytes_per_s: Rate at which new KV arrives.
-        fill_tokens_per_s: The same rate in tokens.
+        block_tokens: Tokens of one engine block.
+        prefill_tokens_per_s: Prompt tokens that the engine computes per second.
+        prefill_bytes_per_s: Rate at which their KV arrives.
         tiers: The tiers, fastest first.
         notes: Remarks on what the numbers include and exclude.
     """
@@ -77,8 +80,9 @@ class _Plan:
     chunk_tokens: int
     chunk_nbytes: int
     slot_nbytes: int
-    fill_bytes_per_s: int
-    fill_tokens_per_s: int
+    block_tokens: int
+    prefill_tokens_per_s: float
+    prefill_bytes_per_s: float
     tiers: tuple[_TierPlan, ...]
     notes: tuple[str, ...]
 
@@ -95,11 +99,23 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
     kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help=_DTYPES)] = KvDtype.AUTO.value,
     block_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens per engine block.")
-    ] = 16,
-    fill_rate: Annotated[
-        str, typer.Option(metavar="RATE", help="Rate at which new KV arrives, as in 500MiB/s.")
-    ] = "2GiB/s",
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"The engine's --block-size in tokens; {_BLOCK_TOKENS} if not given.",
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            callback=finite,
+            metavar="N",
+            help="Prompt tokens computed per second, the prompt throughput in vLLM's log; "
+            f"{_PREFILL_TOKENS_PER_S:,} if not given.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print how many tokens of a model each tier of FILE holds.
@@ -108,8 +124,16 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     """
     dtype = KvDtype(choice("--kv-dtype", kv_dtype, KvDtype))
     config = load_config(file)
-    rate = quantity("--fill-rate", fill_rate, parse_rate)
-    result = _make_plan(config, read_model_geometry(model), tp, dtype, block_tokens, rate)
+    result = _make_plan(
+        config,
+        read_model_geometry(model),
+        tp,
+        dtype,
+        block_tokens or _BLOCK_TOKENS,
+        prefill_rate or _PREFILL_TOKENS_PER_S,
+    )
+    assumed = _assumptions(result, block_tokens, prefill_rate)
+    result = replace(result, notes=(*assumed, *result.notes))
     if as_json:
         show_json(asdict(result))
     else:
@@ -122,11 +146,11 @@ def _make_plan(
     tp: int,
     dtype: KvDtype,
     block_tokens: int,
-    rate: int,
+    rate: float,
 ) -> _Plan:
     """Return how many chunks and tokens each tier holds, and how long it takes to fill.
 
-    ``rate`` is the fill rate in bytes per second.
+    ``rate`` is the prefill rate in tokens per second.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or the model's heads cannot be split
@@ -140,10 +164,9 @@ def _make_plan(
     tiers = []
     for tier in config.tiers:
         chunks = tier.capacity_bytes // slot
-        fill_s = chunks * slot / rate
         tokens = chunks * chunk_tokens
         tiers.append(
-            _TierPlan(tier.name, tier.kind, tier.capacity_bytes, chunks, tokens, fill_s)
+            _TierPlan(tier.name, tier.kind, tier.capacity_bytes, chunks, tokens, tokens / rate)
         )
     return _Plan(
         model=model.model,
@@ -156,11 +179,29 @@ def _make_plan(
         chunk_tokens=chunk_tokens,
         chunk_nbytes=chunk_nbytes,
         slot_nbytes=slot,
-        fill_bytes_per_s=rate,
-        fill_tokens_per_s=rate // token_nbytes,
+        block_tokens=block_tokens,
+        prefill_tokens_per_s=rate,
+        prefill_bytes_per_s=rate * token_nbytes,
         tiers=tuple(tiers),
         notes=(*_notes(config, model, tp, dtype), *model.notes),
     )
+
+
+def _assumptions(
+    result: _Plan, block_tokens: int | None, prefill_rate: float | None
+) -> list[str]:
+    """Return what the numbers assume about the engine."""
+    block = f"A block has {result.block_tokens} tokens"
+    if block_tokens is None:
+        block += ", which is assumed; give the engine's --block-size as --block-tokens"
+    tokens = f"{result.prefill_tokens_per_s:,.0f} prompt tokens per second"
+    if prefill_rate is None:
+        tokens += ", which are assumed (--prefill-rate),"
+    rate = f"{approximate_size(result.prefill_bytes_per_s)}/s"
+    return [
+        f"{block}.",
+        f"{tokens} fill a tier at {rate}; loading saves time where a tier reads faster.",
+    ]
 
 
 def _notes(config: KvtierConfig, model: ModelGeometry, tp: int, dtype: KvDtype) -> list[str]:
@@ -212,9 +253,7 @@ def _show(console: Console, result: _Plan) -> None:
         )
     show_table(console, tiers)
     console.print()
-    rate = f"{approximate_size(result.fill_bytes_per_s)}/s"
-    tokens_per_s = f"{result.fill_tokens_per_s:,} new tokens per second"
-    for note in (f"Filling at {rate} is {tokens_per_s}.", *result.notes, _LIMITS):
+    for note in (*result.notes, _LIMITS):
         text = textwrap.fill(
             note, width=console.width, initial_indent="- ", subsequent_indent="  "
         )

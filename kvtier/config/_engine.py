@@ -110,11 +110,20 @@ def resolve_load_path(
         ConfigError: The entry point does not support the file's ``load_path``.
     """
     transfer = config.transfer
-    if entry_point is VllmEntryPoint.SPEC and transfer.load_path == "direct":
+    if entry_point is VllmEntryPoint.SPEC:
         problem = "the spec entry point cannot report a load that fails"
-        remedy = "use --entry-point connector of `kvtier vllm-args`, or load_path: staged"
-        at = "transfer.load_path"
-        raise ConfigError(config.origin.format_problem(at, problem, remedy, value="direct"))
+        connector = "use --entry-point connector of `kvtier vllm-args`"
+        values: list[tuple[str, str, str, str]] = [
+            ("transfer.load_path", transfer.load_path, "direct", "load_path: staged")
+        ]
+        if config.gds_tier is not None:
+            number = [tier.name for tier in config.tiers].index(config.gds_tier)
+            values.append((f"tiers[{number}].gds", config.gds, "require", "gds: off"))
+        for at, value, refused, other in values:
+            if value == refused:
+                remedy = f"{connector}, or {other}"
+                text = config.origin.format_problem(at, problem, remedy, value=value)
+                raise ConfigError(text)
     if transfer.load_path != "auto":
         return config
     path = "staged" if entry_point is VllmEntryPoint.SPEC else "direct"

@@ -41,6 +41,8 @@ from kvtier.config._fields import (
 )
 from kvtier.config._yaml import Origin
 from kvtier.errors import ConfigError
+from kvtier.os.packages import installed_kvikio
+from kvtier.types import GdsMode
 from kvtier.units import format_size
 
 __all__ = [
@@ -207,12 +209,30 @@ class NvmeTierConfig(TierConfig):
         default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
     )
     """Time after its last use in which `on_mismatch: refuse` keeps a cache."""
+    retain_quota: Fraction = 0.5
+    """Share of the tier for chunks that `kvtier warmup --retain` keeps until a time."""
     own_process: bool = True
     """Read, write and checksum in a separate process, so the engine's is not slowed down."""
+    gds: GdsMode = "off"
+    """Read chunks straight into GPU memory (GPUDirect Storage, needs kvikio): `auto` if all
+    workers can, `require` or refuse to start, `off`. One tier at most."""
 
     @override
     def local_store(self) -> LocalStore:
         return LocalStore(self.path, direct_io=self.direct_io)
+
+    @override
+    def remarks(self) -> Iterable[Remark]:
+        """Return a warning if the installed packages do not suit ``gds``."""
+        found = () if self.gds == "off" else installed_kvikio()
+        if self.gds == "off" or len(found) == 1:
+            return
+        effect = "chunks go through RAM" if self.gds == "auto" else "the engine will not start"
+        remedy = "pip install 'kvtier[gds-cu13]', or gds-cu12 if torch is built for CUDA 12"
+        if found:
+            effect, remedy = "the engine will not start", "keep the one for the CUDA of torch"
+        count = f"{' and '.join(found)} are" if found else "kvikio is not"
+        yield Remark("gds", f"{count} installed, so {effect}", remedy)
 
 
 _TIERED_KEYS = ("write", "write_after", "promote")
@@ -439,6 +459,30 @@ class KvtierConfig(_Section):
             self._check_tier(number, tier, self.tiers[:number])
         return self
 
+    @property
+    def gds(self) -> GdsMode:
+        """Whether workers read chunks straight into GPU memory; staged loads never do."""
+        if self.transfer.load_path == "staged":
+            return "off"
+        return next((mode for tier in self.tiers if (mode := _gds_of(tier)) != "off"), "off")
+
+    @property
+    def gds_tier(self) -> str | None:
+        """Name of the tier that workers read straight into GPU memory, if there is one."""
+        names = [tier.name for tier in self.tiers if _gds_of(tier) != "off"]
+        return None if self.gds == "off" else names[0]
+
+    @model_validator(mode="after")
+    def _gds_can_work(self) -> Self:
+        modes = [(f"tiers[{at}].gds", _gds_of(tier)) for at, tier in enumerate(self.tiers)]
+        used = [(key, mode) for key, mode in modes if mode != "off"]
+        if len(used) > 1:
+            _refuse(used[1][0], "another tier has it", "set gds: off in one of them")
+        if self.transfer.load_path == "staged" and used and used[0][1] == "require":
+            remedy = "leave out load_path, or set gds: auto"
+            _refuse(used[0][0], "load_path: staged loads through RAM", remedy)
+        return self
+
     @model_validator(mode="after")
     def _recording_is_not_a_store(self) -> Self:
         record = self.trace.record
@@ -473,6 +517,10 @@ def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> N
     paths = [other.path for tier in faster if (other := tier.local_store())]
     if any(_is_one(store.path, path) for path in paths):
         _refuse(key, "another tier has the same path", "use two directories")
+
+
+def _gds_of(tier: TierConfig) -> GdsMode:
+    return tier.gds if isinstance(tier, NvmeTierConfig) else "off"
 
 
 def _name_of(kind: str) -> str:

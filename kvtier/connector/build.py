@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.manager import GdsSource
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.hits import GroupReach
 from kvtier.manager.tier import TierState
@@ -66,6 +67,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     track_reuse: bool = True,
     groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     counting_group: int = 0,
+    gds: GdsSource | None = None,
 ) -> TieredOffloadingManager:
     """Build the manager that ``config`` describes.
 
@@ -79,6 +81,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         track_reuse: Whether to record reuse gaps; if so, call ``take_reuse_gaps``.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
+        gds: The slots that workers can read from a tier; None if there are none.
 
     Raises:
         ConfigError: A placement or admission policy is not installed, or its constructor fails.
@@ -111,6 +114,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         ),
         groups=groups,
         counting_group=counting_group,
+        gds=gds,
     )
 
 

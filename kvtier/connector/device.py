@@ -31,8 +31,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvtier.connector.deadline import Deadline
-from kvtier.errors import ClosedError
+from kvtier.connector.metadata import GdsSpec
+from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.copiers import open_copier
 from kvtier.memory.copy import plan_copy
@@ -40,12 +43,21 @@ from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
-from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
+from kvtier.transfer.device import (
+    DeviceLoad,
+    DeviceStore,
+    GdsReads,
+    LoadRequest,
+    StoreRequest,
+)
+from kvtier.transfer.gds import GdsLoad
+from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
     from kvtier.memory.copy import BlockCopyPlan, Indices, KVBlocks
+    from kvtier.memory.gds import GdsLoader
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
@@ -55,6 +67,8 @@ _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
 _POOLS_S: Final = 1.0
 """Seconds of closing reserved for the copying threads, after the transfer engine closed."""
+_GDS: Final = "gds"
+"""Source of the jobs that read from an NVMe tier; their other chunks are in RAM."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
@@ -84,6 +98,17 @@ class DeviceResult:
         """Whether every byte reached its destination."""
         return all(outcome is Outcome.DONE for outcome in self.outcomes)
 
+    def positions_of(
+        self, outcomes: Collection[Outcome], among: Sequence[int]
+    ) -> frozenset[int]:
+        """Return the positions in ``among`` of the chunks with one of ``outcomes``."""
+        return frozenset(at for at in among if self.outcomes[at] in outcomes)
+
+    def nbytes_of(self, positions: Sequence[int]) -> int:
+        """Return how many bytes of the chunks at ``positions`` reached their destination."""
+        done = self.positions_of((Outcome.DONE,), positions)
+        return self.nbytes * len(done) // max(self.outcomes.count(Outcome.DONE), 1)
+
 
 class DeviceEngine:
     """Runs one rank's copies between KV blocks and RAM slots.
@@ -101,13 +126,15 @@ class DeviceEngine:
         share: The rank's part of every slot.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest that :meth:`close` may take.
+        gds: Reads chunks from an NVMe tier into blocks; closed with the engine.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
-        KvtierError: A thread does not start. After any error the region is still open.
+        KvtierError: A thread does not start. After any error ``region`` and ``gds`` are still
+            open.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         kv: KVBlocks,
         region: HostRegion,
@@ -116,6 +143,7 @@ class DeviceEngine:
         share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
+        gds: GdsLoader | None = None,
     ) -> None:
         self._region = region
         if share.parts == 1:  # or most pages are other ranks'
@@ -124,6 +152,7 @@ class DeviceEngine:
         self._close_timeout_s = close_timeout_s
         self._chunk_nbytes = region.geometry.block_nbytes * blocks_per_chunk // share.parts
         self._rank = rank
+        self._gds = gds
         self._control = region.control
         with ExitStack() as opened:
             self._copier = open_copier(
@@ -133,6 +162,8 @@ class DeviceEngine:
             if self._copier.is_pageable:
                 self._control.report_pageable(rank)
             names = ["store", "load"] if self._copier.is_concurrent else ["copy"]
+            if gds is not None:
+                names.insert(0, "gds")
             self._pools: list[IoPool] = []
             for name in names:
                 pool = IoPool(1, name=f"kvtier-{name}-{rank}", prepare=use_one_torch_thread)
@@ -140,6 +171,8 @@ class DeviceEngine:
                 self._pools.append(pool)
             self._engine = self._open_engine()
             opened.pop_all()
+        if gds is not None:
+            self._control.report_gds(rank, gds.part)
         self._held: list[StoreRequest] = []
         self._stores: dict[JobId, list[StoreRequest]] = {}
         self._carriers: dict[JobId, JobId] = {}
@@ -148,16 +181,24 @@ class DeviceEngine:
 
     def _open_engine(self) -> TransferEngine:
         """Return the engine that runs the copies."""
-        rank, control = self._rank, self._control
-        self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pools[-1])
+        rank, control, gds = self._rank, self._control, self._gds
+        reader, store, load = self._pools[0], self._pools[gds is not None], self._pools[-1]
+        hasher = None if gds is None else gds.store_hasher
+        loads = DeviceLoad(self._copier, control, rank=rank, pool=load)
+        routes: dict[tuple[str, str], Route] = {
+            ("gpu", "ram"): DeviceStore(
+                self._copier, control, rank=rank, pool=store, hasher=hasher
+            ),
+            ("ram", "gpu"): loads,
+        }
+        self._waiting: list[DeviceLoad | GdsLoad] = [loads]
+        if gds is not None:
+            reads = GdsLoad(gds, loads, control, rank=rank, reader=reader, pool=load)
+            routes[_GDS, "gpu"] = reads
+            self._waiting.append(reads)
         return TransferEngine(
             f"device-{rank}",
-            {
-                ("gpu", "ram"): DeviceStore(
-                    self._copier, control, rank=rank, pool=self._pools[0]
-                ),
-                ("ram", "gpu"): self._load,
-            },
+            routes,
             chunk_nbytes=self._chunk_nbytes,
             limits=EngineLimits(
                 queued_bytes=_UNBOUNDED,
@@ -207,6 +248,7 @@ class DeviceEngine:
         generations: Sequence[int],
         *,
         wait_s: float = 0.0,
+        gds: GdsSpec | None = None,
     ) -> None:
         """Start a copy from slots to blocks, to run after the work now in the engine's stream.
 
@@ -214,12 +256,28 @@ class DeviceEngine:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
             generations: The generation that each slot must have.
-            wait_s: Longest time to wait for the slots to get these generations.
+            wait_s: Longest time to wait for the slots to get these generations, and for reads
+                of ``gds``.
+            gds: The chunks to read from an NVMe tier. At their positions the plan has negative
+                numbers, which are no slots.
+
+        Raises:
+            UnsupportedError: This rank has no GDS reads.
         """
         self._begin()
-        request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
+        reads = None if gds is None else self._reads_of(gds)
+        request = LoadRequest(plan, self._copier.mark(), generations, wait_s, reads)
         timeout_s = _COPY_TIMEOUT_S + wait_s
-        self._engine.submit(_job(job_id, Purpose.LOAD, plan.slots, request, timeout_s))
+        job = _job(job_id, Purpose.LOAD, plan.slots, request, timeout_s)
+        self._engine.submit(job if gds is None else job._replace(source=_GDS))
+
+    def _reads_of(self, gds: GdsSpec) -> GdsReads:
+        """Return the reads of this rank, with the hashes of its part of each chunk."""
+        if self._gds is None:
+            raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
+        hashes = np.frombuffer(gds.hashes, np.uint64).reshape(len(gds.slots), -1)
+        own = hashes[:, self._gds.part].tolist()
+        return GdsReads(gds.file, gds.positions, gds.slots, own)
 
     # -- results -------------------------------------------------------------------------------
 
@@ -310,7 +368,8 @@ class DeviceEngine:
         Loads that wait for chunks fail at once. The memory is freed only if copies end in time.
         """
         self._begin()
-        self._load.wait_no_more()
+        for route in self._waiting:
+            route.wait_no_more()
         timeout_s = self._close_timeout_s
         deadline = Deadline(timeout_s)
         self._engine.close(timeout_s=deadline.share_s(_POOLS_S))
@@ -318,6 +377,8 @@ class DeviceEngine:
         if not all(copies_ended):
             logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
             return
+        if self._gds is not None:
+            self._gds.close()
         self._copier.close()
         self._region.close()
 

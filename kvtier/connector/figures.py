@@ -283,6 +283,10 @@ class EngineStatistics:
         int,
         _gauge("", "Workers whose copies are slow because the RAM tier is not page-locked."),
     ]
+    gds_ranks: Annotated[
+        int,
+        _gauge("", "Workers that read chunks from an NVMe tier straight into their GPU."),
+    ]
     internal_errors: Annotated[
         int,
         _counter(
@@ -345,6 +349,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
     *,
     tokens_per_chunk: int,
     pageable_ranks: int,
+    gds_ranks: int,
     internal_errors: int,
     shadows: Sequence[ShadowPolicyFigures],
     recorder: RecorderStatistics | None,
@@ -358,6 +363,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
         channels: Transfers between tiers, by (source, destination).
         tokens_per_chunk: Tokens of a chunk of the counting group.
         pageable_ranks: Workers that could not page-lock the RAM tier.
+        gds_ranks: Workers that read chunks from an NVMe tier straight into their GPU.
         internal_errors: Unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recorder's figures, if there is one.
@@ -386,6 +392,7 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
         retained_chunks=manager.retained,
         recompute_seconds_per_token=model.recompute_s_per_token or 0.0,
         pageable_ranks=pageable_ranks,
+        gds_ranks=gds_ranks,
         internal_errors=internal_errors,
         trace_records=0 if recorder is None else recorder.written,
         trace_dropped=0 if recorder is None else recorder.dropped,

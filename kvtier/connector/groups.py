@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.manager.hits import GroupReach, Reach
 
-__all__ = ["CacheGroup", "GroupLayout", "SchedulerOptions", "build_layouts", "ceil_div"]
+__all__ = [
+    "CacheGroup",
+    "GroupLayout",
+    "SchedulerOptions",
+    "build_layouts",
+    "ceil_div",
+    "describe_groups",
+    "parse_groups",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,54 @@ def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
     if not options.groups:
         raise UnsupportedError("the engine has no KV cache group that kvtier can store")
     return tuple(_layout(group, options) for group in options.groups)
+
+
+def describe_groups(
+    indices: Sequence[int], groups: Sequence[GroupReach], *, tokens_per_hash: int
+) -> tuple[dict[str, str | int], ...]:
+    """Return KV cache groups as JSON values; :func:`parse_groups` reads them.
+
+    Args:
+        indices: Number of each group in keys.
+        groups: The groups, in the same order.
+        tokens_per_hash: How many tokens a block hash covers beyond the hash before it.
+    """
+    return tuple(
+        {
+            "index": index,
+            "tokens_per_hash": tokens_per_hash,
+            "chunk_tokens": group.chunk_tokens,
+            "reach": group.reach.value,
+            "window_tokens": group.window_tokens,
+        }
+        for index, group in zip(indices, groups, strict=True)
+    )
+
+
+def parse_groups(
+    described: Collection[Mapping[str, str | int]],
+) -> tuple[int, tuple[tuple[int, GroupReach], ...]]:
+    """Return the tokens of a hash, and each group's number in keys and reach.
+
+    Raises:
+        ValueError: The values are not those of :func:`describe_groups`.
+    """
+    try:
+        groups = tuple(
+            (
+                int(group["index"]),
+                GroupReach(
+                    int(group["chunk_tokens"]),
+                    Reach(group["reach"]),
+                    int(group["window_tokens"]),
+                ),
+            )
+            for group in described
+        )
+        (tokens_per_hash,) = {int(group["tokens_per_hash"]) for group in described}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not KV cache groups: {error!r}") from error
+    return tokens_per_hash, groups
 
 
 def _layout(group: CacheGroup, options: SchedulerOptions) -> GroupLayout:

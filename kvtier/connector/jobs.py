@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from kvtier.connector.metadata import FailedLoad
 from kvtier.connector.requests import TrackedRequest
 from kvtier.keys import ChunkKey
 from kvtier.types import JobId
@@ -22,8 +23,11 @@ class JobState:
         keys: Its chunks.
         source_blocks: The engine's blocks that a store reads; empty for a load.
         is_store: Whether the job is a store.
+        load_id: Names a load to the cache; None for a store.
         awaited: Number of ranks that have not acknowledged the job.
         has_failed: Whether a rank failed to load some chunks.
+        gds_failed: Positions of chunks whose GDS read failed in a rank.
+        gds_wrong: Those of them whose bytes in the tier are unreadable or wrong.
     """
 
     tracked: TrackedRequest
@@ -31,7 +35,10 @@ class JobState:
     source_blocks: AbstractSet[int]
     is_store: bool
     awaited: int
+    load_id: int | None = None
     has_failed: bool = False
+    gds_failed: AbstractSet[int] = frozenset()
+    gds_wrong: AbstractSet[int] = frozenset()
 
 
 class WorkerJobs:
@@ -58,10 +65,13 @@ class WorkerJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add_load(self, tracked: TrackedRequest, keys: Sequence[ChunkKey]) -> JobId:
+    def add_load(
+        self, tracked: TrackedRequest, keys: Sequence[ChunkKey], load_id: int
+    ) -> JobId:
         """Begin a load and return its job id."""
+        ranks = self._ranks
         return self._add(
-            JobState(tracked, keys, frozenset(), is_store=False, awaited=self._ranks)
+            JobState(tracked, keys, frozenset(), is_store=False, awaited=ranks, load_id=load_id)
         )
 
     def add_store(
@@ -113,11 +123,13 @@ class WorkerJobs:
         job.tracked.jobs.discard(job_id)
         return job
 
-    def fail(self, job_id: JobId) -> None:
+    def fail(self, job_id: JobId, failed: FailedLoad) -> None:
         """Record that a rank failed to load some chunks of a job."""
         job = self._jobs.get(job_id)
         if job is not None:
             job.has_failed = True
+            job.gds_failed |= failed.gds_failed
+            job.gds_wrong |= failed.gds_wrong
 
     def abandon(self) -> None:
         """Forget every job after a reset; later acknowledgements are ignored.

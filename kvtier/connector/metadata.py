@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtier.connector.transfers import Transfers
-from kvtier.types import JobId
+from kvtier.types import JobId, SlotFileId
 
 __all__ = [
     "BlockSpec",
     "ConnectorMetadata",
     "FailedLoad",
+    "GdsSpec",
     "RequestId",
     "SlotSpec",
     "TransferJob",
@@ -49,18 +50,38 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GdsSpec:
+    """The chunks of a load that are read from an NVMe tier.
+
+    Attributes:
+        file: The tier's slot file.
+        positions: Positions of the chunks among the job's chunks.
+        slots: Slots of the chunks in the tier.
+        hashes: Hash of every part of each chunk, as 64-bit numbers of this machine.
+    """
+
+    file: SlotFileId
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSpec:
     """The RAM slots of a job's chunks, group after group.
 
     Attributes:
         slots: One per chunk.
         generations: One per slot; a store gives it to the slot, a load requires it.
-        wait_s: Longest time that a load waits for the slots to get these generations.
+        wait_s: Longest time that a load waits for the slots to get these generations, and for
+            GDS reads.
+        gds: The chunks of a load that each rank reads from an NVMe tier; they have no RAM slot.
     """
 
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     wait_s: float = 0.0
+    gds: GdsSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +127,26 @@ class FailedLoad:
             continue from the first of these blocks. With a window or a state it also needs
             KV from before that block.
         error: The error, for a log line.
+        gds_failed: Positions of the chunks whose GDS read failed, for any reason.
+        gds_wrong: Those of them that the tier cannot read, or that are not as stored.
     """
 
     request_id: RequestId
     block_ids: frozenset[int]
     error: str = ""
+    gds_failed: frozenset[int] = frozenset()
+    gds_wrong: frozenset[int] = frozenset()
 
     def united(self, other: FailedLoad) -> FailedLoad:
         """Return one failure for two ranks' failures in the same job."""
         # The smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(
-            self.request_id, self.block_ids | other.block_ids, min(errors, default="")
+            self.request_id,
+            self.block_ids | other.block_ids,
+            min(errors, default=""),
+            self.gds_failed | other.gds_failed,
+            self.gds_wrong | other.gds_wrong,
         )
 
 

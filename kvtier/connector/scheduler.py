@@ -173,8 +173,13 @@ class ConnectorScheduler:
         keys, targets = _plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(keys, tracked.req_id)
         tracked.load_sources = self._sources(keys, plan, num_external_tokens)
-        job_id = self._jobs.add_load(tracked, keys)
-        slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
+        job_id = self._jobs.add_load(tracked, keys, plan.load_id)
+        slots = SlotSpec(
+            tuple(plan.slots),
+            tuple(plan.generations),
+            wait_s=plan.wait_s,
+            gds=None if plan.gds is None else self._cache.gds_spec(plan.gds),
+        )
         self._load_jobs[job_id] = TransferJob(tracked.req_id, targets, slots)
         if self._options.shares_blocks:
             self._loading.update(keys)
@@ -234,8 +239,8 @@ class ConnectorScheduler:
         """
         if output.transfers:
             self._cache.record_copies(output.transfers)
-        for job_id in output.failed_loads:
-            self._jobs.fail(job_id)
+        for job_id, failed in output.failed_loads.items():
+            self._jobs.fail(job_id, failed)
         for job_id, ranks in output.completed_jobs.items():
             job = self._jobs.acknowledge(job_id, ranks)
             if job is not None:
@@ -403,7 +408,13 @@ class ConnectorScheduler:
             self._cache.complete_store(job.keys, tracked)
             return
         self._loading.difference_update(job.keys)
-        self._cache.complete_load(job.keys, tracked)
+        self._cache.complete_load(
+            job.keys,
+            tracked,
+            job.load_id,
+            gds_failed=job.gds_failed,
+            gds_wrong=job.gds_wrong,
+        )
         if job.has_failed:
             tracked.offer_again()  # the cache has dropped what is computed instead
             if self._requests.get(tracked.req_id) is tracked:

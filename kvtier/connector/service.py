@@ -17,6 +17,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import EngineStatistics, collect_statistics
 from kvtier.connector.hints import HintReader, TierNature
+from kvtier.connector.metadata import GdsSpec
 from kvtier.connector.notices import Notices
 from kvtier.connector.protocols import RequestContext
 from kvtier.connector.storage import Storage
@@ -29,6 +30,7 @@ from kvtier.manager import (
     NO_GENERATION,
     NO_SLOT,
     NOTHING_TO_STORE,
+    GdsPlan,
     LoadPlan,
     ResidencyEvent,
     StorePlan,
@@ -197,17 +199,38 @@ class CacheService:
             self._submit_now()
         return plan
 
-    @_or_else(None)
-    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """End a request's oldest load, which is of ``keys``; drop chunks that failed to load.
+    def gds_spec(self, plan: GdsPlan) -> GdsSpec:
+        """Return the workers' part of the GDS reads of a load."""
+        gds = self._storage.gds
+        assert gds is not None
+        return gds.spec(plan)
 
-        The request may have ended.
+    @_or_else(None)
+    def complete_load(
+        self,
+        keys: Collection[ChunkKey],
+        request: RequestContext,
+        load_id: int | None = None,
+        *,
+        gds_failed: Collection[int] = (),
+        gds_wrong: Collection[int] = (),
+    ) -> None:
+        """End a load of ``keys``; drop chunks that failed to load.
+
+        Args:
+            keys: The chunks of the load.
+            request: Its request, which may have ended.
+            load_id: ``load_id`` of its plan; None for the oldest load of the request.
+            gds_failed: Positions of the chunks whose GDS read failed in a rank.
+            gds_wrong: Those of them whose bytes in the tier are unreadable or wrong.
         """
         self.is_idle = False
         self._waits.end(request.req_id)
         # Before the manager unpins the chunks: it may hold them in RAM for this load only.
         self._retain(keys, request)
-        self._manager.complete_load(request.req_id)
+        self._manager.complete_load(
+            request.req_id, load_id, gds_failed=gds_failed, gds_wrong=gds_wrong
+        )
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -334,6 +357,7 @@ class CacheService:
             storage.engine.statistics(),
             tokens_per_chunk=self._tokens_per_chunk,
             pageable_ranks=storage.region.control.pageable_ranks(),
+            gds_ranks=storage.region.control.gds_ranks(),
             internal_errors=self._internal_errors,
             shadows=() if self._observer is None else self._observer.figures(),
             recorder=None if storage.recorder is None else storage.recorder.statistics(),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import combinations
 from typing import Final
 
@@ -14,6 +16,7 @@ from kvtier.config import KvtierConfig
 from kvtier.connector.build import build_manager, build_tiers
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import StoreInfo
+from kvtier.connector.gds import GdsSlots
 from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
@@ -24,6 +27,7 @@ from kvtier.os.iopool import IoPool, start_thread
 from kvtier.os.memory import paused_garbage_collection
 from kvtier.recording import Recorder
 from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import (
     BetweenTiers,
@@ -62,6 +66,7 @@ class Storage:
             neither a recorder nor a shadow policy.
         recovered: Chunks of earlier engines, by tier name.
         stores: The places where the tiers keep chunks.
+        gds: The slots that workers can read from a tier; None if there are none.
     """
 
     manager: TieredOffloadingManager
@@ -73,6 +78,7 @@ class Storage:
     observer: Observer | None
     recovered: Mapping[str, int] = field(default_factory=dict)
     stores: Sequence[StoreInfo] = ()
+    gds: GdsSlots | None = None
 
     def close(self, *, timeout_s: float) -> None:
         """Complete the queued jobs and close everything within ``timeout_s``. Idempotent.
@@ -120,6 +126,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     recorder: Recorder | None = None
     try:
         tiers.extend(_open_tiers(config, region, fingerprint, pools))
+        gds = _open_gds(config, region, tiers)
         if any(tier.moves_in_process for tier in tiers):
             region.map_pages()
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
@@ -141,9 +148,11 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
             record_events=record_events,
             groups=groups,
             counting_group=counting_group,
+            gds=gds,
         )
         recovered = _recover(manager, tiers, slot_nbytes)
-        engine = _start_engine(config, region, tiers)
+        _retain(config, manager, tiers)
+        engine = _start_engine(config, region, tiers, gds)
     except BaseException:
         deadline = Deadline(config.transfer.close_timeout_s)
         if recorder is not None:
@@ -152,7 +161,9 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         _close_pools(pools, deadline)
         raise
     stores = _stores(config, fingerprint)
-    return Storage(manager, engine, tiers, pools, region, recorder, observer, recovered, stores)
+    return Storage(
+        manager, engine, tiers, pools, region, recorder, observer, recovered, stores, gds
+    )
 
 
 def _open_tiers(
@@ -174,8 +185,27 @@ def _open_tiers(
             pool=pool,
             piece_nbytes=config.transfer.piece_bytes,
             memory=region.shared,
+            hash_parts=region.control.gds_parts() if options.name == config.gds_tier else 0,
         )
         yield open_tier(options, context)
+
+
+def _open_gds(
+    config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
+) -> GdsSlots | None:
+    """Return the slots that workers can read from a tier, if the file asks for that."""
+    ranks = region.control
+    for number, tier in enumerate(tiers, start=1):
+        if tier.name != config.gds_tier or not isinstance(tier, PartHashKeeper):
+            continue
+        if not ranks.gds_parts() or tier.slot_file is None:
+            logger.info(
+                "tier %s: chunks are loaded through RAM, see the workers' logs", tier.name
+            )
+            continue
+        logger.info("tier %s: %d workers do GDS reads", tier.name, ranks.gds_ranks())
+        return GdsSlots(number, tier, tier, tier.slot_file, ranks)
+    return None
 
 
 def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
@@ -187,12 +217,15 @@ def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
 
 
 def _start_engine(
-    config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
+    config: KvtierConfig,
+    region: HostRegion,
+    tiers: Sequence[StorageTier],
+    gds: GdsSlots | None,
 ) -> TransferEngine:
     transfer = config.transfer
     return TransferEngine(
         "storage",
-        _routes(config.tiers[0].name, region, tiers),
+        _routes(config.tiers[0].name, region, tiers, gds),
         chunk_nbytes=region.geometry.slot_nbytes,
         limits=EngineLimits(
             # The manager keeps the configured limits. This is a backstop, and it must accept
@@ -207,12 +240,13 @@ def _start_engine(
 
 
 def _routes(
-    ram: str, region: HostRegion, tiers: Sequence[StorageTier]
+    ram: str, region: HostRegion, tiers: Sequence[StorageTier], gds: GdsSlots | None
 ) -> dict[tuple[str, str], Route]:
     """Return the routes of chunks: from RAM to each tier, back, and between tiers."""
     routes: dict[tuple[str, str], Route] = {}
-    for tier in tiers:
-        routes[ram, tier.name] = ToTier(region, tier, region.control)
+    for number, tier in enumerate(tiers, start=1):
+        hashes = gds if gds is not None and gds.tier == number else None
+        routes[ram, tier.name] = ToTier(region, tier, region.control, hashes)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
     if slots := region.geometry.bounce_range:
         bounce_buffer = BounceBuffer(region, slots)
@@ -289,6 +323,29 @@ def _recover(
             format_size(slot_nbytes),
         )
     return recovered
+
+
+def _retain(
+    config: KvtierConfig, manager: TieredOffloadingManager, tiers: Sequence[StorageTier]
+) -> None:
+    """Protect the chunks that stores ask to retain, the last to expire first, within quotas."""
+    now, now_s = int(datetime.now(UTC).timestamp()), time.monotonic()
+    for number, (options, tier) in enumerate(
+        zip(config.tiers[1:], tiers, strict=True), start=1
+    ):
+        asked = sorted(tier.retained().items(), key=lambda each: each[1], reverse=True)
+        quota = int(getattr(options, "retain_quota", 0.0) * tier.capacity_slots)
+        if len(asked) > quota:
+            logger.warning(
+                "tier %s: %d of %d chunks to retain exceed retain_quota, and may be evicted",
+                tier.name,
+                len(asked) - quota,
+                len(asked),
+            )
+        kept = {slot: now_s + until - now for slot, until in asked[:quota]}
+        if kept:
+            manager.retain_recovered(number, kept)
+            logger.info("tier %s: %d chunks are retained", tier.name, len(kept))
 
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:

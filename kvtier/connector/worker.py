@@ -21,7 +21,7 @@ failed loads, with the blocks that have invalid content.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
 from kvtier.connector.metadata import (
@@ -34,7 +34,7 @@ from kvtier.connector.metadata import (
 from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError
 from kvtier.logs import get_logger
-from kvtier.types import JobId, Purpose
+from kvtier.types import JobId, Outcome, Purpose
 
 if TYPE_CHECKING:
     from kvtier.memory.copy import BlockCopyPlan
@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["ConnectorWorker"]
 
 logger = get_logger(__name__)
+
+_FIRST_GDS_NUMBER: Final = -2
+"""Stands in a plan for the first chunk of a GDS read; -1 stands for a chunk without a slot."""
+_NOT_LOADED: Final = frozenset(Outcome) - {Outcome.DONE}
+_WRONG: Final = frozenset({Outcome.CORRUPT})
 
 
 class ConnectorWorker:
@@ -182,10 +187,14 @@ class ConnectorWorker:
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:
         plan = self._plan(job)
         self._loads[job_id] = (job, plan)
-        self._device.load(job_id, plan, job.slots.generations, wait_s=job.slots.wait_s)
+        slots = job.slots
+        self._device.load(job_id, plan, slots.generations, wait_s=slots.wait_s, gds=slots.gds)
 
     def _plan(self, job: TransferJob) -> BlockCopyPlan:
-        blocks, slots = job.blocks, job.slots.slots
+        blocks, slots = job.blocks, list(job.slots.slots)
+        if job.slots.gds is not None:
+            for at, position in enumerate(job.slots.gds.positions):
+                slots[position] = _FIRST_GDS_NUMBER - at
         return self._device.plan(
             blocks.block_ids, blocks.group_sizes, blocks.first_blocks, slots
         )
@@ -195,17 +204,35 @@ class ConnectorWorker:
         self._submitted -= 1
         self._completed.add(result.job_id)
         is_store = result.purpose is Purpose.STORE
-        ends = ("gpu", self._ram_name) if is_store else (self._ram_name, "gpu")
-        self._transfers.record(*ends, nbytes=result.nbytes, seconds=result.seconds)
         if is_store:
+            self._record_copy("gpu", self._ram_name, result.nbytes, result)
             return ()
         job, plan = self._loads.pop(result.job_id)
+        gds = job.slots.gds
+        gds_nbytes = 0
+        if gds is not None:
+            gds_nbytes = result.nbytes_of(gds.positions)
+            self._record_copy(gds.file.tier, "gpu", gds_nbytes, result)
+        if gds is None or result.nbytes > gds_nbytes:
+            self._record_copy(self._ram_name, "gpu", result.nbytes - gds_nbytes, result)
         if not result.is_whole:
             missing = (
                 frozenset(job.blocks.block_ids)
                 if plan is None
                 else blocks_not_loaded(plan, result.outcomes)
             )
-            self._failed[result.job_id] = FailedLoad(job.request_id, missing, result.error)
+            positions = () if gds is None else gds.positions
+            self._failed[result.job_id] = FailedLoad(
+                job.request_id,
+                missing,
+                result.error,
+                gds_failed=result.positions_of(_NOT_LOADED, positions),
+                gds_wrong=result.positions_of(_WRONG, positions),
+            )
             logger.warning("request %s: not loaded: %s", job.request_id, result.error)
         return (job.request_id,)
+
+    def _record_copy(
+        self, source: str, destination: str, nbytes: int, result: DeviceResult
+    ) -> None:
+        self._transfers.record(source, destination, nbytes=nbytes, seconds=result.seconds)

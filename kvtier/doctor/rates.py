@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 import threading
@@ -26,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import numpy as np
 from typing_extensions import override
 
 from kvtier.config import KvtierConfig, LocalStore
@@ -338,10 +338,10 @@ def _pieces_that_fit(free_nbytes: int | None, piece_bytes: int) -> int:
 
 
 def _random_buffers(count: int, nbytes: int) -> list[memoryview]:
-    generator = np.random.default_rng(0)
+    generator = random.Random(0)
     buffers = [aligned_buffer(nbytes) for _ in range(count)]
     for buffer in buffers:
-        buffer[:] = generator.bytes(nbytes)
+        buffer[:] = generator.randbytes(nbytes)
     return buffers
 
 
@@ -367,7 +367,8 @@ class Timed:
 
         ``share`` is between 0 and 1.
         """
-        return float(np.quantile(self.latencies_s, share, method="higher"))
+        ordered = sorted(self.latencies_s)
+        return ordered[math.ceil(share * (len(ordered) - 1))]
 
 
 def time_pieces(

@@ -3,16 +3,19 @@
 An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind it:
 
 * :mod:`~kvtier.manager.lookup` finds hits by the rules of :mod:`~kvtier.manager.hits`.
-* :mod:`~kvtier.manager.promote` decides how the chunks of a hit reach RAM, and plans their
-  jobs. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin budget.
-  :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
+* :mod:`~kvtier.manager.promote` decides which chunks of a hit are promoted to RAM, and for
+  which request. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin
+  budget. :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
   :mod:`~kvtier.manager.estimates`.
-* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
-* :mod:`~kvtier.manager.demote` copies chunks to slower tiers.
+* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do, with
+  :mod:`~kvtier.manager.gds` for reads past RAM.
+* :mod:`~kvtier.manager.demote` decides which chunks are copied to slower tiers.
+* :mod:`~kvtier.manager.storage_jobs` plans the jobs of promotions and demotions.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
+* :mod:`~kvtier.manager.quarantine` empties the tiers at a reset.
 
 These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
-(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`), the jobs in flight and the
+(:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`) and the
 :mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt.
 :mod:`kvtier.connector.build` makes a manager from a configuration, which no module here reads.
 """
@@ -21,7 +24,8 @@ from __future__ import annotations
 
 from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
 from kvtier.manager.estimates import LoadCost, prompt_tokens
-from kvtier.manager.load import NO_SLOT, LoadPlan
+from kvtier.manager.gds import GdsPlan, GdsSource
+from kvtier.manager.load import NO_LOAD, NO_SLOT, LoadPlan
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierCounters, TierSnapshot
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.tier import TierState
@@ -31,9 +35,12 @@ from kvtier.manager.tiered import TieredOffloadingManager
 __all__ = [
     "NOTHING_TO_STORE",
     "NO_GENERATION",
+    "NO_LOAD",
     "NO_SLOT",
     "CostFigures",
     "CostModel",
+    "GdsPlan",
+    "GdsSource",
     "LoadChoice",
     "LoadCost",
     "LoadPlan",

@@ -18,26 +18,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 
 from kvtier.manager.copies import CopyList, without
-from kvtier.manager.storage_jobs import Failure, JobRecord
+from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Outcome, Purpose, TransferResult
+from kvtier.types import TransferResult
 
 __all__ = ["Demoter"]
 
 _RESIDENT = CopyState.RESIDENT
-_DEMOTE = Purpose.DEMOTE
 
 
 class Demoter:
     """Queues RAM copies for slower tiers, and plans demotion jobs within the queue limits."""
 
-    def __init__(self, stack: TierStack) -> None:
+    def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._targets = _Targets(stack)
-        self._jobs = _DemotionJobs(stack)
+        self._jobs = _DemotionJobs(stack, jobs)
         self._reclaimer = _Reclaimer(stack, self._targets, self._jobs)
         self._queues: list[deque[CopyList]] = [deque() for _ in stack.tiers]
         self._queued = [0] * len(stack.tiers)
@@ -311,8 +310,9 @@ class _DemotionJobs:
             late jobs are excluded.
     """
 
-    def __init__(self, stack: TierStack) -> None:
+    def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
         self._stack = stack
+        self._jobs = jobs
         self.in_flight = [0] * len(stack.tiers)
 
     def plan(
@@ -330,34 +330,34 @@ class _DemotionJobs:
             The number of leading copies that have a job. The caller must provide one pin per
             copy, which the job releases at its end.
         """
-        stack = self._stack
-        target = stack.tiers[index]
+        target = self._stack.tiers[index]
         chunks = len(listed.copies)
         fits = min(chunks, target.available)
-        slots, _ = stack.take_slots(target, listed.keys[:fits])
         if fits < chunks:
             listed, rest = listed.cut(fits)
             target.request_slots(chunks)
             target.counters.refused += chunks - fits
             source.counters.lost += chunks - fits
             self.release(source, rest.copies)
-        if not fits:
-            return 0
-        copies = target.begin_copying(listed.keys, slots, listed.copies)
-        self.in_flight[index] += fits
-        batch = stack.limits.batch
-        for at in range(0, fits, batch):
-            part = slice(at, at + batch)
-            record = JobRecord(
-                source=source.index,
-                destination=index,
-                sources=listed.between(at, at + batch),
-                destinations=copies[part],
-                epoch=stack.epoch,
-                is_eviction=is_eviction,
-            )
-            stack.jobs.add(record, slots[part], timeout_s=stack.limits.store_timeout_s)
+        if fits:
+            self._jobs.plan(source, target, listed, is_eviction=is_eviction)
+            self.in_flight[index] += fits
         return fits
+
+    def room(self, index: int) -> int:
+        """Return how many chunks may be sent to tier ``index`` now.
+
+        If all slots of the tier are pinned, no chunk is sent and the victims wait. While chunks
+        are moving from the tier to RAM, only free slots count: the victims wait for the slots
+        of these chunks. If the tier has no slots at all, chunks are sent and lost, because
+        waiting would not help.
+        """
+        target = self._stack.tiers[index]
+        queue = self._stack.limits.queue - self.in_flight[index]
+        if not target.slots.capacity:
+            return queue
+        moving = self._jobs.slots_to_free(index)
+        return min(queue, target.slots.free if moving else target.available)
 
     def apply(self, record: JobRecord, result: TransferResult) -> Sequence[ChunkCopy]:
         """Apply the result of a demotion job; return the copies that arrived."""
@@ -371,10 +371,11 @@ class _DemotionJobs:
             record.is_late = True
             target.counters.expired += chunks
             return ()
-        arrived, failures = record.split(result.outcomes)
-        if failures:
-            self._abort(record, failures)
-        source_tier.end_demotion(record.sources.copies)
+        arrived, failures = self._jobs.settle(record, result.outcomes)
+        source_tier.counters.lost += len(failures)
+        if not record.is_late:  # else the job was counted at its deadline
+            for _, _, outcome in failures:
+                target.counters.record_failure(outcome, reading=False)
         if source_tier.leaving:
             self._evict_leaving(source_tier, record.sources)
         source_tier.counters.demoted += len(arrived)
@@ -389,25 +390,13 @@ class _DemotionJobs:
 
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
         """Yield the copies of ``tier`` that unfinished demotion jobs use as sources."""
-        for record in self._stack.jobs.records():
+        for record in self._jobs.records():
             if not record.is_promotion and record.source == tier.index:
                 yield from record.sources.copies
 
     def clear(self) -> None:
         """Set the in-flight counts to 0; for a reset of the cache."""
         self.in_flight = [0] * len(self.in_flight)
-
-    def _abort(self, record: JobRecord, failures: Sequence[Failure]) -> None:
-        """Drop the destination copies whose bytes did not arrive."""
-        source_tier = self._stack.tiers[record.source]
-        target = self._stack.tiers[record.destination]
-        for source, copy, outcome in failures:
-            target.abort(copy)
-            if not record.is_late:  # else the job was counted at its deadline
-                target.counters.record_failure(outcome, reading=False)
-            source_tier.counters.lost += 1
-            if outcome is Outcome.CORRUPT and record.source:
-                self._stack.drop_corrupt(source_tier, source)
 
     def _evict_leaving(self, tier: TierState, listed: CopyList) -> None:
         """Evict the clean, unpinned copies of ``listed`` that are in ``tier.leaving``.
@@ -475,7 +464,7 @@ class _Reclaimer:
         shortage = wanted - tier.slots.free - len(tier.leaving)
         if shortage <= 0:
             return
-        room = {index: self._room(stack.tiers[index]) for index in self._target_tiers[tier]}
+        room = {index: self._jobs.room(index) for index in self._target_tiers[tier]}
         # Every victim frees a slot. No more are picked than all targets could receive: a victim
         # that is put back would count as just used.
         while shortage > 0 and (most := min(shortage, *room.values())) > 0:
@@ -521,17 +510,3 @@ class _Reclaimer:
         if evicted:
             stack.evict_leaving(tier, victims.part(evicted))
         return {target: batch for target, batch in batches.items() if batch}
-
-    def _room(self, target: TierState) -> int:
-        """Return how many chunks may be sent to ``target`` now.
-
-        If all slots of ``target`` are pinned, no chunk is sent and the victims wait. While
-        chunks are moving from ``target`` to RAM, only free slots count: the victims wait for
-        the slots of these chunks. If ``target`` has no slots at all, chunks are sent and lost,
-        because waiting would not help.
-        """
-        queue = self._stack.limits.queue - self._jobs.in_flight[target.index]
-        if not target.slots.capacity:
-            return queue
-        moving = self._stack.jobs.slots_to_free(target.index)
-        return min(queue, target.slots.free if moving else target.available)

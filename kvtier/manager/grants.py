@@ -26,6 +26,7 @@ from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from kvtier.keys import ChunkKey, group_part, is_single_group
 from kvtier.manager.copies import by_group
+from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.base import RequestTerms, is_idle
@@ -177,9 +178,10 @@ class Grants:
         granted: RAM slots held by grants.
     """
 
-    def __init__(self, stack: TierStack) -> None:
+    def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
         self._stack = stack
         self._ram = stack.ram
+        self._jobs = jobs
         self._waiters: dict[ChunkCopy, _Waiters] = {}
         self.queued: dict[RequestState, None] = {}
         self.waiting: dict[RequestState, None] = {}
@@ -202,7 +204,7 @@ class Grants:
     @property
     def budget(self) -> int:
         """RAM slots that requests may hold; the slots of late promotions are subtracted."""
-        return self._stack.limits.pin_budget - self._stack.jobs.late_slots
+        return self._stack.limits.pin_budget - self._jobs.late_slots
 
     @property
     def budget_left(self) -> int:
@@ -213,7 +215,7 @@ class Grants:
     @property
     def _budget_use(self) -> _BudgetUse:
         """A value that changes whenever the use of the pin budget changes."""
-        return self._changes, self._direct, self._stack.jobs.late_slots
+        return self._changes, self._direct, self._jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
         """Return whether ``budget_left`` covers ``slots``; record the answer in ``request``."""
@@ -298,11 +300,10 @@ class Grants:
         if request.granted:
             self.withdraw(request, list(request.granted))
         request.pending = 0
-        jobs = self._stack.jobs
         for job_id in request.jobs:
-            record = jobs.find(job_id)
+            record = self._jobs.find(job_id)
             if record is not None and not any(copy.grants for copy in record.destinations):
-                jobs.cancel(job_id)
+                self._jobs.cancel(job_id)
         request.jobs.clear()
         request.wanted.clear()
         request.refused_at = None

@@ -17,22 +17,25 @@ everything.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
+from kvtier.manager.gds import GdsPlan
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.promote import Promoter
 from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
 
-__all__ = ["NO_SLOT", "LoadPlan", "Loader"]
+__all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader", "ReadFailures"]
 
 NO_SLOT: Final = -1
 """Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
+NO_LOAD: Final = -1
+"""The ``load_id`` of a :class:`LoadPlan` without a load."""
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
 
@@ -45,13 +48,30 @@ class LoadPlan(NamedTuple):
         generations: Generation that each slot must have; a worker must not load from a slot
             with another generation. :data:`NO_GENERATION` where there is no slot.
         origins: Index of the tier that each chunk's bytes come from.
-        wait_s: Longest time until all slots have their generations; 0 if all have them now.
+        wait_s: Longest time until all slots have their generations, and of the GDS reads; 0 if
+            all have them now and nothing is read.
+        load_id: Names the load when it is complete; :data:`NO_LOAD` if there is none.
+        gds: The chunks that workers read from their tier; these have no RAM slot.
     """
 
     slots: Sequence[int]
     generations: Sequence[int]
     origins: Sequence[int]
     wait_s: float = 0.0
+    load_id: int = NO_LOAD
+    gds: GdsPlan | None = None
+
+
+class ReadFailures(NamedTuple):
+    """The GDS reads of a load that failed, as positions in the load.
+
+    Attributes:
+        failed: All of them.
+        wrong: Those whose bytes in the tier are unreadable or not as stored.
+    """
+
+    failed: Collection[int] = ()
+    wrong: Collection[int] = ()
 
 
 @dataclass(slots=True)
@@ -68,6 +88,8 @@ class _PendingLoad:
         direct: Number of RAM slots that the load fills from slower tiers.
         coming: Copies that were not whole when the load was planned, or arrived too late for
             another load in flight.
+        request: The request; None if the engine never began it.
+        reads: Copies that workers read from their tier, by the position of their key.
     """
 
     keys: Sequence[ChunkKey]
@@ -78,6 +100,8 @@ class _PendingLoad:
     lead: int
     direct: int = 0
     coming: Collection[ChunkCopy] = ()
+    request: RequestState | None = None
+    reads: Mapping[int, ChunkCopy] = field(default_factory=dict)
 
 
 class Loader:
@@ -96,7 +120,8 @@ class Loader:
         self._grants = grants
         self._promoter = promoter
         self._demoter = demoter
-        self._loads: dict[str, list[_PendingLoad]] = {}
+        self._loads: dict[str, dict[int, _PendingLoad]] = {}
+        self._begun = 0
 
     def __bool__(self) -> bool:
         return bool(self._loads)
@@ -112,16 +137,16 @@ class Loader:
             self._ram.pin(copies)
         self._use(copies)
         load = _load_of(keys, copies)
-        self._begin(load, req_id, request)
+        load_id = self._begin(load, req_id, request, copies)
         self._stack.slot_status.issue(load.slots)
-        return LoadPlan(load.slots, load.generations, load.origins)
+        return LoadPlan(load.slots, load.generations, load.origins, load_id=load_id)
 
-    def complete(self, req_id: str, request: RequestState | None) -> None:
-        """Complete the oldest load; see :meth:`TieredOffloadingManager.complete_load`."""
-        loads = self._loads.get(req_id)
-        if loads is None:
+    def complete(self, req_id: str, load_id: int | None, reads: ReadFailures) -> None:
+        """Complete a load; see :meth:`TieredOffloadingManager.complete_load`."""
+        loads = self._loads.get(req_id, {})
+        load = loads.pop(next(iter(loads), NO_LOAD) if load_id is None else load_id, None)
+        if load is None:
             return
-        load = loads.pop(0)
         if not loads:
             del self._loads[req_id]
         copies = load.copies
@@ -131,26 +156,38 @@ class Loader:
             failed = [not ok for ok in loaded]
             self._count_failures(compress(copies, failed), compress(load.origins, failed))
             self._drop_failed(load, compress(copies, failed))
-            if request is not None:
-                self._grants.fail(request)
+        if load.reads:
+            self._end_reads(load, reads)
+        if load.request is not None and (reads.failed or not all(loaded)):
+            self._grants.fail(load.request)
         if any(load.origins):
             self._ram.clear_origins(copies)
         self._ram.unpin(copies)
-        self._count_hits(load, loaded)
+        self._count_hits(*self._by_key(load, loaded, reads.failed))
 
     def in_flight(self) -> Iterator[ChunkCopy]:
         """Yield the copies of every load in flight; a copy may be yielded several times."""
         for loads in self._loads.values():
-            for load in loads:
+            for load in loads.values():
                 yield from load.copies
+
+    def reads(self) -> Iterator[ChunkCopy]:
+        """Yield the copies that workers read from their tier, once for each load."""
+        for loads in self._loads.values():
+            for load in loads.values():
+                yield from load.reads.values()
 
     def clear(self) -> list[ChunkCopy]:
         """Forget every load, because no completion follows a reset of the cache.
 
+        GDS reads keep no pin: a worker that reads other bytes than were stored finds that out.
+
         Returns:
-            The copies that workers may be loading, each with one pin per load.
+            The copies in RAM that workers may be loading, each with one pin per load.
         """
         copies = list(self.in_flight())
+        if self._stack.gds is not None:
+            self._stack.tiers[self._stack.gds.tier].unpin(self.reads())
         self._loads.clear()
         return copies
 
@@ -160,19 +197,37 @@ class Loader:
         self._ram.touch(copies, self._stack.ctx)
         self._demoter.record_use(copies)
 
-    def _begin(self, load: _PendingLoad, req_id: str, request: RequestState | None) -> None:
-        self._loads.setdefault(req_id, []).append(load)
+    def _begin(
+        self,
+        load: _PendingLoad,
+        req_id: str,
+        request: RequestState | None,
+        copies: Sequence[ChunkCopy],
+    ) -> int:
+        """Record a planned load of ``copies``, in the order of the keys; return its id."""
+        load_id = self._begun
+        self._begun += 1
+        load.request = request
+        self._loads.setdefault(req_id, {})[load_id] = load
         self._grants.begin_load(request, load.direct)
         if request is not None:
-            request.extend(load.copies)
+            request.extend(copies)
+        return load_id
 
-    def _count_hits(self, load: _PendingLoad, loaded: Sequence[bool]) -> None:
-        """Count as hits the chunks of ``load`` before the first chunk that was not loaded."""
-        keys = load.keys
-        hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
+    def _count_hits(
+        self, keys: Sequence[ChunkKey], origins: Sequence[int], loaded: Sequence[bool]
+    ) -> None:
+        """Count as hits the chunks before the first chunk that was not loaded.
+
+        Args:
+            keys: All chunks of a load.
+            origins: Index of the tier of each chunk before the first without a copy.
+            loaded: Whether each of these chunks was loaded.
+        """
+        hits = loaded.index(False) if False in loaded else len(loaded)
         if not hits or (hits < len(keys) and not is_single_group(keys)):
             return
-        origins = load.origins[:hits]
+        origins = origins[:hits]
         is_counted = self._stack.is_counted
         counted: Sequence[int] = origins
         if not (is_single_group(keys) and is_counted(keys[0])):
@@ -180,6 +235,32 @@ class Loader:
         for tier in self._stack.tiers:
             tier.counters.hits += origins.count(tier.index)
             tier.counters.prompt_hits += counted.count(tier.index)
+
+    def _by_key(
+        self, load: _PendingLoad, loaded: Sequence[bool], failed: Collection[int]
+    ) -> tuple[Sequence[ChunkKey], Sequence[int], Sequence[bool]]:
+        """Return the keys, and of each before the first without a copy its tier and success.
+
+        Args:
+            load: A completed load.
+            loaded: Whether each copy in RAM was loaded.
+            failed: Positions of the keys whose GDS read failed.
+        """
+        if not load.reads:
+            return load.keys, load.origins[: load.lead], loaded[: load.lead]
+        gds = self._stack.gds
+        assert gds is not None
+        in_ram = zip(load.origins, loaded, strict=True)
+        origins, answers = [], []
+        for at in range(load.lead):
+            if at in load.reads:
+                origins.append(gds.tier)
+                answers.append(at not in failed)
+            else:
+                origin, is_loaded = next(in_ram)
+                origins.append(origin)
+                answers.append(is_loaded)
+        return load.keys, origins, answers
 
     # -- direct loads -----------------------------------------------------------------------
 
@@ -202,21 +283,56 @@ class Loader:
         self._ram.pin(resident)  # so that they are not evicted for the others
         self._use(resident)
         allowed = None if request is None else request.terms.load_tiers
-        direct = self._promoter.promote_for_load(keys, allowed)
-        chosen = list(map(_loadable, map(self._ram.copies.get, keys)))
-        load = _load_of(keys, [copy for copy in chosen if copy is not None], direct=direct)
-        load.coming = {copy for copy in load.copies if copy.state != _RESIDENT}
+        direct, found = self._promoter.begin_direct_load(keys, allowed)
+        in_ram = list(map(_loadable, map(self._ram.copies.get, keys)))
+        copies = [copy for copy in in_ram if copy is not None]
+        load = _load_of(keys, copies, direct=direct)
+        load.reads = {at: found[key] for at, key in enumerate(keys) if key in found}
+        load.coming = {copy for copy in copies if copy.state != _RESIDENT}
         self._ram.pin(load.coming)
         self._ram.count_hits(load.coming)
         plan = LoadPlan(load.slots, load.generations, load.origins)
+        if None in in_ram:
+            plan = self._plan_with_reads(_plan_with_gaps(in_ram), load.reads)
+        chosen = [copy or load.reads.get(at) for at, copy in enumerate(in_ram)]
         if None in chosen:
             load.lead = chosen.index(None)
-            plan = _plan_with_gaps(chosen)
-        self._begin(load, req_id, request)
+        present = [copy for copy in chosen if copy is not None]
+        load_id = self._begin(load, req_id, request, present)
         stack.slot_status.issue(load.slots)
         if load.lead < len(keys) and request is not None:
             self._grants.fail(request)
-        return plan._replace(wait_s=stack.limits.load_timeout_s)
+        return plan._replace(wait_s=stack.limits.load_timeout_s, load_id=load_id)
+
+    def _plan_with_reads(self, plan: LoadPlan, reads: Mapping[int, ChunkCopy]) -> LoadPlan:
+        """Add GDS reads to a plan in which their chunks have no slot."""
+        gds = self._stack.gds
+        if gds is None or not reads:
+            return plan
+        origins = [
+            gds.tier if at in reads else origin for at, origin in enumerate(plan.origins)
+        ]
+        slots = [copy.slot for copy in reads.values()]
+        return plan._replace(
+            origins=origins, gds=GdsPlan(list(reads), slots, gds.hashes(slots))
+        )
+
+    def _end_reads(self, load: _PendingLoad, failures: ReadFailures) -> None:
+        """Unpin the copies that workers read; drop those with wrong bytes."""
+        gds = self._stack.gds
+        assert gds is not None
+        tier = self._stack.tiers[gds.tier]
+        tier.unpin(load.reads.values())
+        tier.counters.expired += len(failures.failed) - len(failures.wrong)
+        for at in failures.wrong:
+            self._stack.drop_corrupt(tier, load.reads[at])
+        read = [
+            copy
+            for at, copy in load.reads.items()
+            if at not in failures.failed and copy.state == _RESIDENT
+        ]
+        tier.touch(read, self._stack.ctx)
+        gds.touch([copy.slot for copy in read])
 
     # -- failed loads -----------------------------------------------------------------------
 
@@ -240,7 +356,6 @@ class Loader:
                 late.append(copy)
             elif copy.state == _RESIDENT:
                 self._grants.withdraw_from_all(copy)
-                self._stack.retention.release(copy)
                 self._stack.drop(self._ram, copy)
         if late:
             shared = self._share_lateness(late)
@@ -255,7 +370,7 @@ class Loader:
         """
         shared: set[ChunkCopy] = set()
         for loads in self._loads.values():
-            for load in loads:
+            for load in loads.values():
                 common = set(late).intersection(load.copies)
                 load.coming = {*load.coming, *common}
                 shared |= common

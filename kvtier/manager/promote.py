@@ -25,16 +25,14 @@ another, and a prefix larger than RAM would be promoted for ever without being l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
-from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import LoadChoice
-from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.storage_jobs import JobRecord
+from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState, Promotion
@@ -118,11 +116,11 @@ class _Hit(NamedTuple):
 class Promoter:
     """Grants chunks to queued requests, plans promotion jobs and applies their results."""
 
-    def __init__(self, stack: TierStack, grants: Grants, demoter: Demoter) -> None:
+    def __init__(self, stack: TierStack, jobs: StorageJobs, grants: Grants) -> None:
         self._stack = stack
         self._ram = stack.ram
+        self._jobs = jobs
         self._grants = grants
-        self._demoter = demoter
 
     def prepare(
         self, request: RequestState, keys: Sequence[ChunkKey], readable: Sequence[TierState]
@@ -149,37 +147,54 @@ class Promoter:
         in_ram = hit.in_ram()
         ram.restore(in_ram, stack.ctx)
         fills = len(hit.copies) - len(in_ram)
+        if stack.gds is not None:
+            fills -= sum(stack.gds_readable(*hit))
         if self._is_direct(hit, in_ram) and self._grants.reserve(request, fills, in_ram):
             return True
         self._grants.enqueue(request, [copy.key for copy in hit.copies])
         return False
 
-    def promote_for_load(
+    def begin_direct_load(
         self, keys: Sequence[ChunkKey], allowed: Collection[int] | None
-    ) -> int:
-        """Plan the jobs of a direct load: promote the ``keys`` that RAM lacks.
+    ) -> tuple[int, Mapping[ChunkKey, ChunkCopy]]:
+        """Begin a direct load of the ``keys`` that RAM lacks.
+
+        Chunks that workers can read from their tier are pinned there. Jobs to promote the
+        others are planned, if enough copies can be evicted for all of them.
 
         Args:
             keys: The chunks of the load.
             allowed: Indices of the tiers to load from; None for all.
 
         Returns:
-            The number of promoted chunks; 0, and nothing changed, if too few copies can be
-            evicted for all of them.
+            The number of promoted chunks, and the pinned copies by key.
         """
-        members = self._ram.copies
+        stack, members = self._stack, self._ram.copies
         absent = [key for key in keys if key not in members]
-        readable = self._stack.readable(allowed)
+        readable = stack.readable(allowed)
         if len(readable) == 1:
             sources = readable[0].resident(absent)
             tiers = [readable[0].index] * len(sources)
         else:
             found = [at for key in absent if (at := first_resident(readable, key)) is not None]
             sources, tiers = [copy for _, copy in found], [tier.index for tier, _ in found]
+        reads: dict[ChunkKey, ChunkCopy] = {}
+        if stack.gds is not None:
+            by_gds = stack.gds_readable(sources, tiers)
+            reads = {copy.key: copy for copy in compress(sources, by_gds)}
+            self._begin_reads(stack.tiers[stack.gds.tier], reads.values())
+            others = [not is_read for is_read in by_gds]
+            sources, tiers = list(compress(sources, others)), list(compress(tiers, others))
         if not sources or len(sources) > self._ram.available:
-            return 0
+            return 0, reads
         self._plan(sources, tiers)
-        return len(sources)
+        return len(sources), reads
+
+    def _begin_reads(self, tier: TierState, copies: Collection[ChunkCopy]) -> None:
+        """Pin copies that workers will read from ``tier``, and count their uses."""
+        tier.pin(copies)
+        tier.count_hits(copies)
+        self._ram.counters.misses += len(copies)
 
     def end_step(self) -> None:
         """Grant queued requests their chunks within the budget, first come first served."""
@@ -196,21 +211,22 @@ class Promoter:
             if must_wait or not self._start(request, may_wait=may_wait):
                 is_blocked = True
 
-    def apply(self, record: JobRecord, result: TransferResult) -> None:
-        """Apply the result of a promotion job."""
+    def apply(self, record: JobRecord, result: TransferResult) -> Sequence[ChunkCopy]:
+        """Apply the result of a promotion job.
+
+        Returns:
+            The RAM copies of moved chunks, which the slower tier has no longer.
+        """
         if not result.settled:
             self._expire(record)
-            return
+            return ()
         stack, ram = self._stack, self._ram
         tier = stack.tiers[record.source]
-        tier.unpin(record.sources.copies)
-        arrived, failures = record.split(result.outcomes)
-        for source, copy, outcome in failures:
+        arrived, failures = self._jobs.settle(record, result.outcomes)
+        for _, copy, outcome in failures:
             self._grants.record_missing(copy)
-            ram.abort(copy)
-            if outcome is Outcome.CORRUPT:
-                stack.drop_corrupt(tier, source)
-            elif not record.is_late:  # else the job was counted at its deadline
+            # A corrupt chunk is counted when it is dropped, a late job at its deadline.
+            if outcome is not Outcome.CORRUPT and not record.is_late:
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
         moved = self._drop_moved(record, result)
@@ -223,7 +239,7 @@ class Promoter:
         tier.touch(read, stack.ctx)
         self._grants.record_arrived(arrived)
         tier.counters.promoted += len(arrived)
-        self._demoter.add_sole_copies(ram, moved)
+        return moved
 
     # -- deciding ---------------------------------------------------------------------------
 
@@ -317,54 +333,31 @@ class Promoter:
         Returns:
             Each job's id and the RAM copies that it writes.
         """
-        stack = self._stack
-        slots, _ = stack.take_slots(self._ram, [source.key for source in sources])
-        self._ram.counters.misses += len(sources)
-        stack.slot_status.clear_generations(slots)
+        stack, ram = self._stack, self._ram
+        ram.counters.misses += len(sources)
         jobs = []
         for index in dict.fromkeys(tiers):
-            of_tier = [tier == index for tier in tiers]
-            some = stack.tiers[index].list_of(list(compress(sources, of_tier)))
-            places = list(compress(slots, of_tier))
-            for at in range(0, len(places), stack.limits.batch):
-                end = at + stack.limits.batch
-                jobs.append(self._plan_job(index, some.between(at, end), places[at:end]))
+            tier = stack.tiers[index]
+            listed = tier.list_of(list(compress(sources, [each == index for each in tiers])))
+            tier.pin(listed.copies)
+            moved = self._choose_moved(index, listed.copies)
+            planned = self._jobs.plan(tier, ram, listed, moved=moved)
+            tier.count_hits(listed.copies)
+            for job_id, copies in planned:
+                stack.cost_model.record_job(job_id, index, len(copies))
+            jobs += planned
         return jobs
-
-    def _plan_job(
-        self, index: int, sources: CopyList, slots: Sequence[int]
-    ) -> tuple[JobId, Sequence[ChunkCopy]]:
-        """Plan a job that reads ``sources`` of tier ``index``; return its id and RAM copies."""
-        stack = self._stack
-        generation = stack.next_generation()
-        copies = self._ram.begin_copying(
-            sources.keys, slots, sources.copies, origin=index, generation=generation
-        )
-        stack.tiers[index].pin(sources.copies)
-        moved = self._choose_moved(index, sources.copies)
-        stack.tiers[index].count_hits(sources.copies)
-        job_id = stack.jobs.add(
-            JobRecord(
-                source=index,
-                destination=0,
-                sources=sources,
-                destinations=copies,
-                epoch=stack.epoch,
-                moved=moved,
-            ),
-            slots,
-            timeout_s=stack.limits.load_timeout_s,
-        )
-        stack.cost_model.record_job(job_id, index, len(copies))
-        return job_id, copies
 
     def _choose_moved(self, index: int, sources: Sequence[ChunkCopy]) -> set[ChunkCopy]:
         """Ask the placement policy how to promote ``sources``; return the sources to drop."""
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
         if Promotion.MOVE not in ways:
             return set()
+        retained = self._stack.retentions[index]
         return {
-            source for source, way in zip(sources, ways, strict=True) if way is Promotion.MOVE
+            source
+            for source, way in zip(sources, ways, strict=True)
+            if way is Promotion.MOVE and source not in retained
         }
 
     def _expire(self, record: JobRecord) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.cost_model import CostFigures
+from kvtier.policies import ChunkCopy
 from kvtier.types import Outcome
 
 __all__ = [
@@ -170,7 +171,9 @@ class EventLog:
 
     A restart or a reset concerns a million chunks at once, and a listener serializes events
     between two steps of the engine. So consecutive events of one kind are merged, events have
-    bounded length, and :meth:`take` returns only what is serialized in a few milliseconds.
+    bounded length, and :meth:`take` returns only what is serialized in a few milliseconds. The
+    copies that a reset removed are kept as they are, and become events, or are freed without a
+    listener, a few thousand per step.
 
     Attributes:
         has_listener: Whether a listener takes events; otherwise none are kept.
@@ -178,10 +181,16 @@ class EventLog:
 
     def __init__(self, *, has_listener: bool) -> None:
         self.has_listener = has_listener
-        self._events: deque[tuple[int, bool, list[ChunkKey]]] = deque()
+        self._events: deque[tuple[int, bool, list[ChunkKey] | dict[ChunkKey, ChunkCopy]]]
+        self._events = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._events)
+        return self.has_listener and bool(self._events)
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether :meth:`end_step` has copies to free."""
+        return not self.has_listener and bool(self._events)
 
     def add(self, tier: int, keys: Sequence[ChunkKey], *, removed: bool) -> None:
         """Record that ``keys`` became resident in a tier, or were removed from it."""
@@ -194,12 +203,30 @@ class EventLog:
             last += keys[at : at + room]
             at += room
 
+    def add_reset(self, tier: int, resident: dict[ChunkKey, ChunkCopy]) -> None:
+        """Record that a reset removed ``resident`` copies of a tier; takes over the dict."""
+        if resident:
+            self._events.append((tier, True, resident))
+
     def take(self) -> list[ResidencyEvent]:
         """Remove and return the oldest events; the list is empty if there are none."""
+        return self._take() if self.has_listener else []
+
+    def end_step(self) -> None:
+        """Without a listener, free some of the copies that a reset removed."""
+        if self.is_freeing:
+            self._take()
+
+    def _take(self) -> list[ResidencyEvent]:
         taken: list[ResidencyEvent] = []
         chunks = 0
         while self._events and chunks < _MAX_TAKEN_CHUNKS:
             tier, removed, keys = self._events.popleft()
+            if isinstance(keys, dict):
+                resident, count = keys, min(len(keys), _MAX_EVENT_CHUNKS)
+                keys = [resident.popitem()[0] for _ in range(count)]
+                if resident:
+                    self._events.appendleft((tier, removed, resident))
             taken.append(ResidencyEvent(tier, keys, removed))
             chunks += len(keys)
         return taken
@@ -208,7 +235,8 @@ class EventLog:
         """Return the keys of the event to extend: the newest, or a new event."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
-            if (last_tier, last_removed) == (tier, removed) and len(keys) < _MAX_EVENT_CHUNKS:
+            is_same = (last_tier, last_removed) == (tier, removed)
+            if is_same and isinstance(keys, list) and len(keys) < _MAX_EVENT_CHUNKS:
                 return keys
         new: list[ChunkKey] = []
         self._events.append((tier, removed, new))

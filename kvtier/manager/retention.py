@@ -1,4 +1,4 @@
-"""Keeps chunks in RAM until a deadline, whatever the eviction policy would do.
+"""Keeps chunks in a tier until a deadline, whatever the eviction policy would do.
 
 A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
 The sender of the request knows that, but the chunks look unused to the cache. Unlike a flag, a
@@ -8,6 +8,9 @@ deadline needs no second message that ends it (Mooncake's soft pins and Continuu
 A quota bounds the retained chunks. Beyond the quota, more chunks are refused; they do not
 replace retained ones. Chunks are released early only for a store or a promotion that has waited
 as long as allowed and would otherwise be cut; the earliest deadlines go first.
+
+Requests retain chunks in RAM. In a slower tier, a store may say at the start which chunks to
+retain, after a warm-up.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ __all__ = ["Retention"]
 
 
 class Retention:
-    """The retained RAM copies, each with one pin and a deadline.
+    """The retained copies of one tier, each with one pin and a deadline.
 
     Args:
-        ram: The tier.
+        tier: The tier.
         quota: Largest number of copies to retain.
     """
 
-    def __init__(self, ram: TierState, quota: int) -> None:
-        self._ram = ram
+    def __init__(self, tier: TierState, quota: int) -> None:
+        self._tier = tier
         self._quota = quota
         self._deadlines: dict[ChunkCopy, float] = {}
         # An extended deadline leaves its old entry behind, which is skipped when it comes up;
@@ -41,6 +44,9 @@ class Retention:
 
     def __len__(self) -> int:
         return len(self._deadlines)
+
+    def __contains__(self, copy: ChunkCopy) -> bool:
+        return copy in self._deadlines
 
     def retain(self, copies: Iterable[ChunkCopy], until: float) -> int:
         """Retain resident ``copies`` until a deadline; an earlier deadline is extended.
@@ -52,7 +58,7 @@ class Retention:
         Returns:
             The number of ``copies`` retained at least until ``until``.
         """
-        ram, deadlines = self._ram, self._deadlines
+        tier, deadlines = self._tier, self._deadlines
         retained = 0
         for copy in copies:
             if copy.state != CopyState.RESIDENT:
@@ -60,9 +66,9 @@ class Retention:
             old = deadlines.get(copy)
             if old is None:
                 if len(deadlines) >= self._quota:
-                    ram.counters.unretained += 1
+                    tier.counters.unretained += 1
                     continue
-                ram.pin((copy,))
+                tier.pin((copy,))
             if old is None or until > old:
                 deadlines[copy] = until
                 heapq.heappush(self._heap, (until, next(self._numbers), copy))
@@ -83,28 +89,28 @@ class Retention:
 
         Copies that are pinned or dirty for another reason are skipped.
         """
-        ram, heap = self._ram, self._heap
-        target = ram.idle + slots
+        tier, heap = self._tier, self._heap
+        target = tier.idle + slots
         skipped: list[tuple[float, int, ChunkCopy]] = []
-        while heap and ram.idle < target:
+        while heap and tier.idle < target:
             entry = heapq.heappop(heap)
             until, _, copy = entry
             if copy.pins > 1 or copy.dirty:
                 skipped.append(entry)
             elif self._end(copy, until):
-                ram.counters.unretained += 1
+                tier.counters.unretained += 1
         for entry in skipped:
             heapq.heappush(heap, entry)
 
     def release(self, copy: ChunkCopy) -> None:
         """Release a copy that is about to be dropped, if it is retained."""
         if self._deadlines.pop(copy, None) is not None:
-            self._ram.unpin((copy,))
-            self._ram.counters.unretained += 1
+            self._tier.unpin((copy,))
+            self._tier.counters.unretained += 1
 
     def clear(self) -> None:
         """Release every copy; for a reset of the cache."""
-        self._ram.unpin(self._deadlines)
+        self._tier.unpin(self._deadlines)
         self._deadlines.clear()
         self._heap.clear()
 
@@ -113,7 +119,7 @@ class Retention:
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]
-        self._ram.unpin((copy,))
+        self._tier.unpin((copy,))
         return True
 
     def _drop_old_entries(self) -> None:

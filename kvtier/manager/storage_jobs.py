@@ -1,4 +1,11 @@
-"""Storage jobs: what moves between tiers, from the plan to the settled result."""
+"""Storage jobs: what moves between tiers, from the plan to the settled result.
+
+:class:`StorageJobs` does for promotions and demotions what both need: a plan takes the slots,
+adds the copies that are being written and cuts the chunks into jobs; a settled result removes
+the pins of the job and drops the copies whose bytes did not arrive. Which chunks move, and what
+follows from a result, is decided by :mod:`~kvtier.manager.promote` and
+:mod:`~kvtier.manager.demote`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvtier.manager.copies import CopyList
+from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy
 from kvtier.types import Job, JobId, Outcome, Purpose
 
@@ -68,14 +77,10 @@ class JobRecord:
 
 
 class StorageJobs:
-    """Every storage job from its plan to its settled result.
+    """Every storage job from its plan to its settled result."""
 
-    Args:
-        names: Names of the tiers.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
         self._records: dict[JobId, JobRecord] = {}
         self._next_id = 0
         self._planned: list[Job] = []
@@ -106,27 +111,91 @@ class StorageJobs:
             if record.source == tier and not record.is_late
         )
 
-    def add(self, record: JobRecord, slots: Sequence[int], *, timeout_s: float) -> JobId:
-        """Record a job and queue it for the engine; return the new job id.
+    def plan(
+        self,
+        source: TierState,
+        destination: TierState,
+        listed: CopyList,
+        *,
+        moved: Collection[ChunkCopy] = (),
+        is_eviction: bool = False,
+    ) -> list[tuple[JobId, Sequence[ChunkCopy]]]:
+        """Plan jobs that copy ``listed`` to ``destination``, evicting there as needed.
 
         Args:
-            record: The job.
-            slots: Slots of the job's destinations.
-            timeout_s: Deadline of the job.
+            source: Tier of the copies.
+            destination: A tier that lacks the chunks and has an available slot for each.
+            listed: The copies. Each has a pin that its job removes at its end.
+            moved: Those that ``source`` drops once their bytes arrive.
+            is_eviction: Whether the copies are victims of ``source``, in eviction order.
+
+        Returns:
+            Each job's id and the copies that it writes.
         """
+        stack = self._stack
+        slots, _ = stack.take_slots(destination, listed.keys)
+        if destination is stack.ram:
+            stack.slot_status.clear_generations(slots)
+        if stack.gds is not None and stack.gds.tier == destination.index:
+            stack.gds.begin_overwriting(slots)
+        planned: list[tuple[JobId, Sequence[ChunkCopy]]] = []
+        for at in range(0, len(slots), stack.limits.batch):
+            places = slots[at : at + stack.limits.batch]
+            part = listed.between(at, at + len(places))
+            generation = stack.next_generation() if destination is stack.ram else NO_GENERATION
+            copies = destination.begin_copying(
+                part.keys, places, part.copies, origin=source.index, generation=generation
+            )
+            record = JobRecord(
+                source=source.index,
+                destination=destination.index,
+                sources=part,
+                destinations=copies,
+                epoch=stack.epoch,
+                moved={copy for copy in part.copies if copy in moved} if moved else (),
+                is_eviction=is_eviction,
+            )
+            planned.append((self._add(record, places), copies))
+        return planned
+
+    def settle(
+        self, record: JobRecord, outcomes: Sequence[Outcome]
+    ) -> tuple[Sequence[ChunkCopy], Sequence[Failure]]:
+        """End the pins of a job, and drop the destination copies whose bytes did not arrive.
+
+        Returns:
+            The destination copies whose bytes arrived, and the failures.
+        """
+        source = self._stack.tiers[record.source]
+        destination = self._stack.tiers[record.destination]
+        if record.is_promotion:
+            source.unpin(record.sources.copies)
+        else:
+            source.end_demotion(record.sources.copies)
+        arrived, failures = record.split(outcomes)
+        for read, written, outcome in failures:
+            destination.abort(written)
+            if outcome is Outcome.CORRUPT and record.source:
+                self._stack.drop_corrupt(source, read)
+        return arrived, failures
+
+    def _add(self, record: JobRecord, slots: Sequence[int]) -> JobId:
+        """Record a job and queue it for the engine; return the new job id."""
+        limits, tiers = self._stack.limits, self._stack.tiers
+        is_promotion = record.is_promotion
         job_id = self._next_id
         self._next_id += 1
         self._records[job_id] = record
         self._planned.append(
             Job(
                 job_id=job_id,
-                purpose=Purpose.PROMOTE if record.is_promotion else Purpose.DEMOTE,
-                source=self._names[record.source],
-                destination=self._names[record.destination],
+                purpose=Purpose.PROMOTE if is_promotion else Purpose.DEMOTE,
+                source=tiers[record.source].name,
+                destination=tiers[record.destination].name,
                 keys=record.sources.keys,
                 source_slots=record.sources.slots,
                 destination_slots=slots,
-                timeout_s=timeout_s,
+                timeout_s=limits.load_timeout_s if is_promotion else limits.store_timeout_s,
                 payload=list(map(_generation_of, record.ram_copies)),
             )
         )

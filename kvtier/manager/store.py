@@ -93,14 +93,15 @@ class Storer:
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Complete a store of ``keys``; see :meth:`TieredOffloadingManager.complete_store`."""
         first = self._ram.copies.get(next(iter(keys), b""))
-        listed = None if first is None else self._writes.pop(first.generation, None)
-        if first is None or listed is None or not self._is_whole_store(listed, keys):
+        listed = None if first is None else self._writes.get(first.generation)
+        if first is not None and listed is not None and self._is_whole_store(listed, keys):
+            del self._writes[first.generation]
+            generations = [first.generation] * len(listed.copies)
+        else:
             listed = self._listed(keys)
             generations = [copy.generation for copy in listed.copies]
             for generation in {*generations}:
-                self._writes.pop(generation, None)
-        else:
-            generations = [first.generation] * len(listed.copies)
+                self._end_writes(generation, listed)
         stored = self._stack.slot_status.stored(listed.slots, generations)
         if not all(stored):
             copies = listed.copies
@@ -115,8 +116,9 @@ class Storer:
         Returns:
             The copies that workers may be writing; each still has its writer's pin.
         """
-        self._writes.clear()
-        return list(filter(_is_being_stored, self._ram.copies.values()))
+        writes, self._writes = self._writes, {}
+        copies = chain.from_iterable(listed.copies for listed in writes.values())
+        return list(filter(_is_being_stored, copies))
 
     def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
         """Record that an engine offered ``keys`` for storing although RAM has every chunk."""
@@ -176,6 +178,16 @@ class Storer:
         written = list(filter(_is_being_stored, copies))
         written.sort(key=_slot_of)  # ascending along the prefix, in whatever order a set is
         return self._ram.list_of(written)
+
+    def _end_writes(self, generation: int, ended: CopyList) -> None:
+        """Keep only those copies of a store in flight that are not in ``ended``."""
+        listed = self._writes.pop(generation, None)
+        if listed is None:
+            return
+        are_ended = set(ended.copies)
+        rest = [copy for copy in listed.copies if copy not in are_ended]
+        if rest:
+            self._writes[generation] = listed.part(rest)
 
     def _abort(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop chunks with incomplete bytes."""

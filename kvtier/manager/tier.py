@@ -54,8 +54,8 @@ class TierState:
         dirty: Number of dirty copies.
         leaving: Victims that a slower tier must receive before they are evicted. Until then
             they are hits outside the eviction order.
-        drops: Number of copies dropped so far. While the number is constant, pinned copies stay
-            in the tier.
+        drops: Number of dropped copies and resets so far. While the number is constant, pinned
+            copies stay in the tier.
         requested_slots: Largest number of slots requested in vain since the last reclaim.
         counters: What happened in the tier.
         policy_error: Why ``lru`` replaced the eviction policy; None if it did not.
@@ -402,6 +402,34 @@ class TierState:
         del self.copies[copy.key]
         if not copy.pins:
             self.slots.release((copy.slot,))
+
+    def reset(self, held: Iterable[ChunkCopy]) -> dict[ChunkKey, ChunkCopy]:
+        """Make every chunk a miss, in a time that depends on the number of ``held`` only.
+
+        The eviction policy begins anew. Nothing may refer to the other copies any more.
+
+        Args:
+            held: All copies with pins. Each keeps its slot until it loses its last pin.
+
+        Returns:
+            The copies that were resident, by key.
+        """
+        resident = self.copies
+        pinned = {copy for copy in held if copy.pins}
+        for copy in pinned:
+            if copy.state in (_WRITING, _LATE):
+                del resident[copy.key]
+            copy.state = _GONE
+            copy.dirty = 0
+        self.copies = {}
+        self._copy_at = [None] * self.slots.capacity
+        self.slots = SlotAllocator(self.slots.capacity)
+        self.slots.take(copy.slot for copy in pinned)
+        self.writing = self.idle = self.dirty = 0
+        self.leaving = set()
+        self.drops += 1
+        self.eviction = type(self.eviction)(self.eviction.capacity)
+        return resident
 
     # -- internals --------------------------------------------------------------------------
 

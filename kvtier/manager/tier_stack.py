@@ -1,4 +1,4 @@
-"""All tiers, the jobs between them, and the state that the parts of the manager share."""
+"""All tiers, and the state that the parts of the manager share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final, Protocol
 from kvtier.keys import ChunkKey, group_filter
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import CostModel
+from kvtier.manager.gds import GdsSource
 from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
-from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
@@ -112,7 +112,7 @@ def first_resident(
 
 
 class TierStack:
-    """Tiers, fastest first, with the placement policy and the jobs between them.
+    """Tiers, fastest first, with the placement policy between them.
 
     Attributes:
         tiers: The tiers; index 0 is RAM.
@@ -123,8 +123,7 @@ class TierStack:
         slot_status: The workers' reports about RAM slots.
         cost_model: Decides which loads are worth their time.
         is_counted: Returns whether a key belongs to the counting group.
-        jobs: Jobs in flight.
-        retention: RAM copies retained until a deadline.
+        retentions: The copies of each tier that are retained until a deadline.
         ctx: The information that policies may use.
         epoch: Number of resets.
         step: Number of scheduling steps.
@@ -134,6 +133,7 @@ class TierStack:
         tracks_reuse: Whether ``gaps`` are recorded.
         restricts_stores: Whether any request so far has limited the tiers to store in.
         events: Residency events that were not taken yet.
+        gds: The slots that workers can read from one of the tiers; None if there are none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -147,7 +147,9 @@ class TierStack:
         track_reuse: bool,
         cost_model: CostModel,
         counting_group: int,
+        gds: GdsSource | None = None,
     ) -> None:
+        self.gds = gds
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
         self.slower = self.tiers[1:]
@@ -156,8 +158,10 @@ class TierStack:
         self.slot_status = slot_status
         self.cost_model = cost_model
         self.is_counted = group_filter(counting_group)
-        self.jobs = StorageJobs([tier.name for tier in tiers])
-        self.retention = Retention(self.ram, limits.retained)
+        quotas = [limits.retained, *(tier.slots.capacity for tier in self.slower)]
+        self.retentions = [
+            Retention(tier, quota) for tier, quota in zip(self.tiers, quotas, strict=True)
+        ]
         self.ctx = PolicyContext()
         self.epoch = 0
         self.step = 0
@@ -166,9 +170,7 @@ class TierStack:
         self.tracks_reuse = track_reuse
         self.restricts_stores = False
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
-        self._tracked = [
-            (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
-        ]
+        self._tracked = list(zip(self.tiers, self.gaps, strict=True))
         self._sampling = min(gaps.mask for gaps in self.gaps)
         self._generation = 0
         self.events = EventLog(has_listener=record_events)
@@ -243,6 +245,23 @@ class TierStack:
             copies.append(copy)
         return copies, tiers
 
+    def gds_readable(self, copies: Sequence[ChunkCopy], tiers: Sequence[int]) -> Sequence[bool]:
+        """Return for each copy whether workers can read it from its tier, without RAM.
+
+        Args:
+            copies: Resident copies.
+            tiers: Index of the tier of each copy.
+        """
+        gds = self.gds
+        answers = [False] * len(copies)
+        if gds is None or gds.tier not in tiers:
+            return answers
+        places = [at for at, tier in enumerate(tiers) if tier == gds.tier]
+        readable = gds.readable([copies[at].slot for at in places])
+        for at, answer in zip(places, readable, strict=True):
+            answers[at] = answer
+        return answers
+
     def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
         """Return whether ``key`` is in, or was promoted from, a tier in ``allowed``."""
         copy = self.ram.copies.get(key)
@@ -259,8 +278,8 @@ class TierStack:
         for key in keys:
             if key[SAMPLING_BYTE] & mask:
                 continue
-            for copies, gaps in self._tracked:
-                if key in copies:
+            for tier, gaps in self._tracked:
+                if key in tier.copies:
                     break
                 gaps.record_wanted(key)
 
@@ -301,10 +320,16 @@ class TierStack:
         if self.events.has_listener:
             self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 
+    @property
+    def retention(self) -> Retention:
+        """RAM copies retained until a deadline."""
+        return self.retentions[0]
+
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss and record the residency event."""
         if copy.state == _RESIDENT:
             self.events.add(tier.index, (copy.key,), removed=True)
+            self.retentions[tier.index].release(copy)
         tier.drop(copy)
 
     def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:

@@ -15,18 +15,20 @@ it for that request. ``prepare_load`` pins it until ``complete_load``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
+from kvtier.manager.gds import GdsSource
 from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
-from kvtier.manager.load import Loader, LoadPlan
+from kvtier.manager.load import Loader, LoadPlan, ReadFailures
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
+from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
-from kvtier.manager.storage_jobs import JobRecord
+from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
@@ -52,6 +54,7 @@ class TieredOffloadingManager:
         cost_model: Decides which loads are worth their time; if omitted, all loads are.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
+        gds: The slots that workers can read from one of the tiers; None if there are none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -66,6 +69,7 @@ class TieredOffloadingManager:
         cost_model: CostModel | None = None,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
+        gds: GdsSource | None = None,
     ) -> None:
         self._stack = stack = TierStack(
             tiers,
@@ -77,16 +81,18 @@ class TieredOffloadingManager:
             cost_model=cost_model
             or CostModel(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
             counting_group=counting_group,
+            gds=gds,
         )
-        self._grants = Grants(stack)
-        self._demoter = Demoter(stack)
-        self._promoter = Promoter(stack, self._grants, self._demoter)
+        self._jobs = StorageJobs(stack)
+        self._grants = Grants(stack, self._jobs)
+        self._demoter = Demoter(stack, self._jobs)
+        self._promoter = Promoter(stack, self._jobs, self._grants)
         self._lookup = HitLookup(stack, HitRules(groups), self._grants, self._promoter)
         self._storer = Storer(stack, self._grants, self._demoter)
         self._loader = Loader(
             stack, grants=self._grants, promoter=self._promoter, demoter=self._demoter
         )
-        self._quarantine = _Quarantine(stack)
+        self._quarantine = Quarantine(stack, self._jobs)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests ---------------------------------------------------------------------------
@@ -160,13 +166,27 @@ class TieredOffloadingManager:
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._loader.prepare(keys, req_id, request)
 
-    def complete_load(self, req_id: str) -> None:
-        """Complete the oldest load of ``req_id``, even if the request has ended.
+    def complete_load(
+        self,
+        req_id: str,
+        load_id: int | None = None,
+        *,
+        gds_failed: Collection[int] = (),
+        gds_wrong: Collection[int] = (),
+    ) -> None:
+        """Complete a load of ``req_id``, even if the request has ended.
 
         Chunks that a worker could not load are dropped from RAM, and every later lookup of the
         request is a miss. A load planned before a reset is ignored.
+
+        Args:
+            req_id: The request.
+            load_id: ``load_id`` of the load's plan; None for the oldest load of the request,
+                if the engine does not tell its loads apart.
+            gds_failed: Positions of the chunks whose GDS read failed.
+            gds_wrong: Those of them that the tier must forget.
         """
-        self._loader.complete(req_id, self._requests.get(req_id))
+        self._loader.complete(req_id, load_id, ReadFailures(gds_failed, gds_wrong))
 
     # -- store ------------------------------------------------------------------------------
 
@@ -236,12 +256,14 @@ class TieredOffloadingManager:
             self._preempt(req_id)
         if stack.epoch:
             self._quarantine.end_step()
-        if stack.limits.retained:
-            stack.retention.expire(now)
+        for retention in stack.retentions:
+            if retention:
+                retention.expire(now)
         self._grants.end_step()
         if self._grants.queued:
             self._promoter.end_step()
         self._demoter.end_step()
+        stack.events.end_step()
         if stack.tracks_reuse:
             stack.end_reuse_step()
 
@@ -251,18 +273,19 @@ class TieredOffloadingManager:
         stack = self._stack
         return not (
             self._demoter.queued
-            or len(stack.jobs)  # late jobs too: their slots become free when they end
+            or len(self._jobs)  # late jobs too: their slots become free when they end
             or self._quarantine
             or self.has_output
             or self._grants
             or self._demoter.is_reclaiming
-            or len(stack.retention)
+            or any(stack.retentions)
+            or stack.events.is_freeing
             or any(gaps.is_changed for gaps in stack.gaps)
         )
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""
-        return bool(self._demoter.queued or self._stack.jobs.has_awaited or self._quarantine)
+        return bool(self._demoter.queued or self._jobs.has_awaited or self._quarantine)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
         """Set the indices of slower tiers that are out of service; nothing is read from them.
@@ -275,15 +298,15 @@ class TieredOffloadingManager:
     @property
     def has_output(self) -> bool:
         """Whether there are jobs, cancellations or corrupt slots to take."""
-        return bool(self._stack.corrupt) or self._stack.jobs.has_output
+        return bool(self._stack.corrupt) or self._jobs.has_output
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
-        return self._stack.jobs.take_planned()
+        return self._jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
         """Return jobs that no request needs any more; cancelling them is optional."""
-        return self._stack.jobs.take_cancelled()
+        return self._jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return corrupt slots, which a restart must not recover, as (tier index, slot).
@@ -299,7 +322,7 @@ class TieredOffloadingManager:
         because this call evicts victims that arrived in a slower tier.
         """
         stack = self._stack
-        record = stack.jobs.find(result.job_id)
+        record = self._jobs.find(result.job_id)
         if record is None:
             return
         if record.is_promotion:
@@ -308,11 +331,12 @@ class TieredOffloadingManager:
         if record.epoch != stack.epoch:
             self._quarantine.apply(record, result)
         elif record.is_promotion:
-            self._promoter.apply(record, result)
+            moved = self._promoter.apply(record, result)
+            self._demoter.add_sole_copies(stack.ram, moved)
         else:
             self._demoter.apply(record, result)
         if result.settled:
-            stack.jobs.remove(result.job_id)
+            self._jobs.remove(result.job_id)
 
     def flush(self) -> None:
         """Plan jobs that demote every dirty chunk; for an orderly shutdown."""
@@ -386,7 +410,7 @@ class TieredOffloadingManager:
             waiting=len(self._grants.queued) + len(self._grants.waiting),
             granted=self._grants.granted,
             retained=len(stack.retention),
-            jobs=len(stack.jobs),
+            jobs=len(self._jobs),
             cost_model=stack.cost_model.figures(),
         )
 
@@ -414,6 +438,19 @@ class TieredOffloadingManager:
         self._demoter.add_recovered(state, copies)
         return len(copies)
 
+    def retain_recovered(self, tier: int, slots: Mapping[int, float]) -> None:
+        """Protect recovered chunks of a slower tier from eviction.
+
+        Args:
+            tier: Index of the tier.
+            slots: Slot of each chunk, and the time until when, in seconds on the clock of
+                :meth:`end_step`.
+        """
+        copies = {copy.slot: copy for copy in self._stack.tiers[tier].copies.values()}
+        for slot, until in slots.items():
+            if slot in copies:
+                self._stack.retentions[tier].retain((copies[slot],), until)
+
     def reset(self) -> None:
         """Make every chunk in every tier a miss, because weights may have changed.
 
@@ -427,14 +464,10 @@ class TieredOffloadingManager:
         for request in self._requests.values():
             request.invalidate()
         self._grants.clear()
-        stack.retention.clear()
+        for retention in stack.retentions:
+            retention.clear()
         self._demoter.clear()
-        self._quarantine.hold(self._loader.clear())
-        self._quarantine.hold(self._storer.clear())
-        for tier in stack.tiers:
-            for copy in list(tier.copies.values()):
-                stack.drop(tier, copy)
-        self._quarantine.end_step()
+        self._quarantine.reset([*self._loader.clear(), *self._storer.clear()])
         for gaps in stack.gaps:
             gaps.clear()
         self.take_cancels()
@@ -458,47 +491,3 @@ class TieredOffloadingManager:
             self._stack.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
-
-
-class _Quarantine:
-    """RAM copies that a reset dropped but a worker may still touch.
-
-    A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job
-    may be reading or writing a slot. So may a worker, and after a reset the engine no longer
-    reports when the worker is done. Such a slot stays pinned until its job has settled and the
-    workers acknowledged their jobs.
-    """
-
-    def __init__(self, stack: TierStack) -> None:
-        self._stack = stack
-        self._held: list[ChunkCopy] = []
-
-    def __len__(self) -> int:
-        return len({copy.slot for copy in self._held})
-
-    def hold(self, copies: Iterable[ChunkCopy]) -> None:
-        """Take over one pin of each of ``copies``."""
-        self._held += copies
-
-    def end_step(self) -> None:
-        """Unpin the copies that no worker touches any more."""
-        if not self._held:
-            return
-        held, self._held = self._held, []
-        over = self._stack.slot_status.all_acknowledged([copy.slot for copy in held])
-        for copy, is_over in zip(held, over, strict=True):
-            if is_over:
-                self._stack.ram.unpin((copy,))
-            else:
-                self._held.append(copy)
-
-    def apply(self, record: JobRecord, result: TransferResult) -> None:
-        """Free the slots of a job planned before the reset."""
-        if not result.settled:
-            record.is_late = True
-            return
-        if record.destination:
-            # The job may have written after the reset emptied the tier.
-            self._stack.record_corrupt(record.destination, record.destinations)
-        self._stack.tiers[record.source].unpin(record.sources.copies)
-        self._stack.tiers[record.destination].unpin(record.destinations)

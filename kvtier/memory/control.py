@@ -17,6 +17,13 @@ memory that both sides map, *before* it acknowledges a job:
     the word after the load.
 ``pageable[rank]``
     Whether the rank could not page-lock the RAM tier. Written once, at start.
+``hash[rank, slot]`` and ``hashed[rank, slot]``
+    Hash of what this rank wrote to its part of the slot (:mod:`kvtier.memory.part_hashes`), and
+    the generation of that write. Only ranks that may do GDS reads write both, before
+    ``generation``.
+``gds[rank]``
+    Number of the rank's part of every slot, plus 1, if the rank can read chunks from the NVMe
+    tier into its GPU; else 0. Written at start, and cleared when such reads keep failing.
 
 Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
 slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
@@ -35,11 +42,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["ControlBlock"]
+
+Words: TypeAlias = npt.NDArray[np.uint64]
 
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
@@ -73,6 +83,13 @@ class ControlBlock:
         self._pageable: npt.NDArray[np.bool_] = np.frombuffer(
             buffer, np.bool_, ranks, offset=_pageable_at(slots, ranks)
         )
+        self._hash, self._hashed = (
+            np.frombuffer(buffer, np.uint64, words, offset=at).reshape(ranks, slots)
+            for at in _hashes_at(slots, ranks)
+        )
+        self._gds: npt.NDArray[np.uint16] = np.frombuffer(
+            buffer, np.uint16, ranks, offset=_gds_at(slots, ranks)
+        )
         self._issued = np.zeros(slots, np.uint32)
         self._acknowledging = threading.Lock()
         self._buffer = buffer
@@ -80,7 +97,7 @@ class ControlBlock:
     @staticmethod
     def nbytes(slots: int, ranks: int) -> int:
         """Return how many bytes a control block takes, rounded up to whole pages."""
-        nbytes = _pageable_at(slots, ranks) + ranks
+        nbytes = _gds_at(slots, ranks) + 2 * ranks
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
     # -- worker -------------------------------------------------------------------------------
@@ -119,6 +136,22 @@ class ControlBlock:
         """Record that this rank could not page-lock the RAM tier."""
         self._pageable[rank] = True
 
+    def report_gds(self, rank: int, part: int) -> None:
+        """Record that this rank can read its ``part`` of every slot into its GPU."""
+        self._gds[rank] = part + 1
+
+    def withdraw_gds(self, rank: int) -> None:
+        """Record that this rank cannot read chunks into its GPU any more."""
+        self._gds[rank] = 0
+
+    def set_hashes(
+        self, rank: int, slots: Sequence[int], hashes: Words, generation: int
+    ) -> None:
+        """Record the hash of what this rank wrote to each of ``slots`` in ``generation``."""
+        index = _index(slots)
+        self._hash[rank, index] = hashes
+        self._hashed[rank, index] = generation
+
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
@@ -145,7 +178,33 @@ class ControlBlock:
         if slots:
             self._generation[:, _index(slots)] = _LOST | _words(generations)
 
+    def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> Words:
+        """Return the hashes of the parts of ``slots``, one row for each slot.
+
+        A row is 0 if a rank has not hashed this generation. If several ranks write one part,
+        the hash of the part is the sum of theirs.
+        """
+        index = _index(slots)
+        gds = self._gds.tolist()
+        found = np.zeros((len(slots), max(gds) if all(gds) else 0), np.uint64)
+        if not found.size:
+            return found
+        for rank, part in enumerate(gds):
+            found[:, part - 1] += self._hash[rank, index]
+        known = (self._hashed[:, index] == _words(generations)).all(0)
+        found[~known] = 0
+        return found
+
     # -- scheduler ----------------------------------------------------------------------------
+
+    def gds_parts(self) -> int:
+        """Return the number of parts of a slot, or 0 if a rank cannot read into its GPU."""
+        gds = self._gds.tolist()
+        return max(gds) if all(gds) else 0
+
+    def gds_ranks(self) -> int:
+        """Return how many ranks can read chunks into their GPUs."""
+        return int(np.count_nonzero(self._gds))
 
     def issue(self, slots: Sequence[int]) -> None:
         """Add one to the number of jobs issued on each of ``slots``, all distinct."""
@@ -194,6 +253,8 @@ class ControlBlock:
         self._acknowledged = np.zeros((0, 0), np.uint32)
         self._failed = np.zeros((0, 0), np.uint64)
         self._pageable = np.zeros(0, np.bool_)
+        self._hash = self._hashed = np.zeros((0, 0), np.uint64)
+        self._gds = np.zeros(0, np.uint16)
         self._buffer.release()
 
 
@@ -205,6 +266,17 @@ def _failed_at(slots: int, ranks: int) -> int:
 def _pageable_at(slots: int, ranks: int) -> int:
     """Return the byte offset of the flags of ranks that could not page-lock the RAM tier."""
     return _failed_at(slots, ranks) + slots * ranks * 8
+
+
+def _hashes_at(slots: int, ranks: int) -> tuple[int, int]:
+    """Return the byte offsets of the arrays of hashes and of their generations."""
+    start = -(-(_pageable_at(slots, ranks) + ranks) // 8) * 8
+    return start, start + slots * ranks * 8
+
+
+def _gds_at(slots: int, ranks: int) -> int:
+    """Return the byte offset of the parts that ranks can read into their GPUs."""
+    return _hashes_at(slots, ranks)[1] + slots * ranks * 8
 
 
 def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:

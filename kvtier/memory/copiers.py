@@ -1,15 +1,22 @@
-"""Opens the copier of one rank: what copies between its KV blocks and RAM slots."""
+"""Opens what fits a rank's device: the copier for RAM slots, and the loader for GDS reads."""
 
 from __future__ import annotations
 
 from kvtier.errors import UnsupportedError
+from kvtier.logs import get_logger
+from kvtier.memory import kvikio_files
 from kvtier.memory.copy import BlockCopier, Copier, KVBlocks
 from kvtier.memory.cuda_copy import CudaCopier
 from kvtier.memory.cuda_driver import CudaDriver
+from kvtier.memory.direct_files import DirectFiles
+from kvtier.memory.gds import GdsLoader
 from kvtier.memory.host_region import HostRegion
 from kvtier.memory.slot_layout import RankShare
+from kvtier.types import GdsMode
 
-__all__ = ["open_copier"]
+__all__ = ["open_copier", "open_gds"]
+
+logger = get_logger(__name__)
 
 
 def open_copier(
@@ -35,3 +42,50 @@ def open_copier(
             CudaDriver(device), kv, region, share=share, blocks_per_chunk=blocks_per_chunk
         )
     raise UnsupportedError(f"kvtier copies to and from CPU and CUDA devices, not {device}")
+
+
+def open_gds(
+    mode: GdsMode,
+    kv: KVBlocks,
+    region: HostRegion,
+    *,
+    share: RankShare,
+    blocks_per_chunk: int,
+    files: DirectFiles | None = None,
+) -> GdsLoader | None:
+    """Return what reads chunks from an NVMe tier into a rank's blocks, if that is possible.
+
+    Args:
+        mode: Whether to look for it, and whether it must be there.
+        kv: The rank's KV memory.
+        region: The RAM slots, which have the shape of the tier's slots.
+        share: The rank's share of each slot.
+        blocks_per_chunk: Blocks of a chunk.
+        files: Opens the tier's file; None for kvikio.
+
+    Returns:
+        The loader; None if ``mode`` is ``off``, or ``auto`` and something is missing.
+
+    Raises:
+        ConfigError: kvikio is installed for another version of CUDA than torch.
+        UnsupportedError: ``mode`` is ``require``, and something is missing.
+    """
+    if mode == "off":
+        return None
+    device = kv.device
+    try:
+        return GdsLoader(
+            kv,
+            region.geometry,
+            share=share,
+            blocks_per_chunk=blocks_per_chunk,
+            files=files or kvikio_files.open_direct_files(device),
+            driver=None if device.type == "cpu" else CudaDriver(device),
+        )
+    except (UnsupportedError, RuntimeError) as error:
+        if mode == "require":
+            raise UnsupportedError(
+                f"gds: require, but no GDS reads are possible: {error}; or set gds: auto"
+            ) from error
+        logger.info("no GDS reads, chunks are loaded through RAM: %s", error)
+        return None

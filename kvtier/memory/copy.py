@@ -15,13 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.host_region import HostRegion
 from kvtier.memory.slot_layout import Flags, Indices, RankShare, RegionGeometry, require_room
 from kvtier.memory.streams import Fence
 
@@ -32,6 +32,7 @@ __all__ = [
     "GroupCopy",
     "Indices",
     "KVBlocks",
+    "Slots",
     "copy_between",
     "plan_copy",
 ]
@@ -77,6 +78,18 @@ class KVBlocks:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
 
+class Slots(Protocol):
+    """Memory of slots: the host region, or slots in staging memory."""
+
+    @property
+    def geometry(self) -> RegionGeometry:
+        """Shape of the memory."""
+
+    @property
+    def payload(self) -> memoryview | torch.Tensor:
+        """Bytes of the slots."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupCopy:
     """The blocks of one KV cache group to copy, ordered by ``subs`` and then by ``slots``.
@@ -119,6 +132,25 @@ class BlockCopyPlan:
             if chosen.any():
                 parts.append(copy.part(chosen))
         return BlockCopyPlan(parts, slots)
+
+    def places(self, copy: GroupCopy) -> Indices:
+        """Return the position in :attr:`slots` of each slot of ``copy``, one of the groups."""
+        slots = np.asarray(self.slots, np.int64)
+        order = np.argsort(slots, kind="stable")
+        places: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
+        return places
+
+    def with_slots(self, slots: Sequence[int]) -> BlockCopyPlan:
+        """Return the same copies with ``slots[i]`` in place of the plan's slot ``i``."""
+        numbers = np.asarray(slots, np.int64)
+        groups = []
+        for copy in self.groups:
+            moved = numbers[self.places(copy)]
+            order = np.lexsort((moved, copy.subs))
+            groups.append(
+                GroupCopy(copy.group, copy.blocks[order], moved[order], copy.subs[order])
+            )
+        return BlockCopyPlan(groups, slots)
 
     def joined_with(self, others: Sequence[BlockCopyPlan]) -> BlockCopyPlan:
         """Return one plan with the copies of this one and ``others``."""
@@ -262,7 +294,7 @@ class BlockCopier(Copier):
 
     Args:
         kv: The rank's KV memory.
-        region: The RAM slots.
+        region: The slots.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
         staging_nbytes: Bytes of the staging buffer on a GPU, allocated at once; a longer block
@@ -278,7 +310,7 @@ class BlockCopier(Copier):
     def __init__(
         self,
         kv: KVBlocks,
-        region: HostRegion,
+        region: Slots,
         *,
         share: RankShare,
         blocks_per_chunk: int,
@@ -294,14 +326,16 @@ class BlockCopier(Copier):
             [tensors[number][:, : page // word.itemsize] for number, page in pages]
             for pages in kv.groups
         ]
-        flat = torch.frombuffer(region.payload, dtype=torch.int8)
+        payload = region.payload
+        if not isinstance(payload, torch.Tensor):
+            payload = torch.frombuffer(payload, dtype=torch.int8)
         self._copy = copy_between if staging_nbytes else torch.Tensor.copy_
         self._staging_nbytes = staging_nbytes or _KEPT_NBYTES
         kept_nbytes = max(staging_nbytes, *map(sum, kv.page_nbytes)) if staging_nbytes else 0
         self._kept = torch.empty(kept_nbytes // word.itemsize, dtype=word, device=self._device)
         self._word = word
         self._places = [
-            self._views(flat.view(word), pages, region.geometry) for pages in kv.page_nbytes
+            self._views(payload.view(word), pages, region.geometry) for pages in kv.page_nbytes
         ]
 
     def _views(
@@ -318,7 +352,8 @@ class BlockCopier(Copier):
             start, words = run.offset // unit, run.nbytes // unit
             shape = (geometry.slots, self.blocks_per_chunk, run.pages, words)
             strides = (slot, place, words * self._share.parts, 1)
-            places = host.as_strided(shape, strides, run.place_offset // unit)
+            offset = host.storage_offset() + run.place_offset // unit
+            places = host.as_strided(shape, strides, offset)
             views.append((slice(start, start + run.pages * words), places))
         return views
 

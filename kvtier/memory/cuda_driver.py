@@ -125,10 +125,22 @@ class _CudaStream(CopyStream):
 
     @override
     def copy_by_kernel(self, table: Addresses, copies: int) -> None:
+        with self._kernels():
+            from kvtier.memory.cuda_kernel import launch  # noqa: PLC0415 - needs Triton
+        launch(table, copies)
+
+    @override
+    def hash_by_kernel(self, table: Addresses, sums: Addresses, ranges: int) -> None:
+        with self._kernels():
+            from kvtier.memory.cuda_hash import launch  # noqa: PLC0415 - needs Triton
+        launch(table, sums, ranges)
+
+    @contextlib.contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Raise UnsupportedError if the body cannot import a kernel, or a kernel cannot run."""
         if not self._api.uses_host_addresses:
             raise UnsupportedError("the device does not use the host's addresses")
         try:
-            from kvtier.memory.cuda_kernel import launch  # noqa: PLC0415 - needs Triton
+            yield
         except ImportError as error:
             raise UnsupportedError(f"Triton cannot be used: {error}") from error
-        launch(table, copies)

@@ -15,7 +15,7 @@ from kvtier.errors import UnsupportedError
 from kvtier.memory.copy import BlockCopyPlan, GroupCopy, KVBlocks
 from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
 
-__all__ = ["FragmentPlanner", "Fragments", "fragment_nbytes"]
+__all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_pages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Fragments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pages:
+class Pages:
     """The pages of one KV cache group's block; each array has one element per page.
 
     Attributes:
@@ -82,7 +82,7 @@ class FragmentPlanner:
         self._geometry = geometry
         self._share = share
         self._blocks_per_chunk = blocks_per_chunk
-        self._groups = [_find_pages(kv, pages, share) for pages in kv.groups]
+        self._groups = [locate_pages(kv, pages, share) for pages in kv.groups]
 
     def plan(self, plan: BlockCopyPlan, *, stores: bool) -> Fragments:
         """Return the ranges of all copies in ``plan``.
@@ -125,7 +125,7 @@ def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
         share: The rank's share of each slot.
     """
     longest = max(kv.groups, key=lambda each: sum(nbytes for _, nbytes in each))
-    pages = _find_pages(kv, longest, share)
+    pages = locate_pages(kv, longest, share)
     lengths = _merge(pages.first, pages.offset, pages.nbytes).nbytes
     return int(lengths.sum()) // len(lengths)
 
@@ -133,10 +133,17 @@ def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
 _NONE = np.empty(0, np.int64)
 
 
-def _find_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShare) -> _Pages:
+def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShare) -> Pages:
+    """Return the pages of a block.
+
+    Args:
+        kv: The rank's KV memory.
+        pages: The group's entry of ``kv.groups``.
+        share: The rank's share of each slot.
+    """
     tensors = [kv.tensors[number] for number, _ in pages]
     lengths = [nbytes for _, nbytes in pages]
-    return _Pages(
+    return Pages(
         first=np.array([tensor.data_ptr() for tensor in tensors], np.int64),
         step=np.array([tensor.stride(0) for tensor in tensors], np.int64),
         offset=share.part_offsets(lengths),

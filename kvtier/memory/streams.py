@@ -90,6 +90,20 @@ class CopyStream(ABC):
             KvtierError: The device cannot run the kernel.
         """
 
+    @abstractmethod
+    def hash_by_kernel(self, table: Addresses, sums: Addresses, ranges: int) -> None:
+        """Queue a kernel that hashes ranges of device memory.
+
+        Args:
+            table: Page-locked memory of :meth:`Driver.pinned_words`: rows of
+                :data:`kvtier.memory.part_hashes.HashRanges`, read when the kernel's turn comes.
+            sums: Such memory with a row of one word for each range; gets the hashes.
+            ranges: How many rows to use, at least 1.
+
+        Raises:
+            KvtierError: The device cannot run the kernel.
+        """
+
 
 class Driver(ABC):
     """One GPU. Any thread may call it."""

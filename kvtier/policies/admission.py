@@ -16,13 +16,11 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.frequency import SketchFrequency
 
-__all__ = ["Admission", "AdmitAll", "SecondTouch", "TinyLfu", "WriteBudget"]
+__all__ = ["Admission", "AdmitAll", "SecondTouch", "WriteBudget"]
 
 _DAY_S = 86_400.0
 _BURSTS_PER_DAY = 25
-_SAMPLE_PER_SLOT = 2
 
 
 class Admission(ABC):
@@ -99,33 +97,6 @@ class SecondTouch(Admission):
         if len(asked) > self.capacity:
             asked.popitem(last=False)
         return again or copy.hits > 0
-
-
-class TinyLfu(Admission):
-    """Refuses a chunk with fewer than two recent uses, counted in a sketch that ages.
-
-    Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
-    Transactions on Storage 13(4), 2017. The paper compares a new key with the victim. Here a
-    write has no single victim, so a threshold decides. Unlike :class:`SecondTouch`, this class
-    keeps no keys and forgets old uses.
-
-    Args:
-        capacity: Slots of RAM plus slots of the largest tier. After twice as many uses, the
-            sketch halves its counts.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._sketches: dict[int, SketchFrequency] = {}
-
-    @override
-    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
-        sketch = self._sketches.get(tier)
-        if sketch is None:
-            sketch = SketchFrequency(self.capacity, sample_per_slot=_SAMPLE_PER_SLOT)
-            self._sketches[tier] = sketch
-        sketch.count(copy.key)
-        return sketch.of(copy.key) + copy.hits >= 2
 
 
 class WriteBudget(Admission):

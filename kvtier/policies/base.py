@@ -263,7 +263,7 @@ class Eviction(ABC):
     def on_remove(self, copy: ChunkCopy) -> None:
         """Drop the member ``copy``, which left the tier without being picked.
 
-        The state of ``copy`` is GONE.
+        The state of ``copy`` is GONE. A reset does not call this: it makes a new policy.
         """
 
     @abstractmethod

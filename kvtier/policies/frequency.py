@@ -1,10 +1,10 @@
 """Counts recent uses by key, in a sketch.
 
-All counts are halved after a sample of uses, by default ten per slot of the tier, so that old
-uses fade. The sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005):
-four rows of one-byte counters, and a key's estimate is the least of its four counters. A use
-raises only the least counters, so keys that share a counter inflate each other less (Estan and
-Varghese, SIGCOMM 2002). The sketch takes 16 to 32 bytes a slot and keeps no keys.
+All counts are halved after a sample of uses, ten per slot of the tier, so that old uses fade.
+The sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows
+of one-byte counters, and a key's estimate is the least of its four counters. A use raises only
+the least counters, so keys that share a counter inflate each other less (Estan and Varghese,
+SIGCOMM 2002). The sketch takes 16 to 32 bytes a slot and keeps no keys.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ class SketchFrequency:
 
     Args:
         capacity: Slots of the tier.
-        sample_per_slot: Uses per slot after which all counts are halved. The estimate for an
-            unused key grows with this number: one or two at 10, almost always zero at 2.
     """
 
     __slots__ = ("_cells", "_mask", "_sample", "_uses", "_width")
 
-    def __init__(self, capacity: int, *, sample_per_slot: int = _SAMPLE_PER_SLOT) -> None:
-        self._sample = sample_per_slot * capacity
+    def __init__(self, capacity: int) -> None:
+        self._sample = _SAMPLE_PER_SLOT * capacity
         self._uses = 0
         self._width = 1 << (_ROWS * max(capacity, 1) - 1).bit_length()
         self._mask = self._width - 1

@@ -31,6 +31,8 @@ from kvtier.connector.transfers import transfer_type_of
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copiers import open_gds
+from kvtier.memory.direct_files import PosixFiles
 from kvtier.memory.paged import PagedMemory
 from kvtier.memory.slot_layout import RankShare
 from kvtier.replay._batching import Batcher
@@ -219,7 +221,7 @@ def _replay(
     block_nbytes = options.chunk_bytes // per_chunk
     blocks = options.gpu_bytes // block_nbytes + 1
     memory = PagedMemory(layers=_LAYERS, blocks=blocks, block_nbytes=block_nbytes)
-    speed = _measure_copies(memory, _geometry(config, options.chunk_bytes), per_chunk)
+    speed = _measure_copies(memory, config, options.chunk_bytes)
     model = replace(model, speeds={**model.speeds, config.ram.name: speed})
     # A prompt needs room for one generated token.
     room_tokens = (blocks - 2) * trace.chunk_tokens // per_chunk
@@ -306,7 +308,7 @@ def _open_engine(
         )
         stack.callback(region.close)
         attached = HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
-        device = _open_device(memory, attached, per_chunk, timeout_s)
+        device = _open_device(memory, attached, config)
         worker = ConnectorWorker(device, ram_name=config.ram.name)
         stack.callback(worker.shutdown)
         storage = open_storage(
@@ -336,22 +338,35 @@ def _open_engine(
         yield ReplayEngine(cache, worker, batcher, memory, model)
 
 
-def _open_device(
-    memory: PagedMemory, region: HostRegion, blocks_per_chunk: int, close_timeout_s: float
-) -> DeviceEngine:
-    """Return a device engine for ``memory`` and ``region``; closing it closes ``region``."""
-    try:
-        return DeviceEngine(
+def _open_device(memory: PagedMemory, region: HostRegion, config: KvtierConfig) -> DeviceEngine:
+    """Return a device engine for ``memory`` and ``region``; closing it closes ``region``.
+
+    There is no GPU: GDS reads are reads into memory of this process.
+    """
+    per_chunk = config.engine.blocks_per_chunk
+    with contextlib.ExitStack() as opened:
+        opened.callback(region.close)
+        gds = open_gds(
+            config.gds,
+            memory.kv,
+            region,
+            share=RankShare(),
+            blocks_per_chunk=per_chunk,
+            files=PosixFiles(),
+        )
+        if gds is not None:
+            opened.callback(gds.close)
+        device = DeviceEngine(
             memory.kv,
             region,
             rank=0,
             share=RankShare(),
-            blocks_per_chunk=blocks_per_chunk,
-            close_timeout_s=close_timeout_s,
+            blocks_per_chunk=per_chunk,
+            close_timeout_s=config.transfer.close_timeout_s,
+            gds=gds,
         )
-    except BaseException:
-        region.close()
-        raise
+        opened.pop_all()
+    return device
 
 
 def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
@@ -400,14 +415,14 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
         yield config.model_copy(update=own)
 
 
-def _measure_copies(
-    memory: PagedMemory, geometry: RegionGeometry, blocks_per_chunk: int
-) -> TierSpeed:
+def _measure_copies(memory: PagedMemory, config: KvtierConfig, chunk_bytes: int) -> TierSpeed:
     """Return the best rate of copies between blocks and RAM slots of a temporary region.
 
     Raises:
         KvtierError: A copy failed.
     """
+    geometry = _geometry(config, chunk_bytes)
+    blocks_per_chunk = config.engine.blocks_per_chunk
     chunks = min(
         max(_CALIBRATION_NBYTES // geometry.slot_nbytes, 1),
         geometry.slots,
@@ -419,9 +434,7 @@ def _measure_copies(
         attachers=0,
         timeout_s=_MEET_TIMEOUT_S,
     )
-    with contextlib.closing(
-        _open_device(memory, region, blocks_per_chunk, _MEET_TIMEOUT_S)
-    ) as device:
+    with contextlib.closing(_open_device(memory, region, config)) as device:
         blocks = range(1, chunks * blocks_per_chunk + 1)
         plan = device.plan(list(blocks), [len(blocks)], [0], list(range(chunks)))
         best_s = {"store": math.inf, "load": math.inf}
@@ -444,8 +457,9 @@ def _traffic(
     predicted_hits: int,
     moved: Mapping[str, tuple[int, float]],
 ) -> ReplayedTraffic:
-    """Return the traffic of ``tier``: reads into ``above[0]`` and writes from all ``above``."""
-    read_bytes, read_s = moved.get(transfer_type_of(tier.name, above[0]), (0, 0.0))
+    """Return the traffic of ``tier``: reads into ``above[0]`` or the GPU, and all writes."""
+    up = [moved.get(transfer_type_of(tier.name, name), (0, 0.0)) for name in {above[0], "gpu"}]
+    read_bytes, read_s = sum(size for size, _ in up), sum(time for _, time in up)
     down = [moved.get(transfer_type_of(name, tier.name), (0, 0.0)) for name in above]
     written_bytes, written_s = sum(size for size, _ in down), sum(time for _, time in down)
     return ReplayedTraffic(

@@ -18,8 +18,9 @@ import numpy as np
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
 from kvtier.connector.build import build_manager, build_tiers
 from kvtier.manager import TierState
-from kvtier.sim._model_engine import Engine, ModelEngine, ModelRequest, ReliableSlotStatus
-from kvtier.sim._step_engine import StepEngine, StepModel
+from kvtier.sim._batching_engine import BatchingEngine, StepModel
+from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._sequential_engine import SequentialEngine
 from kvtier.sim.single import Progress, chunk_keys
 from kvtier.sim.time_model import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
@@ -185,7 +186,9 @@ def simulate_cache(
         record_events=False,
         track_reuse=False,
     )
-    engine_type: type[Engine[Any]] = StepEngine if isinstance(model, StepModel) else ModelEngine
+    engine_type: type[Engine[Any]] = (
+        BatchingEngine if isinstance(model, StepModel) else SequentialEngine
+    )
     engine = engine_type(
         manager,
         model=model,

@@ -7,6 +7,7 @@ counts, and all chunks have the same size.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import Eviction, PolicyContext, build_eviction
-from kvtier.policies.eviction.scored import ScoredEviction
+from kvtier.policies.base import ChunkCopy, Evictable
 from kvtier.policies.simulated_tier import SimulatedTier
 from kvtier.sim.traces import Trace
 
@@ -82,7 +83,7 @@ class SingleResult:
     refs_per_second: float
 
 
-class Belady(ScoredEviction):
+class Belady(Eviction):
     """Evicts the copy whose next use is farthest away; every new chunk is inserted.
 
     No policy that inserts every new chunk has more hits. Hits behind a missing ancestor count
@@ -96,16 +97,39 @@ class Belady(ScoredEviction):
         next_uses: For each access, in order, the position of the chunk's next access.
     """
 
-    falling: ClassVar[bool] = True
     touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
 
     def __init__(self, capacity: int, next_uses: Iterator[int]) -> None:
         super().__init__(capacity)
         self._next_uses = next_uses
+        self._accesses = 0
+        # A use leaves the copy's older entry behind; ``copy.queued`` is the current entry's
+        # second item.
+        self._heap: list[tuple[int, int, ChunkCopy]] = []
 
     @override
-    def _score(self, uses: int, ctx: PolicyContext) -> float:
-        return -next(self._next_uses)
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._accesses += 1
+        copy.queued = self._accesses
+        heapq.heappush(self._heap, (-next(self._next_uses), copy.queued, copy))
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self.on_insert(copy, ctx)
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        copy.queued = 0
+
+    @override
+    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        """Return the next victim; in a simulated tier every copy is evictable."""
+        while self._heap:
+            _, queued, copy = heapq.heappop(self._heap)
+            if copy.queued == queued:
+                copy.queued = 0
+                return copy
+        return None
 
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:

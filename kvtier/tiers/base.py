@@ -51,6 +51,8 @@ class TierContext:
         owner_pid: Process id of the engine; the store's lock names it as the holder.
         was_reset: Whether the tier's process died and is started again, after this engine had
             reset its cache.
+        hash_parts: How many parts of each chunk have a hash that the tier must keep
+            (:mod:`kvtier.tiers.part_hashes`); 0 for none.
     """
 
     slot_nbytes: int
@@ -60,6 +62,7 @@ class TierContext:
     memory: SharedMemory | None = None
     owner_pid: int = field(default_factory=os.getpid)
     was_reset: bool = False
+    hash_parts: int = 0
 
     @property
     def is_hosted(self) -> bool:
@@ -232,6 +235,14 @@ class StorageTier(ABC):
         Called once, before any other method, from the thread that opened the tier. Keys and
         slots are unique.
         """
+
+    def retained(self) -> Mapping[int, int]:
+        """Return the slots of recovered chunks that must not be evicted yet, and until when.
+
+        The times are seconds since the epoch. The manager counts the slots against
+        ``retain_quota``, if :attr:`Options` has this field.
+        """
+        return {}
 
     async def aopen(self) -> None:  # noqa: B027 - most tiers need no loop before the first call
         """Prepare the tier on the loop that will use it, so that the first call is fast.

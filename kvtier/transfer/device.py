@@ -15,13 +15,15 @@ from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.routes import Route
-from kvtier.types import Job, JobId, Outcome
+from kvtier.types import Job, JobId, Outcome, SlotFileId
 
 if TYPE_CHECKING:
     from kvtier.memory.copy import BlockCopyPlan, Copier
+    from kvtier.memory.gds import GdsStoreHasher
+    from kvtier.memory.part_hashes import Hashes
     from kvtier.memory.streams import Fence
 
-__all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
+__all__ = ["DeviceLoad", "DeviceStore", "GdsReads", "LoadRequest", "StoreRequest"]
 
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
@@ -35,6 +37,24 @@ _OVERWRITTEN: Final = "a slot was reused while it was read"
 
 
 @dataclass(frozen=True, slots=True)
+class GdsReads:
+    """Chunks of a load that are read from an NVMe tier instead of RAM slots.
+
+    Attributes:
+        file: The tier's slot file.
+        positions: Positions of the chunks in the load. There the plan has numbers of its own,
+            which are no slots.
+        slots: Slots of the chunks in the tier.
+        hashes: Hash of this rank's part of each chunk.
+    """
+
+    file: SlotFileId
+    positions: Sequence[int]
+    slots: Sequence[int]
+    hashes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """Payload of a load job.
 
@@ -43,13 +63,15 @@ class LoadRequest:
         after: Point in the compute stream that the copies must follow; None on a CPU.
         generations: Required generation per slot; 0 for a chunk without a slot, whose load
             fails.
-        wait_s: How long to wait until the slots have their generations.
+        wait_s: How long to wait until the slots have their generations, and for GDS reads.
+        gds: The chunks to read from an NVMe tier.
     """
 
     plan: BlockCopyPlan
     after: Fence | None
     generations: Sequence[int]
     wait_s: float = 0.0
+    gds: GdsReads | None = None
 
 
 class _DeviceRoute(Route):
@@ -96,24 +118,53 @@ class DeviceStore(_DeviceRoute):
     former content. An engine may offer such a chunk if a sliding window is shorter than a
     chunk. The engine does not say which blocks are missing, so the group's other chunks get no
     generation either, unless only the head of the first chunk is missing.
+
+    Args:
+        hasher: Hashes the stored chunks for GDS reads; None if there will be none.
     """
+
+    def __init__(
+        self,
+        copier: Copier,
+        control: ControlBlock,
+        *,
+        rank: int,
+        pool: IoPool,
+        hasher: GdsStoreHasher | None = None,
+    ) -> None:
+        super().__init__(copier, control, rank=rank, pool=pool)
+        self._hasher = hasher
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
         stores: Sequence[StoreRequest] = job.payload
 
-        def copy() -> None:
+        def copy() -> Hashes | None:
             first, *others = (store.plan for store in stores)
+            plan = first.joined_with(others)
             # Fences are in the stores' order, so the last one covers all.
-            self._copier.store(first.joined_with(others), after=stores[-1].after)
+            self._copier.store(plan, after=stores[-1].after)
+            return None if self._hasher is None else self._hasher.hash(plan)
 
         try:
-            await self._pool.run(copy, priority=int(job.purpose))
+            hashes = await self._pool.run(copy, priority=int(job.purpose))
+            if hashes is not None:
+                self._record(stores, hashes)
             ended = [self._finish(store) for store in stores]
         finally:
             self._control.acknowledge(self._rank, job.source_slots)
         outcomes = [outcome for each in ended for outcome in each.outcomes]
         return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
+
+    def _record(self, stores: Sequence[StoreRequest], hashes: Hashes) -> None:
+        """Record the hashes of all chunks; those of incomplete ones get no generation."""
+        at = 0
+        for store in stores:
+            slots = store.plan.slots
+            if slots:
+                own = hashes[at : at + len(slots)]
+                self._control.set_hashes(self._rank, slots, own, store.generations[0])
+            at += len(slots)
 
     def _finish(self, store: StoreRequest) -> SlotOutcomes:
         """Set the generation of a store's slots after its bytes are copied."""

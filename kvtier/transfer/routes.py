@@ -7,16 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, JobId, Outcome
 
+if TYPE_CHECKING:
+    from kvtier.tiers.part_hashes import PartHashes
+
 __all__ = [
     "FromTier",
     "Generations",
+    "PartHashStore",
     "Route",
     "SlotMemory",
     "ToTier",
@@ -76,18 +80,41 @@ class Generations(Protocol):
         """Return for each slot whether it has its generation in all ranks."""
 
 
+class PartHashStore(Protocol):
+    """Keeps the hashes by which ranks verify what they read from a tier themselves."""
+
+    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+        """Return the hashes of the chunks in RAM slots, one row for each slot."""
+
+    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
+        """Keep the hashes of chunks that were written to ``slots`` of the tier."""
+
+
 class ToTier(Route):
     """Writes RAM slots to a storage tier.
 
     The job's payload has the generation of each RAM slot. A slot with another generation before
     or after the write has bytes of another chunk, although the job pins it. Its chunk counts as
     corrupt, and the tier forgets what was written. This guards against a lost pin.
+
+    Args:
+        memory: The RAM slots.
+        tier: The tier.
+        generations: Generations of the RAM slots.
+        part_hashes: Keeps the hashes of what is written; None if nobody needs them.
     """
 
-    def __init__(self, memory: SlotMemory, tier: StorageTier, generations: Generations) -> None:
+    def __init__(
+        self,
+        memory: SlotMemory,
+        tier: StorageTier,
+        generations: Generations,
+        part_hashes: PartHashStore | None = None,
+    ) -> None:
         self._memory = memory
         self._tier = tier
         self._generations = generations
+        self._part_hashes = part_hashes
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
@@ -112,7 +139,16 @@ class ToTier(Route):
         """Await the write, then forget the chunks whose slots were reused meanwhile."""
         chunks = len(job.source_slots)
         moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
+        keeps = self._part_hashes
+        # Before the check, which then says whether the hashes are of these chunks.
+        hashes = keeps.of_ram(job.source_slots, job.payload) if keeps else None
         intact = self._intact(job)
+        if keeps is not None and hashes is not None:
+            whole = [
+                outcome is Outcome.DONE and is_intact
+                for outcome, is_intact in zip(moved.outcomes, intact, strict=True)
+            ]
+            keeps.keep(_select(job.destination_slots, whole), hashes[whole])
         if all(intact):
             return moved
         reused = [not is_intact for is_intact in intact]

@@ -64,6 +64,9 @@ _SETTINGS: Final = (
 )
 """Settings of vLLM that change how an adapter is applied."""
 
+_UNKNOWN: Final = ()
+"""Stands for the state of files that was not known in time; equal to no state."""
+
 _LATE: Final = "its file system does not answer in time"
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"
 _YOUNG: Final = "its files are newer than the engine, which may have loaded older ones"
@@ -93,8 +96,8 @@ class AdapterContent:
 
     Attributes:
         digest: Digest of the content; part of the keys.
-        is_current: Returns whether the adapter's files are unchanged. Call it after KV was
-            computed and before this KV is stored.
+        is_current: Returns whether the adapter's files are unchanged, as of this step
+            (:meth:`AdapterContents.begin_step`). Call it before KV is stored.
     """
 
     digest: bytes
@@ -160,6 +163,7 @@ class AdapterContents:
         self._owners: dict[int, _Name] = {}
         self._warned: set[str] = set()
         self._calls = TimedCalls(name="kvtier-adapters")
+        self._checked: dict[Path, _Files | None] = {}
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
         """Return the content of a new request's adapter."""
@@ -170,6 +174,13 @@ class AdapterContents:
         except Exception:
             logger.exception("a LoRA adapter: its request neither loads nor stores KV")
         return AdapterContent(os.urandom(DIGEST_NBYTES), _never)
+
+    def begin_step(self) -> None:
+        """Check the files of each adapter anew, once, before the next store.
+
+        The stores of a step share the check, because each check may wait for a file server.
+        """
+        self._checked.clear()
 
     def close(self) -> None:
         """End the thread that reads files, without waiting. Idempotent."""
@@ -221,11 +232,13 @@ class AdapterContents:
         return self._calls.begin(partial(_files, directory)).result(_CHECK_TIMEOUT_S)
 
     def _is_current(self, name: str, directory: Path, files: _Files | None) -> bool:
-        try:
-            return self._files_now(directory) == files
-        except TimeoutError:
-            self._warn(name, _LATE)
-            return False
+        if directory not in self._checked:
+            try:
+                self._checked[directory] = self._files_now(directory)
+            except TimeoutError:
+                self._warn(name, _LATE)
+                self._checked[directory] = _UNKNOWN
+        return self._checked[directory] == files
 
     def _warn(self, name: str, why: str) -> None:
         if why in self._warned:

@@ -114,6 +114,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         role: Scheduler side or worker side.
         kv_cache_config: The engine's KV cache groups.
 
+    Attributes:
+        cache: The cache; on the scheduler side only.
+
     Raises:
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
         UnsupportedError: This vLLM, model or layout is not supported.
@@ -155,11 +158,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         settings, engine = self._settings, self._engine
         options = _scheduler_options(self._vllm, engine, self._groups, settings)
         reaches = [layout.reach for layout in build_layouts(options)]
-        self._cache = open_cache(engine, settings, reaches, chunk_positions)
-        self._scheduler = ConnectorScheduler(self._cache, options)
+        self.cache = open_cache(engine, settings, reaches, chunk_positions)
+        self._scheduler = ConnectorScheduler(self.cache, options)
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
-        self._reporter = Reporter(self._cache)
+        self._reporter = Reporter(self.cache)
         warn_of_restarts(self._vllm, settings)
         transfer = self._vllm.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy == "fail":
@@ -219,11 +222,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._steps.only_generates(scheduler_output) and self._scheduler.pass_step()
         )
         if self._is_generating:
-            self._cache.step_scheduled(0)
+            self.cache.step_scheduled(0)
+            self._adapters.begin_step()
             return _NOTHING
         step = self._steps.read(scheduler_output, self._tables)
-        self._cache.step_scheduled(step.prompt_tokens)
+        self.cache.step_scheduled(step.prompt_tokens)
+        self._adapters.begin_step()
         jobs = self._scheduler.build_connector_meta(step)
+        self._adapters.begin_step()  # requests that end have KV of this step
         return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
     @override
@@ -279,7 +285,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: PLC0415
 
         names = [tier.name for tier in self._settings.tiers]
-        for event in self._cache.take_events():
+        for event in self.cache.take_events():
             where = {
                 "medium": MEDIUM_STORAGE if event.tier else MEDIUM_CPU,
                 "ownership": names[event.tier] if event.tier else None,
@@ -310,7 +316,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what changed since the last call; vLLM asks once after each step."""
         if self._reporter is None:
             return None
-        self._cache.step_ended()
+        self.cache.step_ended()
         if not self._reporter.is_due(steps_follow=self._is_generating):
             return None
         changes = self._reporter.take()
@@ -338,7 +344,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.shutdown()
         if self.role is KVConnectorRole.SCHEDULER:
             self._adapters.close()
-            self._cache.shutdown()
+            self.cache.shutdown()
 
     # -- worker side ---------------------------------------------------------------------------
 

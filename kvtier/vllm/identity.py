@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvtier.memory import RegionGeometry
     from kvtier.vllm.engine import EngineFacts
 
-__all__ = ["ModelFiles", "declared_identity", "fingerprint", "model_files"]
+__all__ = ["ModelFiles", "declared_identity", "fingerprint", "model_files", "model_identity"]
 
 _FORMAT: Final = "kvtier-vllm-3"
 """Version of a slot's layout: increment it when the layout changes."""
@@ -72,17 +72,29 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
         "hash_seed": variable("PYTHONHASHSEED") or "",
     }
     if model is not None:
-        try:
-            files = model_files(Path(model))
-            fields["model"] = "" if files.has_weights else _canonical(model)
-        except OSError as error:  # its name is too long, it vanished, or permission is missing
-            problem = f"{printable(str(error.filename or model))}: {error.strerror}"
-            remedy = "run this as the user that runs the engine"
-            raise ConfigError(f"model {problem}; {remedy}") from error
-        fields["model_files"] = files.digest
+        fields.update(model_identity(model))
     if identity.name is not None:
         fields["model"] = identity.name
     return fields
+
+
+def model_identity(model: str) -> dict[str, str]:
+    """Return the identity's fields that depend on the model alone.
+
+    Args:
+        model: The model's path or name.
+
+    Raises:
+        ConfigError: The model's files cannot be looked at.
+    """
+    try:
+        files = model_files(Path(model))
+        name = "" if files.has_weights else _canonical(model)
+    except OSError as error:  # its name is too long, it vanished, or permission is missing
+        problem = f"{printable(str(error.filename or model))}: {error.strerror}"
+        remedy = "run this as the user that runs the engine"
+        raise ConfigError(f"model {problem}; {remedy}") from error
+    return {"model": name, "model_files": files.digest}
 
 
 def _canonical(model: str) -> str:

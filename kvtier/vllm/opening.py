@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final
 
 from kvtier.config import (
@@ -15,6 +17,7 @@ from kvtier.config import (
     slot_nbytes,
 )
 from kvtier.connector.device import DeviceEngine
+from kvtier.connector.groups import describe_groups
 from kvtier.connector.observer import Positions
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
@@ -22,6 +25,7 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copiers import open_gds
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.fragments import fragment_nbytes
 from kvtier.transfer import bounce_slots_for
@@ -120,26 +124,38 @@ def open_device(
         content: Description of the slots' bytes.
 
     Raises:
-        ConfigError: The RAM tier is smaller than one chunk.
-        UnsupportedError: The KV memory does not fit the slots.
+        ConfigError: The RAM tier is smaller than one chunk, or kvikio is installed for another
+            version of CUDA.
+        UnsupportedError: The KV memory does not fit the slots, or ``gds: require`` cannot be
+            met.
     """
     region = offer_region(engine, settings, shape, content=content)
     if not engine.rank:
         report_fragments(
             fragment_nbytes(kv, shape.share), device=kv.device.type, layout=engine.kv_layout
         )
-    try:
-        return DeviceEngine(
+    with ExitStack() as opened:
+        opened.callback(region.close)
+        gds = open_gds(
+            settings.gds,
+            kv,
+            region,
+            share=shape.share,
+            blocks_per_chunk=engine.blocks_per_chunk,
+        )
+        if gds is not None:
+            opened.callback(gds.close)
+        device = DeviceEngine(
             kv,
             region,
             rank=engine.rank,
             share=shape.share,
             blocks_per_chunk=engine.blocks_per_chunk,
             close_timeout_s=settings.transfer.close_timeout_s,
+            gds=gds,
         )
-    except BaseException:
-        region.close()
-        raise
+        opened.pop_all()
+    return device
 
 
 def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
@@ -223,10 +239,14 @@ def open_cache(
     region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
     try:
         require_same_file(region.geometry, engine, settings)
+        identity = fingerprint(engine, settings, region.geometry)
+        described = describe_groups(
+            engine.group_ids, groups, tokens_per_hash=engine.tokens_per_hash
+        )
         storage = open_storage(
             settings,
             region,
-            fingerprint(engine, settings, region.geometry),
+            replace(identity, groups=described),
             tokens_per_chunk=engine.chunk_tokens,
             groups=groups,
             counting_group=engine.counting_group,

@@ -28,6 +28,8 @@ settings, variables for KV  ``content.py``
 features to refuse          ``refusals.py``
 ``LoRARequest``             ``adapters.py``
 ``OffloadingSpec``          ``spec.py``
+engine, tokenizer           ``offline.py``
+hashes of blocks            ``kvtier/warmup/_hashing.py``
 plugins                     ``plugin.py``
 ==========================  ============================================================
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import repeat
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,6 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext, build_eviction
 from kvtier.policies.eviction import Lru
 from kvtier.policies.registry import EVICTIONS
-from kvtier.sim.single import Belady
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.model_tier import ModelTier
 
@@ -27,12 +25,6 @@ class TestBuiltIn(EvictionContract):
 
     def make_eviction(self, *, capacity: int) -> Eviction:
         return build_eviction(self._name, capacity=capacity)
-
-
-@pytest.mark.untraced
-class TestOptimum(EvictionContract):
-    def make_eviction(self, *, capacity: int) -> Eviction:
-        return Belady(capacity, repeat(0))
 
 
 MOST_VICTIMS = {"evict": 1, "evict 3": 3}

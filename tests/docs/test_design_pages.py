@@ -39,3 +39,16 @@ def test_the_tree_is_in_the_order_of_the_import_contract() -> None:
 def test_the_page_on_the_connector_names_every_module_of_it() -> None:
     modules = {path.name for path in (KVTIER / "connector").glob("*.py")} - PRIVATE
     assert modules <= set(re.findall(r"[`/](\w+\.py)`", CONNECTOR))
+
+
+def test_the_page_names_every_module_of_the_manager() -> None:
+    modules = {path.name for path in (KVTIER / "manager").glob("*.py")} - PRIVATE
+    assert modules <= set(re.findall(r"`(\w+\.py)`", DESIGN))
+
+
+def test_the_files_to_open_for_a_change_exist() -> None:
+    _, _, section = DESIGN.partition("## Where to make a change")
+    paths = re.findall(r"`([\w/]+\.py|policies/eviction)`", section)
+    missing = [path for path in paths if not any((d / path).exists() for d in (KVTIER, ROOT))]
+    assert paths
+    assert missing == []

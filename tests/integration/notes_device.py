@@ -59,9 +59,16 @@ class NotesDevice:
         self._begin(job_id, Purpose.STORE, plan, generations)
 
     def load(
-        self, job_id: int, plan: BlockCopyPlan, generations: Sequence[int], *, wait_s: float
+        self,
+        job_id: int,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float,
+        gds: None,
     ) -> None:
         assert wait_s == 0
+        assert gds is None
         self._world.seen["loads"] += 1
         self._begin(job_id, Purpose.LOAD, plan, generations)
 

@@ -114,7 +114,15 @@ class Books:
         slots = [self._whole[key] for key in keys]
         return LoadPlan(slots, [1] * len(slots), [0] * len(slots))
 
-    def complete_load(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
+    def complete_load(
+        self,
+        keys: Collection[ChunkKey],
+        request: RequestContext,
+        load_id: int | None = None,
+        *,
+        gds_failed: Collection[int] = (),
+        gds_wrong: Collection[int] = (),
+    ) -> None:
         for key in self._loads.pop(request.req_id):
             if self._whole.get(key) in self._failed:
                 self._forget(key)

@@ -255,7 +255,7 @@ def test_nonsense_is_said_once_and_costs_nothing(run: Run) -> None:
         assert log.count(f"kv_transfer_params.kvtier.{field} is ignored") == 1
 
 
-def test_the_door_says_how_long_the_engine_computes(run: Run) -> None:
+def test_the_entry_point_reports_how_long_the_engine_computes(run: Run) -> None:
     last = run.waves["reset"].counters
     assert 1e-6 < last["kvtier_recompute_seconds_per_token{}"] < 0.1
 

@@ -9,11 +9,14 @@ loaded KV is then the load's fault.
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from kvtier.archive import export_chunks, import_chunks, open_archive, open_location
+from kvtier.tiers.slab.inspect import find_namespaces
 from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, write_model
 from tests.demo.runner import run_engine
 from tests.demo.scenario import Prompt, Report, Scenario, Wave, store_yaml
@@ -61,8 +64,9 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Alike:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("carried", [False, True], ids=["in place", "as an archive"])
 def test_a_store_written_with_one_number_of_ranks_is_read_with_another(
-    alike: Alike, tmp_path: Path, writers: int, readers: int
+    alike: Alike, tmp_path: Path, writers: int, readers: int, *, carried: bool
 ) -> None:
     config = store_yaml(
         tmp_path / "kvtier.yaml",
@@ -72,6 +76,13 @@ def test_a_store_written_with_one_number_of_ranks_is_read_with_another(
         blocks_per_chunk=2,
     )
     wrote = alike.run(tmp_path, config, writers)
+    if carried:
+        (space,) = find_namespaces(tmp_path / "store")
+        archive = open_location(str(tmp_path / "archive"))
+        exported = export_chunks(space, archive)
+        shutil.rmtree(tmp_path / "store")
+        imported = import_chunks(open_archive(archive), tmp_path / "store")
+        assert imported.chunks == exported.chunks > 0
     read = alike.run(tmp_path, config, readers)
     for report in (wrote, read):
         assert {answer.prompt: answer.tokens for answer in report.answers()} == alike.answers

@@ -8,7 +8,7 @@ bytes are those of the key, and that nobody else may touch the slot meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,11 +23,11 @@ from hypothesis.stateful import (
 )
 
 from kvtier.keys import ChunkKey, group_of
-from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
+from kvtier.manager import NO_LOAD, LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies import CopyState, TieredPlacement
 from kvtier.types import Job, Outcome, Purpose, TransferResult
-from tests.support.fakes import FakeSlotStatus
+from tests.support.fakes import FakeGdsSlots, FakeSlotStatus
 from tests.support.invariants import check_manager, eviction_order
 from tests.support.workbench import TIER_NAMES, Workbench, prefix
 
@@ -66,7 +66,12 @@ class WorkerOp:
     epoch: int
     writes: bool
     request: Request | None = None
+    load_id: int = NO_LOAD
     failed: bool = False
+    reads: dict[int, tuple[ChunkKey, int]] = field(default_factory=dict)
+    """Key and slot of the second tier of what workers read there, by position."""
+    gds_failed: set[int] = field(default_factory=set)
+    gds_wrong: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -90,6 +95,7 @@ class ManagerMachine(RuleBasedStateMachine):
         # Streams need a warm disk and a budget, which chance alone gives them rarely.
         warm=st.sampled_from([[0, 1, 2], [0, 1], [2], []]),
         direct_loads=st.sampled_from([True, False]),
+        gds=st.booleans(),
         eviction=st.sampled_from(["lru", "hedged-lhd"]),
         other=st.sampled_from(OTHERS),
     )
@@ -105,11 +111,13 @@ class ManagerMachine(RuleBasedStateMachine):
         retained: int,
         warm: list[int],
         direct_loads: bool,
+        gds: bool,
         eviction: str,
         other: GroupReach,
     ) -> None:
         self.hit_rules = HitRules([FULL, other])
         self.slot_status = FakeSlotStatus(driven=True)
+        self.gds = FakeGdsSlots(slower[0])
         tiers = 1 + len(slower)
         self.bench = Workbench(
             ram,
@@ -122,6 +130,7 @@ class ManagerMachine(RuleBasedStateMachine):
             slot_status=self.slot_status,
             eviction=eviction,
             groups=self.hit_rules.groups,
+            gds=self.gds if gds else None,
             limits=ManagerLimits(
                 pin_budget=budget,
                 reserve=reserve,
@@ -222,16 +231,31 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         keys = self.hit_rules.needed(self.prompt(request), request.local_tokens + hits)
         plan = self.manager.prepare_load(keys, request.req_id)
-        assert all(plan.generations), "a hit has no slot after all"
-        for slot, generation in zip(plan.slots, plan.generations, strict=True):
+        op = self.order(keys, plan, request)
+        assert all(op.generations), "a hit has no slot after all"
+        for slot, generation in zip(op.slots, op.generations, strict=True):
             self.claim(0, slot, generation, writes=False)
-        self.orders.append(self.order(keys, plan, request))
+        for _, slot in op.reads.values():
+            self.claim(1, slot, writes=False)
+        self.orders.append(op)
         self.collect()
         request.loading = True
 
     def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
+        reads = {}
+        if plan.gds is not None:
+            positions, slots, _ = plan.gds
+            reads = {at: (keys[at], slot) for at, slot in zip(positions, slots, strict=True)}
+        in_ram = [at for at in range(len(keys)) if at not in reads]
         return WorkerOp(
-            keys, plan.slots, plan.generations, self.epoch, writes=False, request=request
+            [keys[at] for at in in_ram],
+            [plan.slots[at] for at in in_ram],
+            [plan.generations[at] for at in in_ram],
+            self.epoch,
+            writes=False,
+            request=request,
+            reads=reads,
+            load_id=plan.load_id,
         )
 
     def maybe_preempt(self, data: st.DataObject, started: list[Request]) -> list[Request]:
@@ -360,9 +384,28 @@ class ManagerMachine(RuleBasedStateMachine):
             else:
                 self.contents[0][slot] = (key, op.epoch)
                 self.slot_status.set_generation([slot], generation)
+        self.read(op, data.draw(st.sampled_from([None, *op.reads])) if fails == 0 else None)
         self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
+
+    def read(self, op: WorkerOp, failing: int | None) -> None:
+        """The workers read chunks from the second tier, which they verify."""
+        for at, (key, slot) in op.reads.items():
+            if op.epoch != self.epoch:  # the slot may have another chunk since the reset
+                continue
+            assert self.contents[1].get(slot) == (key, op.epoch), "another chunk was read"
+            if (1, slot) in self.rotten:
+                op.gds_wrong.add(at)
+            if at == failing or at in op.gds_wrong:
+                op.gds_failed.add(at)
+                op.failed = True
+
+    @rule()
+    def gain_or_lose_gds_reads(self) -> None:
+        """A worker gives up, or an engine begins with other hashes."""
+        self.gds.is_off = not self.gds.is_off
+        self.gds.known.update(range(0, 12, 2))
 
     @precondition(lambda self: any(self.awaits(op) for op in self.orders))
     @rule()
@@ -371,6 +414,7 @@ class ManagerMachine(RuleBasedStateMachine):
         op = next(op for op in self.orders if self.awaits(op))
         self.orders.remove(op)
         self.slot_status.record_failed_loads(op.slots, op.generations)
+        op.gds_failed = set(op.reads)
         op.failed = True
         self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
@@ -388,7 +432,16 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def end_load(self, op: WorkerOp) -> None:
         if op.request is not None:
-            self.manager.complete_load(op.request.req_id)
+            wrong = {op.reads[at][1] for at in op.gds_wrong}
+            copies = self.bench.tiers[1].copies.values()
+            expected = {(1, copy.slot) for copy in copies if copy.slot in wrong}
+            self.manager.complete_load(
+                op.request.req_id,
+                op.load_id,
+                gds_failed=op.gds_failed,
+                gds_wrong=op.gds_wrong,
+            )
+            assert set(self.manager.take_corrupt()) == expected
             op.request.loading = False
             if op.failed:  # the engine computes it, after asking again
                 op.request.failed = True
@@ -479,8 +532,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def claim(self, tier: int, slot: int, generation: int = 0, *, writes: bool) -> None:
         """Check that whoever still touches ``slot`` does not mind the new user.
 
+        Workers that read a slot of the second tier since before a reset find out by themselves.
         A load and the write it waits for name the same generation, and do not mind each other.
         """
+        read = {
+            at for op in self.orders if op.epoch == self.epoch for _, at in op.reads.values()
+        }
+        assert not (tier == 1 and writes and slot in read), f"slot {slot} goes while read"
         for op in self.orders:
             if tier == 0 and slot in op.slots:
                 if generation and op.generations[list(op.slots).index(slot)] == generation:
@@ -622,6 +680,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 op.failed = True
             else:
                 assert self.contents[0].get(slot) == (key, op.epoch)
+        self.read(op, None)
         self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from kvtier.errors import CudaError, UnsupportedError
 from kvtier.memory.cuda_api import Addresses, SourceOrder
+from kvtier.memory.part_hashes import hash_on_host
 from kvtier.memory.streams import CopyStream, Driver, Fence
 
 __all__ = ["FakeCuda", "FakeFence", "FakeStream"]
@@ -142,6 +143,17 @@ class FakeStream(CopyStream):
                 cuda.violated("a kernel copies whole words only")
             rows = table[:copies].tolist()
             return [cuda.copy(*row, order=SourceOrder.STREAM, by_kernel=True) for row in rows]
+
+        self.put(_Work([], expand=expand))
+
+    @override
+    def hash_by_kernel(self, table: Addresses, sums: Addresses, ranges: int) -> None:
+        self._require_active()
+        cuda = self.cuda
+        self.queued += 1
+
+        def expand() -> list[Callable[[], None]]:
+            return [cuda.hash_range(row, sums[at]) for at, row in enumerate(table[:ranges])]
 
         self.put(_Work([], expand=expand))
 
@@ -358,6 +370,17 @@ class FakeCuda(Driver):
         def run() -> None:
             content = ctypes.string_at(source, nbytes) if early is None else early
             ctypes.memmove(destination, content, nbytes)
+
+        return run
+
+    def hash_range(self, row: Addresses, result: Addresses) -> Callable[[], None]:
+        """Return what hashes a range when its turn comes."""
+        address, _, words, _ = row.tolist()
+        if words <= 0 or not self._is_device(address, 8 * words):
+            self.violated(f"{words} words at {address:#x} are not on the device")
+
+        def run() -> None:
+            result[:] = hash_on_host(row[np.newaxis].copy()).view(np.int64)
 
         return run
 

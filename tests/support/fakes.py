@@ -1,13 +1,14 @@
-"""A fake of the slot status that checks its callers."""
+"""Fakes of what the manager asks about slots; that of the slot status checks its callers."""
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.errors import KvtierError
 
-__all__ = ["FakeSlotStatus", "SlotStatusError"]
+__all__ = ["FakeGdsSlots", "FakeSlotStatus", "SlotStatusError"]
 
 
 class SlotStatusError(KvtierError):
@@ -143,3 +144,39 @@ class FakeSlotStatus:
             raise SlotStatusError(f"slot {slot} has generation {has} and is given {generation}")
         self.generations[slot] = generation
         self._bare.discard(slot)
+
+
+class FakeGdsSlots:
+    """Slots of tier 1 that workers can read; the hash of a slot is its number.
+
+    Args:
+        slots: Number of slots; all have hashes at first.
+
+    Attributes:
+        tier: Index of the tier.
+        known: Slots with hashes.
+        is_off: Whether workers can read nothing.
+        touched: Slots that were read, in order.
+        overwritten: Slots that got other chunks, in order.
+    """
+
+    tier = 1
+
+    def __init__(self, slots: int) -> None:
+        self.known = set(range(slots))
+        self.is_off = False
+        self.touched: list[int] = []
+        self.overwritten: list[int] = []
+
+    def readable(self, slots: Sequence[int]) -> list[bool]:
+        return [slot in self.known and not self.is_off for slot in slots]
+
+    def hashes(self, slots: Sequence[int]) -> bytes:
+        return struct.pack(f"={len(slots)}Q", *slots)
+
+    def begin_overwriting(self, slots: Sequence[int]) -> None:
+        self.overwritten += slots
+        self.known.difference_update(slots)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        self.touched += slots

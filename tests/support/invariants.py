@@ -41,7 +41,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     stack = manager._stack
     moving: Counter[ChunkCopy] = Counter()
     held: list[set[ChunkCopy]] = [set() for _ in stack.tiers]
-    for record in stack.jobs.records():
+    for record in manager._jobs.records():
         for index, copies in (
             (record.source, record.sources.copies),
             (record.destination, record.destinations),
@@ -52,6 +52,10 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     loading = Counter(manager._loader.in_flight())
     held[0].update(loading)
     moving.update(loading)
+    reading = Counter(manager._loader.reads())
+    if stack.gds is not None:
+        held[stack.gds.tier].update(reading)
+    moving.update(reading)
     held[0].update(manager._demoter.waiting())
     stores = manager._storer._writes.values()
     begun = sum(any(copy.state == CopyState.WRITING for copy in run.copies) for run in stores)
@@ -161,22 +165,20 @@ def _check_order(tier: TierState) -> None:
 
 
 def _check_retained(manager: TieredOffloadingManager) -> None:
-    retention = manager._stack.retention
-    for copy in retention._deadlines:
-        if (
-            manager._stack.ram.copies.get(copy.key) is not copy
-            or copy.state != CopyState.RESIDENT
-        ):
-            raise InvariantError("what is retained is in RAM", repr(copy))
-        if copy.pins <= copy.grants:
-            raise InvariantError("what is retained is pinned", repr(copy))
-    if len(retention) > manager._stack.limits.retained:
-        raise InvariantError("no more is retained than the quota", str(len(retention)))
-    times = {(copy, until) for until, _, copy in retention._heap}
-    if not times.issuperset(retention._deadlines.items()):
-        raise InvariantError(
-            "every deadline comes", f"{retention._deadlines}, {retention._heap}"
-        )
+    for tier, retention in zip(manager._stack.tiers, manager._stack.retentions, strict=True):
+        for copy in retention._deadlines:
+            if tier.copies.get(copy.key) is not copy or copy.state != CopyState.RESIDENT:
+                raise InvariantError("what is retained is in its tier", repr(copy))
+            if copy.pins <= copy.grants:
+                raise InvariantError("what is retained is pinned", repr(copy))
+        times = {(copy, until) for until, _, copy in retention._heap}
+        if not times.issuperset(retention._deadlines.items()):
+            raise InvariantError(
+                "every deadline comes", f"{retention._deadlines}, {retention._heap}"
+            )
+    retained = len(manager._stack.retention)
+    if retained > manager._stack.limits.retained:
+        raise InvariantError("no more is retained than the quota", str(retained))
 
 
 def _check_grants(manager: TieredOffloadingManager) -> None:

@@ -187,7 +187,7 @@ class SteppedCache:
         nothing = SimpleNamespace(
             close=lambda **_: None,
             geometry=SimpleNamespace(slot_nbytes=4096),
-            control=SimpleNamespace(pageable_ranks=lambda: 0),
+            control=SimpleNamespace(pageable_ranks=lambda: 0, gds_ranks=lambda: 0),
         )
         self.storage = Storage(
             manager=self.bench.manager,

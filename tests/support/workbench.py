@@ -8,6 +8,7 @@ from typing import Literal
 from kvtier.keys import ChunkKey, group_filter, make_key
 from kvtier.manager import (
     CostModel,
+    GdsSource,
     LoadPlan,
     ManagerLimits,
     StorePlan,
@@ -54,6 +55,7 @@ class Workbench:
         groups: What each KV cache group needs of a prefix; group ``n`` has the keys of
             ``prefix(..., group=n)``. One of full attention by default, a token per chunk.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
+        gds: The slots that workers can read from a tier.
 
     Attributes:
         manager: The manager.
@@ -74,6 +76,7 @@ class Workbench:
         record_events: bool = True,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
+        gds: GdsSource | None = None,
     ) -> None:
         self._groups = groups
         self.slot_status = FakeSlotStatus() if slot_status is None else slot_status
@@ -91,6 +94,7 @@ class Workbench:
             cost_model=cost_model,
             groups=groups,
             counting_group=counting_group,
+            gds=gds,
         )
 
     # -- what an engine does ----------------------------------------------------------------

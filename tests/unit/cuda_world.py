@@ -31,7 +31,17 @@ from kvtier.memory.streams import Fence
 from kvtier.os.memory import open_anonymous
 from tests.support.fake_cuda import FakeCuda
 
-__all__ = ["METHODS", "CudaWorld", "Mutation", "load_modules", "open_world"]
+__all__ = [
+    "METHODS",
+    "CudaWorld",
+    "Layout",
+    "Mutation",
+    "draw_layout",
+    "load_modules",
+    "make_kv",
+    "map_slots",
+    "open_world",
+]
 
 METHODS: Final = ("batch", "kernel", "torch")
 SLOTS: Final = 13
@@ -280,7 +290,7 @@ def open_world(
     cuda.kernel_bytes_per_s = 1e15 if method == "kernel" else None
     prepare(cuda)
     modules["cuda_choice"].__dict__["time"] = SimpleNamespace(perf_counter=cuda.now_s)
-    with _map_slots(geometry) as region, _map_slots(geometry) as model:
+    with map_slots(geometry) as region, map_slots(geometry) as model:
         named: dict[str, Any] = {
             "share": layout.share,
             "blocks_per_chunk": layout.blocks_per_chunk,
@@ -310,7 +320,8 @@ def open_world(
 
 
 @contextmanager
-def _map_slots(geometry: RegionGeometry) -> Iterator[HostRegion]:
+def map_slots(geometry: RegionGeometry) -> Iterator[HostRegion]:
+    """Yield a region that no other process maps."""
     descriptor = open_anonymous("kvtier-cuda")
     try:
         os.ftruncate(descriptor, geometry.nbytes)

@@ -1,4 +1,4 @@
-"""A ladder without time: one reference after the other, each job over as soon as it is made.
+"""Tiers without time: one reference after the other, each job over as soon as it is made.
 
 That is the model of the reference figures, in which a two-level cache is a state machine.
 """

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import NvmeTierConfig
+from kvtier.connector.groups import describe_groups
 from kvtier.keys import ChunkKey
+from kvtier.manager.hits import GroupReach
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.base import TierContext
@@ -20,6 +22,8 @@ SLOT = 8192
 SLOTS = 16
 KEYS = make_keys(range(3 * SLOTS))
 FIELDS: dict[str, str | int] = {"model": "some/model", "tp_size": 2}
+BLOCK_TOKENS = 16
+GROUPS = describe_groups([0], [GroupReach(BLOCK_TOKENS)], tokens_per_hash=BLOCK_TOKENS)
 
 
 class Store:
@@ -44,7 +48,7 @@ class Store:
         """Start an engine; returns what it finds, least recently used first."""
         fields = {**FIELDS, **({"model": model} if model else {})}
         config = NvmeTierConfig(path=self.root, capacity_bytes=slots * SLOT, **options)
-        context = TierContext(SLOT, LayoutFingerprint(fields), self.pool)
+        context = TierContext(SLOT, LayoutFingerprint(fields, groups=GROUPS), self.pool)
         self._tier = SlabTier.open(config, context)
         return [key for key, _ in self._tier.recovered()]
 

@@ -51,7 +51,7 @@ def test_a_bar_may_be_for_one_chunk_size(chunk: int, met: bool) -> None:
     assert row("promote", "native_fs", (2.0, 1.0), chunk=chunk).met is met
 
 
-def test_a_written_row_begins_with_the_keys_that_were_promised(tmp_path: Path) -> None:
+def test_a_written_row_begins_with_the_documented_keys(tmp_path: Path) -> None:
     write_json(tmp_path / "rows", [row("promote", "fio", (95.0, 100.0))] * 2)
     first, _ = json.loads((tmp_path / "rows").read_text())
     assert list(first)[: len(FIRST_KEYS)] == FIRST_KEYS

@@ -484,7 +484,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("way", ["store", "load"])
 @pytest.mark.parametrize("case", STRIDED.values(), ids=STRIDED)
-def test_long_stretches_are_left_under_way_one_by_one_and_nothing_else_is(
+def test_long_ranges_are_left_under_way_one_by_one_and_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch, case: Strided, way: str
 ) -> None:
     rows = torch.randint(-128, 127, (case.rows, case.parts, case.part_nbytes)).to(torch.int8)

@@ -129,7 +129,7 @@ def hold_in_nvme(cache: SteppedCache, chunks: int) -> None:
     cache.bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(chunks))])
 
 
-def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
+def test_chunks_that_were_promoted_for_a_load_are_retained_too() -> None:
     cache = make_cache(direct_loads=True)
     service, context = cache.service, Context("b", KEPT)
     hold_in_nvme(cache, 2)

@@ -317,20 +317,21 @@ def test_the_schema_is_printed_as_json(shell: Shell) -> None:
 def test_a_plan_counts_the_tokens_each_tier_holds(shell: Shell, model: Path) -> None:
     ran = shell("plan", CONFIGS / "ram_nvme.yaml", "--model", model)
     rows = {line.split()[0]: " ".join(line.split()) for line in ran.out.splitlines() if line}
-    assert rows["ram"] == "ram ram 64.0 GiB 8,192 524,288 32.0 s"
-    assert rows["nvme"] == "nvme nvme 1.00 TiB 131,072 8,388,608 8 min 32 s"
+    assert rows["ram"] == "ram ram 64.0 GiB 8,192 524,288 52.4 s"
+    assert rows["nvme"] == "nvme nvme 1.00 TiB 131,072 8,388,608 13 min 59 s"
     assert "one token 1 128 KiB 131,072" in " ".join(ran.out.split())
     assert "Not included" in ran.out
 
 
 def test_a_plan_can_be_read_by_a_program(shell: Shell, model: Path) -> None:
-    arguments = ("--tp", 2, "--kv-dtype", "fp8", "--block-tokens", 32, "--fill-rate", "1GiB/s")
+    arguments = ("--tp", 2, "--kv-dtype", "fp8", "--block-tokens", 32, "--prefill-rate", 16384)
     ran = shell("plan", CONFIGS / "ram.yaml", "--model", model, *arguments, "--json")
     plan = json.loads(ran.out)
     assert plan["token_nbytes"] == 64 << 10
     assert plan["chunk_tokens"] == 128
     assert plan["chunk_nbytes"] == plan["slot_nbytes"] == 8 << 20
-    assert plan["fill_tokens_per_s"] == 1 << 14
+    assert plan["prefill_bytes_per_s"] == 1 << 30
+    assert plan["block_tokens"] == 32
     assert plan["tiers"][0]["tokens"] == 1 << 20
     assert plan["tiers"][0]["fill_s"] == 64.0
 
@@ -395,15 +396,17 @@ def test_a_plan_refuses_a_tier_that_holds_no_chunk(shell: Shell, model: Path) ->
     assert "which takes 128GiB" in ran.err
 
 
-def test_a_plan_refuses_a_rate_without_a_unit(shell: Shell, model: Path) -> None:
-    ran = shell("plan", DEMO, "--model", model, "--fill-rate", "2")
-    assert ran == Ran(
-        2,
-        "",
-        "error: --fill-rate 2: 2 is not a rate; write a size per second, such as 2GiB/s\n",
-    )
-    ran = shell("plan", DEMO, "--model", model, "--fill-rate=-2GiB/s")
-    assert ran.err.endswith("-2GiB is negative; write a size per second, such as 2GiB/s\n")
+def test_a_plan_names_what_it_assumes_about_the_engine_and_nothing_else(
+    shell: Shell, model: Path
+) -> None:
+    ran = shell("plan", DEMO, "--model", model)
+    said = " ".join(ran.out.split())
+    assert "A block has 16 tokens, which is assumed; give the engine's --block-size as" in said
+    assert "10,000 prompt tokens per second, which are assumed (--prefill-rate), fill" in said
+    told = ("--block-tokens", 32, "--prefill-rate", 20000)
+    said = " ".join(shell("plan", DEMO, "--model", model, *told).out.split())
+    assert "A block has 32 tokens. - 20,000 prompt tokens per second fill a tier" in said
+    assert "assumed" not in said
 
 
 def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> None:

@@ -27,7 +27,7 @@ from kvtier.tiers.slab.inspect import find_namespaces
 PLACEHOLDER = "{data_parallel_rank}"
 
 
-def ladder(path: Path | str, *, nvme: str = "2MiB", record: Path | str = "") -> KvtierConfig:
+def tiers_of(path: Path | str, *, nvme: str = "2MiB", record: Path | str = "") -> KvtierConfig:
     """Return a configuration whose path is on line 5, and its recording's on line 8."""
     trace = f"trace:\n  record: {record}\n" if record else ""
     text = f"""\
@@ -54,7 +54,7 @@ def path_of(config: KvtierConfig) -> Path:
 def test_a_rank_gets_its_number_wherever_it_stands_in_a_path(
     rank: int | None, store: str, recording: str
 ) -> None:
-    config = ladder(f"/mnt/{PLACEHOLDER}/kv", record=f"/rec-{PLACEHOLDER}")
+    config = tiers_of(f"/mnt/{PLACEHOLDER}/kv", record=f"/rec-{PLACEHOLDER}")
     mine = resolve_rank_paths(config, rank=rank)
     assert (path_of(mine), mine.trace.record) == (Path(store), Path(recording))
     assert path_of(config) == Path(f"/mnt/{PLACEHOLDER}/kv")
@@ -70,7 +70,7 @@ def test_a_recording_alone_may_differ_between_ranks() -> None:
 
 
 def test_an_engine_that_is_alone_may_write_its_path_out() -> None:
-    config = ladder("/kv")
+    config = tiers_of("/kv")
     assert resolve_rank_paths(config, rank=None) is config
 
 
@@ -82,7 +82,7 @@ def test_ranks_need_no_paths_where_nothing_is_on_a_disk() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_would_share_paths_are_refused_with_what_to_write(rank: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_rank_paths(ladder("/var/lib/kvtier", record="/rec"), rank=rank)
+        resolve_rank_paths(tiers_of("/var/lib/kvtier", record="/rec"), rank=rank)
     what = "each data-parallel rank is an engine and needs a directory of its own; write"
     assert str(caught.value).splitlines() == [
         f"a.yaml:5: tiers[1].path = /var/lib/kvtier: {what} /var/lib/kvtier/{PLACEHOLDER}",
@@ -95,7 +95,7 @@ def test_ranks_that_would_share_paths_are_refused_with_what_to_write(rank: int) 
 )
 def test_a_wrong_placeholder_is_refused_with_the_right_one(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ladder(path)
+        tiers_of(path)
     assert str(caught.value) == (
         f"a.yaml:5: tiers[1].path = {path}: a brace outside {PLACEHOLDER}, the only "
         "placeholder; write that, or a path without braces"
@@ -104,7 +104,7 @@ def test_a_wrong_placeholder_is_refused_with_the_right_one(path: str) -> None:
 
 def test_a_wrong_placeholder_of_a_recording_is_refused() -> None:
     with pytest.raises(ConfigError, match=re.escape("a.yaml:8: trace.record = /r/{pid}: a br")):
-        ladder("/kv", record="/r/{pid}")
+        tiers_of("/kv", record="/r/{pid}")
 
 
 def test_looking_into_the_store_of_no_rank_says_what_to_give(tmp_path: Path) -> None:
@@ -204,3 +204,16 @@ def test_the_engine_is_told_the_chunk_size_and_whether_to_keep_decoded_tokens() 
             # The connector reads the file, and vLLM's half reads its own option.
             wanted = stored == "false" if entry_point is VllmEntryPoint.SPEC else None
             assert extra.get("offload_prompt_only") is wanted
+
+
+def test_the_spec_entry_point_refuses_required_gds_reads_and_ignores_optional_ones() -> None:
+    text = (
+        "tiers:\n- {kind: ram, capacity: 1GiB}\n"
+        "- {kind: nvme, path: /kv, capacity: 1GiB, gds: %s}\n"
+    )
+    optional = parse_config(text % "auto", source="a.yaml")
+    assert resolve_load_path(optional, VllmEntryPoint.SPEC).gds_tier is None
+    assert resolve_load_path(optional).gds_tier == "nvme"
+    required = parse_config(text % "require", source="a.yaml")
+    with pytest.raises(ConfigError, match=r"a.yaml:3: tiers\[1\]\.gds"):
+        resolve_load_path(required, VllmEntryPoint.SPEC)

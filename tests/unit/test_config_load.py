@@ -33,7 +33,8 @@ def test_every_example_loads(path: Path) -> None:
 
 
 def test_the_examples_are_the_ones_the_manual_names() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo", "ram", "ram_nvme"}
+    named = {"demo", "ram", "ram_nvme", "ram_nvme_gds"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == named
 
 
 def test_the_longest_example_states_every_key_and_the_true_default() -> None:

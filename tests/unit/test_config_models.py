@@ -108,3 +108,49 @@ def test_a_copy_still_knows_where_it_was_written() -> None:
 def test_a_long_value_is_cut_in_messages() -> None:
     origin = Origin("a.yaml", {"key": 1}, {"key": "x" * 1000})
     assert len(origin.format_problem("key", "too long", "shorten it")) < 120
+
+
+# -- GDS reads ---------------------------------------------------------------------------------
+
+
+def config(*tiers: NvmeTierConfig, **transfer: object) -> KvtierConfig:
+    return KvtierConfig(tiers=(RAM, *tiers), transfer=TransferConfig.model_validate(transfer))
+
+
+def test_gds_reads_are_off_unless_a_tier_asks_for_them() -> None:
+    assert (config(nvme()).gds, config(nvme()).gds_tier) == ("off", None)
+    slow = nvme(path=Path("/slow"), name="slow", gds="auto")
+    assert (config(nvme(), slow).gds, config(nvme(), slow).gds_tier) == ("auto", "slow")
+
+
+def test_staged_loads_have_no_gds_reads_and_cannot_require_them() -> None:
+    staged = config(nvme(gds="auto"), load_path="staged")
+    assert (staged.gds, staged.gds_tier) == ("off", None)
+    with pytest.raises(ValidationError, match=r"tiers\[1\]\.gds: load_path: staged loads"):
+        config(nvme(gds="require"), load_path="staged")
+
+
+def test_two_tiers_with_gds_reads_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"tiers\[2\]\.gds: another tier has it"):
+        config(nvme(gds="auto"), nvme(path=Path("/b"), name="b", gds="require"))
+
+
+@pytest.mark.parametrize(
+    ("gds", "installed", "problem"),
+    [
+        ("auto", [], "kvikio is not installed, so chunks go through RAM"),
+        ("require", [], "kvikio is not installed, so the engine will not start"),
+        ("auto", ["kvikio-cu12", "kvikio-cu13"], "both"),
+        ("auto", ["kvikio-cu13"], None),
+        ("off", [], None),
+    ],
+)
+def test_packages_that_do_not_suit_gds_are_remarked_on(
+    monkeypatch: pytest.MonkeyPatch, gds: str, installed: list[str], problem: str | None
+) -> None:
+    monkeypatch.setattr("kvtier.config._models.installed_kvikio", lambda: installed)
+    found = list(nvme(gds=gds).remarks())
+    assert len(found) == (problem is not None)
+    if problem == "both":
+        problem = "kvikio-cu12 and kvikio-cu13 are installed, so the engine will not start"
+    assert [(each.key, each.problem) for each in found] == [("gds", problem)] * len(found)

@@ -18,6 +18,8 @@ outputs = st.builds(
             st.just("request"),
             st.frozensets(st.integers(0, 9), max_size=3),
             st.sampled_from(["", "a", "b"]),
+            st.frozensets(st.integers(0, 9), max_size=3),
+            st.frozensets(st.integers(0, 9), max_size=3),
         ),
         max_size=3,
     ),
@@ -35,12 +37,27 @@ def test_in_which_order_outputs_are_added_does_not_matter(
 
 def test_a_load_that_failed_in_two_ranks_names_the_blocks_of_both() -> None:
     ranks = [
-        WorkerOutput({7: 1}, {7: FailedLoad("a", frozenset({1, 2}), "b")}),
-        WorkerOutput({7: 1}, {7: FailedLoad("a", frozenset({2, 9}), "a")}),
+        WorkerOutput(
+            {7: 1},
+            {
+                7: FailedLoad(
+                    "a",
+                    frozenset({1, 2}),
+                    "b",
+                    gds_failed=frozenset({0, 3}),
+                    gds_wrong=frozenset({3}),
+                )
+            },
+        ),
+        WorkerOutput(
+            {7: 1}, {7: FailedLoad("a", frozenset({2, 9}), "a", gds_failed=frozenset({4}))}
+        ),
     ]
     both = ranks[0].aggregate(ranks[1])
     assert both.completed_jobs == {7: 2}
-    assert both.failed_loads == {7: FailedLoad("a", frozenset({1, 2, 9}), "a")}
+    assert both.failed_loads == {
+        7: FailedLoad("a", frozenset({1, 2, 9}), "a", frozenset({0, 3, 4}), frozenset({3}))
+    }
     assert both.invalid_block_ids == {1, 2, 9}
     assert both.failed_requests == {"a"}
 

@@ -43,6 +43,7 @@ def engine(*tiers: TierFigures, **figures: int) -> EngineStatistics:
         "retained_chunks": 0,
         "recompute_seconds_per_token": 0,
         "pageable_ranks": 0,
+        "gds_ranks": 0,
         "internal_errors": 0,
         "trace_records": 0,
         "trace_dropped": 0,

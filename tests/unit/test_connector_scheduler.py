@@ -75,7 +75,7 @@ def test_a_request_is_looked_up_with_one_call_however_long_it_is() -> None:
     assert engine.counted.calls["lookup"] == before + 1
 
 
-def test_a_chunk_on_its_way_up_makes_the_request_wait() -> None:
+def test_a_chunk_that_is_being_promoted_makes_the_request_wait() -> None:
     engine = ToyEngine(slots=(2, 16), slowest_steps=3)
     engine.fill("a", 2 * TOKENS)
     for _ in range(4):
@@ -295,6 +295,28 @@ def test_each_of_two_requests_of_one_id_has_its_own_hints() -> None:
     engine.finish(second)
     assert engine.is_idle()
     assert not engine.cache.bench.manager.requests
+
+
+def test_a_load_of_a_former_request_may_end_after_one_of_the_same_id() -> None:
+    engine = ToyEngine()
+    loads = {}
+    prompts = {number: [number] * (4 * TOKENS + 1) for number in (7, 9)}
+    for number, prompt in prompts.items():
+        engine.fill(f"writer {number}", prompt)
+    for number, prompt in prompts.items():
+        request = engine.arrive("a", prompt)
+        assert engine.match(request) == 4 * TOKENS
+        engine.load(request, 4 * TOKENS)
+        loads[number] = engine.step().load_jobs
+        if number == 7:
+            engine.finish(request)
+    ram = engine.cache.bench.ram
+    (first,), (second,) = loads.values()
+    engine.acknowledge(second)
+    pinned = {copy.slot for copy in ram.copies.values() if copy.pins}
+    assert pinned == {*loads[7][first].slots.slots}
+    engine.acknowledge(first)
+    assert not any(copy.pins for copy in ram.copies.values())
 
 
 # -- acknowledgements, reset, figures ----------------------------------------------------------

@@ -145,7 +145,7 @@ def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
 
 def test_its_size_is_whole_pages() -> None:
     assert ControlBlock.nbytes(1, 1) == 4096
-    assert ControlBlock.nbytes(4096, 1) == 21 * 4096
+    assert ControlBlock.nbytes(4096, 1) == 37 * 4096
 
 
 def test_ranks_that_could_not_lock_the_memory_are_counted(block: ControlBlock) -> None:
@@ -166,3 +166,61 @@ def test_a_load_that_one_rank_refused_did_not_work_until_the_slot_is_written_aga
     assert block.loaded([2, 3], [9, 11]) == [True, True]
     block.record_failed_loads(0, [], [])
     assert block.loaded([], []) == []
+
+
+# -- GDS reads ---------------------------------------------------------------------------------
+
+
+def test_gds_reads_are_possible_only_while_every_rank_can(block: ControlBlock) -> None:
+    assert (block.gds_parts(), block.gds_ranks()) == (0, 0)
+    block.report_gds(1, 1)
+    assert (block.gds_parts(), block.gds_ranks()) == (0, 1)
+    block.report_gds(0, 0)
+    assert (block.gds_parts(), block.gds_ranks()) == (2, 2)
+    block.withdraw_gds(1)
+    assert (block.gds_parts(), block.gds_ranks()) == (0, 1)
+
+
+def test_each_rank_hashes_its_part_of_a_generation(block: ControlBlock) -> None:
+    for rank in range(RANKS):
+        block.report_gds(rank, rank)
+        block.set_hashes(rank, [1, 3], np.array([10 + rank, 20 + rank], np.uint64), 5)
+    assert block.part_hashes([1, 3], [5, 5]).tolist() == [[10, 11], [20, 21]]
+    assert block.part_hashes([3, 1, 0], [5, 6, 5]).tolist() == [[20, 21], [0, 0], [0, 0]]
+
+
+def test_a_hash_that_one_rank_has_not_written_yet_is_unknown(block: ControlBlock) -> None:
+    for rank in range(RANKS):
+        block.report_gds(rank, rank)
+    block.set_hashes(0, [2], np.array([9], np.uint64), 5)
+    block.set_hashes(1, [2], np.array([9], np.uint64), 4)
+    assert not block.part_hashes([2], [5]).any()
+
+
+def test_hashes_of_a_promoted_chunk_are_unknown(block: ControlBlock) -> None:
+    for rank in range(RANKS):
+        block.report_gds(rank, rank)
+        block.set_hashes(rank, [2], np.array([9], np.uint64), 5)
+        block.set_generation(rank, [2], 5)
+    block.publish([2], [6])
+    assert not block.part_hashes([2], [6]).any()
+
+
+def test_ranks_that_take_turns_writing_one_part_add_up_modulo_2_to_64(
+    block: ControlBlock,
+) -> None:
+    for rank, value in enumerate([(1 << 64) - 1, 3]):
+        block.report_gds(rank, 0)
+        block.set_hashes(rank, [0], np.array([value], np.uint64), 5)
+    assert block.part_hashes([0], [5]).tolist() == [[2]]
+
+
+def test_hashes_are_apart_from_the_other_words(block: ControlBlock) -> None:
+    everything = list(range(SLOTS))
+    for rank in range(RANKS):
+        block.set_hashes(rank, everything, np.full(SLOTS, (1 << 64) - 1, np.uint64), 1 << 62)
+        block.report_gds(rank, 7)
+    assert block.pageable_ranks() == 0
+    assert block.loaded(everything, [5] * SLOTS) == [True] * SLOTS
+    assert block.all_acknowledged(everything) == [True] * SLOTS
+    assert block.stored(everything, [1 << 62] * SLOTS) == [False] * SLOTS

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from typing_extensions import override
 
@@ -16,6 +17,7 @@ from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, TierContext
+from kvtier.tiers.part_hashes import PartHashes
 from kvtier.transfer import ToTier
 from kvtier.types import Job, LayoutFingerprint, Outcome, Purpose
 from tests.support.memory_tier import MemoryTier, MemoryTierConfig
@@ -57,6 +59,20 @@ class Watched(MemoryTier):
         return written
 
 
+class Kept:
+    """Takes part hashes from the control block, and keeps them by slot of the tier."""
+
+    def __init__(self, control: ControlBlock) -> None:
+        self._control = control
+        self.by_slot: dict[int, list[int]] = {}
+
+    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+        return self._control.part_hashes(slots, generations)
+
+    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
+        self.by_slot.update(zip(slots, hashes.tolist(), strict=True))
+
+
 class Demotion:
     """A job from RAM, whose slots have their generations in both ranks, to an empty tier."""
 
@@ -68,7 +84,12 @@ class Demotion:
         self.tier = Watched(
             options, TierContext(SLOT_NBYTES, LayoutFingerprint({}), pool), None
         )
-        self.route = ToTier(Ram(), self.tier, self.control)
+        self.kept = Kept(self.control)
+        for rank in range(2):
+            self.control.report_gds(rank, rank)
+            self.control.set_hashes(rank, [4, 5], np.array([8, 9], np.uint64), 21)
+            self.control.set_hashes(rank, [6], np.array([7], np.uint64), 22)
+        self.route = ToTier(Ram(), self.tier, self.control, self.kept)
 
     def run(self) -> SlotOutcomes:
         return asyncio.run(self.route.run(JOB))
@@ -86,6 +107,17 @@ def demotion(pool: IoPool) -> Demotion:
 def test_a_demotion_of_slots_that_keep_their_generations_is_whole(demotion: Demotion) -> None:
     assert list(demotion.run().outcomes) == [DONE] * 3
     assert demotion.found() == [*zip(KEYS, [0, 1, 2], strict=True)]
+    assert demotion.kept.by_slot == {0: [8, 8], 1: [9, 9], 2: [7, 7]}
+
+
+def test_part_hashes_of_a_slot_that_was_reused_are_not_kept(demotion: Demotion) -> None:
+    def reuse() -> None:
+        demotion.control.set_hashes(1, [6], np.array([3], np.uint64), 23)
+        demotion.control.set_generation(1, [6], 23)
+
+    demotion.tier.during = reuse
+    assert list(demotion.run().outcomes) == [DONE, DONE, CORRUPT]
+    assert demotion.kept.by_slot == {0: [8, 8], 1: [9, 9]}
 
 
 def test_a_slot_that_is_reused_during_the_write_leaves_no_chunk(demotion: Demotion) -> None:

@@ -364,13 +364,13 @@ def test_little_room_and_no_larger_capacity_are_two_warnings(
 
 
 def test_placement_without_a_slower_tier_is_a_warning_per_key(tmp_path: Path) -> None:
-    placement = "placement: {write_after: 2, admit: tinylfu, write_budget_per_day: 1GiB}\n"
+    placement = "placement: {write_after: 2, admit: second-touch, write_budget_per_day: 1GiB}\n"
     alone = parse_config(
         f"tiers: [{{kind: ram, capacity: 1MiB}}]\n{placement}", source="a.yaml"
     )
     assert [line.partition(": no effect")[0] for line in warnings(alone)] == [
         "a.yaml:2: placement.write_after = 2",
-        "a.yaml:2: placement.admit = tinylfu",
+        "a.yaml:2: placement.admit = second-touch",
         "a.yaml:2: placement.write_budget_per_day = 1GiB",
     ]
     assert warnings(config_of(tmp_path, more=f"\n{placement}")) == []

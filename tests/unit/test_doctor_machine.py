@@ -171,7 +171,7 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Tree) -> None:
     assert huge_page_pool(tree.machine.proc) == HugePagePool(0, 0, 0)
 
 
-def test_huge_pages_promised_to_somebody_are_not_free(tree: Tree) -> None:
+def test_reserved_huge_pages_are_not_free(tree: Tree) -> None:
     tree.write(
         "proc/meminfo",
         "HugePages_Total:      64\nHugePages_Free:       60\nHugePages_Rsvd:       10\n"

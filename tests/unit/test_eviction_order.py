@@ -11,7 +11,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.policies import PolicyContext
 from tests.support.workbench import Workbench, prefix
 
-LEAF_FIRST = ["arc", "fifo", "hedged-lhd", "lfu", "lru", "slru"]
+LEAF_FIRST = ["arc", "fifo", "hedged-lhd", "lru", "slru"]
 """Policies that treat chunks alike that came together, and take the first they were told of."""
 
 
@@ -140,7 +140,7 @@ def test_a_store_that_finds_little_room_takes_the_heads_of_all_groups(chunks: in
     assert lengths(bench) == [(chunks + 1) // 2, chunks // 2]
 
 
-def test_of_a_long_backlog_the_heads_of_all_groups_go_down() -> None:
+def test_of_a_long_backlog_the_heads_of_all_groups_are_demoted() -> None:
     limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=1024, backlog=6)
     bench = Workbench(32, 64, limits=limits)
     bench.store(two_groups(8))

@@ -21,7 +21,7 @@ from tests.gpu.paged import Direction, PagedMemory
 from tests.gpu.report import make_report
 from tests.gpu.rows import STAGE_ROW, Row, append_row, figure_row, read_rows
 from tests.gpu.runner import Run, Stage
-from tests.gpu.stages import STAGES, copies, device_engine
+from tests.gpu.stages import STAGES, copies, device_engine, gds
 from tests.gpu.wheels import unpack_missing
 
 ROOT = Path(__file__).parents[2]
@@ -326,6 +326,13 @@ def test_the_device_engine_stage_rehearses_where_pydantic_is(tmp_path: Path) -> 
     device_engine.run(bench)
     measured = {row.what for row in read_rows(tmp_path / "rows")}
     assert measured == {"load", "store", "both", "submit load", "submit store"}
+
+
+def test_kvtiers_own_reads_of_a_file_rehearse_where_pydantic_is(tmp_path: Path) -> None:
+    bench = Bench("gds", tmp_path / "rows", "cpu", 600.0)
+    gds.run(bench)
+    rows = [row for row in read_rows(tmp_path / "rows") if row.method == "kvtier"]
+    assert [(row.what, row.median is not None) for row in rows] == [("load", True)]
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])

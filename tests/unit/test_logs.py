@@ -32,7 +32,7 @@ def test_every_module_logs_so() -> None:
         for module in pkgutil.walk_packages(
             [f"{kvtier.__path__[0]}/{package}"], f"kvtier.{package}."
         )
-        if module.name != "kvtier.memory.cuda_kernel"  # needs Triton
+        if module.name not in {"kvtier.memory.cuda_kernel", "kvtier.memory.cuda_hash"}  # Triton
     ]
     loggers = [each.logger.name for each in modules if hasattr(each, "logger")]
     assert len(loggers) > 10

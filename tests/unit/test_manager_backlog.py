@@ -43,7 +43,7 @@ def test_what_was_dropped_is_an_ordinary_victim() -> None:
     assert set(plan.evicted) == set(prefix(6)[4:])
 
 
-def test_once_the_disk_has_caught_up_new_chunks_go_down_again() -> None:
+def test_once_the_disk_has_caught_up_new_chunks_are_demoted_again() -> None:
     bench = slow_disk(backlog=4)
     bench.store(prefix(6))
     bench.settle()

@@ -35,7 +35,7 @@ def test_no_job_has_more_chunks_than_one_may_have() -> None:
 # -- write-through ---------------------------------------------------------------------------
 
 
-def test_with_write_through_a_stored_chunk_goes_down_at_the_end_of_the_step() -> None:
+def test_with_write_through_a_stored_chunk_is_demoted_at_the_end_of_the_step() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
     assert bench.ram.available == 2, "what must still go down is no victim"
@@ -129,7 +129,7 @@ def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
     (job,) = bench.step()
     bench.finish(job, Outcome.EXPIRED, settled=False)
     assert (bench.ram.available, bench.tiers[1].available) == (3, 7)
-    assert not bench.manager._stack.jobs.late_slots, "its slot in RAM has a chunk that is a hit"
+    assert not bench.manager._jobs.late_slots, "its slot in RAM has a chunk that is a hit"
     assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
     bench.finish(job, Outcome.EXPIRED)
     assert (bench.ram.available, bench.tiers[1].available) == (4, 8)
@@ -146,7 +146,7 @@ def test_no_more_chunks_are_on_their_way_than_the_queue_takes() -> None:
     assert second.keys == prefix(5)[3:]
 
 
-def test_what_finds_no_room_below_is_counted_as_lost_and_may_leave() -> None:
+def test_a_chunk_without_a_slot_in_a_slower_tier_is_lost_and_evictable() -> None:
     bench = Workbench(4, 2)
     bench.store(prefix(3))
     (job,) = bench.step()
@@ -156,7 +156,7 @@ def test_what_finds_no_room_below_is_counted_as_lost_and_may_leave() -> None:
     assert (bench.ram.dirty, bench.ram.available) == (0, 4)
 
 
-def test_without_a_slot_below_nothing_is_sent_and_nothing_waits() -> None:
+def test_without_a_slot_in_a_slower_tier_nothing_is_sent_and_nothing_waits() -> None:
     bench = Workbench(4, 0)
     bench.store(prefix(3))
     bench.settle()
@@ -260,7 +260,7 @@ def test_a_leaving_chunk_that_did_not_arrive_is_lost_and_makes_room() -> None:
     assert (bench.ram.counters.lost, bench.ram.slots.free) == (1, 1)
 
 
-def test_a_chunk_that_came_from_below_leaves_without_being_written_again() -> None:
+def test_a_promoted_chunk_is_evicted_without_being_written_again() -> None:
     bench = evicting(2, 8, reserve=0.5)
     bench.manager.recover(1, [(prefix(1)[0], 0)])
     bench.store(prefix(1))
@@ -281,7 +281,7 @@ def test_a_clean_victim_goes_at_once_when_the_reserve_is_short() -> None:
     assert bench.resident() == {*prefix(2, of=1)}
 
 
-def test_a_chunk_that_just_came_up_outlives_colder_ones_that_must_be_copied() -> None:
+def test_a_chunk_just_promoted_outlives_colder_ones_that_must_be_copied() -> None:
     bench = evicting(4, 8, reserve=0.25)
     bench.manager.recover(1, [(prefix(1)[0], 0)])
     bench.store(prefix(2, of=1))
@@ -311,7 +311,7 @@ def test_a_clean_victim_whose_lower_copy_is_gone_is_copied_again() -> None:
     assert (bench.resident(1), bench.ram.counters.lost) == ({*prefix(1)}, 0)
 
 
-def test_a_victim_counts_as_a_use_of_its_copy_below() -> None:
+def test_a_victim_counts_as_a_use_of_its_copy_in_the_slower_tier() -> None:
     bench = evicting(2, 2, reserve=0.5)
     bench.manager.recover(1, [(prefix(1)[0], 0), (prefix(1, of=1)[0], 1)])
     bench.store(prefix(1))
@@ -400,7 +400,7 @@ def test_flush_brings_every_dirty_chunk_down_and_keeps_it_in_ram() -> None:
 
 
 @pytest.mark.parametrize("kept_by", ["deadline", "request", "load"])
-def test_flush_brings_down_what_somebody_keeps_in_ram(kept_by: str) -> None:
+def test_flush_demotes_chunks_that_are_pinned_in_ram(kept_by: str) -> None:
     bounds = ManagerLimits(pin_budget=4, reserve=0.0, queue=64, retained=4)
     bench = Workbench(4, 8, write="evict", limits=bounds)
     bench.manager.recover(1, [(prefix(3)[2], 0)])
@@ -438,7 +438,7 @@ def test_flush_after_write_through_has_nothing_to_add() -> None:
 # -- surviving a restart ---------------------------------------------------------------------
 
 
-def test_recovered_chunks_are_hits_below_the_least_recently_used_first() -> None:
+def test_recovered_chunks_are_hits_and_the_least_recently_used_leave_first() -> None:
     bench = Workbench(2, 3)
     assert bench.manager.recover(1, zip(prefix(3), (2, 0, 1), strict=True)) == 3
     bench.store(prefix(1, of=1))

@@ -104,7 +104,7 @@ def test_a_chunk_that_turns_out_to_be_damaged_leaves(outcome: Outcome) -> None:
     assert listener.tiers == [set(prefix(1)), set(prefix(1)) | damaged]
 
 
-def test_a_chunk_that_moves_up_leaves_below() -> None:
+def test_a_moved_chunk_is_announced_as_removed_from_the_slower_tier() -> None:
     bench = Workbench(4, 8, placement=TieredPlacement(tiers=2, write="evict", promote="move"))
     listener = Listener(2)
     recovered(bench, 1)

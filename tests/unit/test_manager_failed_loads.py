@@ -66,7 +66,7 @@ def test_a_request_that_ended_meanwhile_is_forgotten_and_its_chunk_dropped_all_t
     assert bench.look(prefix(1), "reader") == 1
 
 
-def test_a_chunk_that_others_were_promised_is_a_miss_for_them() -> None:
+def test_a_chunk_that_was_granted_to_others_is_a_miss_for_them() -> None:
     bench = Workbench(
         4, 8, limits=ManagerLimits(pin_budget=4, reserve=0.0, queue=8, retained=2)
     )

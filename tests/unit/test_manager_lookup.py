@@ -74,7 +74,7 @@ def test_a_tail_shorter_than_a_chunk_is_no_miss() -> None:
 
 
 @pytest.mark.parametrize("direct_loads", [True, False])
-def test_what_is_found_below_was_wanted_above(*, direct_loads: bool) -> None:
+def test_a_hit_in_a_slower_tier_was_wanted_in_the_faster(*, direct_loads: bool) -> None:
     bench = warmed(2, 16, below=0, direct_loads=direct_loads)
     for number in range(2):
         bench.store(prefix(2, of=number))

@@ -206,7 +206,7 @@ def access(bench: Workbench, keys: list[ChunkKey], req_id: str) -> bool:
     return bool(hits)
 
 
-def test_a_moved_chunk_leaves_the_slower_tier_and_is_dirty_above() -> None:
+def test_a_moved_chunk_leaves_the_slower_tier_and_is_dirty_in_the_faster() -> None:
     bench = Workbench(2, 4, placement=Exclusive(tiers=2, write="evict"))
     bench.manager.recover(1, [(prefix(1)[0], 3)])
     bench.look(prefix(1))

@@ -35,7 +35,7 @@ def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0)
     return job
 
 
-def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
+def test_a_chunk_in_a_slower_tier_is_promoted_and_then_a_hit() -> None:
     bench = warmed(4, 8)
     job = asked(bench, 3)
     assert (job.purpose, job.source, job.destination) == (Purpose.PROMOTE, "nvme", "ram")
@@ -60,7 +60,7 @@ def test_the_second_load_of_a_promoted_chunk_is_a_hit_of_ram() -> None:
     assert (bench.tiers[1].counters.hits, bench.ram.counters.hits) == (1, 1)
 
 
-def test_what_was_brought_up_stays_until_it_is_loaded() -> None:
+def test_a_promoted_chunk_stays_until_it_is_loaded() -> None:
     bench = warmed(4, 8)
     bench.finish(asked(bench, 3))
     bench.manager.begin_request("writer")
@@ -328,7 +328,7 @@ def test_the_fastest_slower_tier_is_read_with_one_job_per_tier() -> None:
     assert bench.look(prefix(3)) == 3
 
 
-def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run() -> None:
+def test_a_long_prefix_is_promoted_in_several_jobs_of_one_run_each() -> None:
     keys = prefix(300)
     limits = ManagerLimits(pin_budget=len(keys), reserve=0.0, queue=1024, batch=200)
     bench = Workbench(len(keys), len(keys), limits=limits)
@@ -379,7 +379,7 @@ def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> 
     assert bench.look(prefix(1)) is None, "it may ask afresh"
 
 
-def test_only_what_came_up_counts_as_promoted() -> None:
+def test_only_chunks_that_arrived_count_as_promoted() -> None:
     bench = Workbench(4, 8)
     bench.manager.recover(1, zip(prefix(2), (0, 1), strict=True))
     bench.look(prefix(2))
@@ -388,7 +388,7 @@ def test_only_what_came_up_counts_as_promoted() -> None:
     assert bench.tiers[1].counters.promoted == 1
 
 
-def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> None:
+def test_of_several_groups_no_useless_chunk_is_promoted() -> None:
     both = [*prefix(4), *prefix(4, group=1)]
     for bound in (limits(pin_budget=6), limits(pin_budget=8, max_queue_steps=1, max_queue_s=0)):
         bench = Workbench(8, 16, limits=bound, groups=[GroupReach(1), GroupReach(1)])

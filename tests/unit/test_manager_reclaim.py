@@ -14,7 +14,7 @@ def evicting(*capacities: int, reserve: float, queue: int = 64) -> Workbench:
     return Workbench(*capacities, write="evict", limits=limits)
 
 
-def test_victims_wait_while_every_slot_below_is_being_written() -> None:
+def test_victims_wait_while_every_slower_slot_is_being_written() -> None:
     bench = evicting(4, 1, reserve=0.5)
     bench.store(prefix(4))
     (first,) = bench.step()
@@ -43,7 +43,7 @@ def test_a_victim_that_had_to_wait_is_still_the_next_to_go() -> None:
     assert sent == prefix(4)[:0:-1], "the deepest first, however often it had to wait"
 
 
-def test_nothing_below_is_evicted_for_a_slot_that_a_promotion_is_about_to_free() -> None:
+def test_no_slower_copy_is_evicted_for_a_slot_that_a_promotion_is_about_to_free() -> None:
     bench = Workbench(
         2,
         2,
@@ -65,7 +65,7 @@ def test_nothing_below_is_evicted_for_a_slot_that_a_promotion_is_about_to_free()
     assert demotion.keys == prefix(1)
 
 
-def test_below_a_tier_without_slots_nothing_is_waited_for() -> None:
+def test_nothing_waits_for_a_slower_tier_without_slots() -> None:
     bench = evicting(2, 0, reserve=0.5)
     bench.store(prefix(2))
     assert bench.step() == []
@@ -85,7 +85,7 @@ def dropped_while_on_its_way_down() -> tuple[Workbench, Job]:
     return bench, first
 
 
-def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> None:
+def test_a_victim_that_is_being_demoted_is_not_sent_again() -> None:
     bench, first = dropped_while_on_its_way_down()
     bench.store(prefix(1))
     assert bench.step() == [], "or two jobs would write it to two slots"
@@ -95,7 +95,7 @@ def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> Non
     assert not bench.manager.has_work()
 
 
-def test_a_victim_that_is_on_its_way_down_and_does_not_arrive_is_lost_once() -> None:
+def test_a_victim_whose_demotion_fails_is_lost_once() -> None:
     bench, first = dropped_while_on_its_way_down()
     bench.store(prefix(1))
     assert bench.step() == []

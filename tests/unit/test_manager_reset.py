@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvtier.testing.probes import count_steps
 from kvtier.types import Outcome
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix
@@ -110,7 +113,7 @@ def test_chunks_queued_for_a_demotion_are_forgotten() -> None:
     assert bench.ram.slots.free == 4
 
 
-def test_a_condemned_chunk_that_was_to_be_demoted_gives_its_slot_back() -> None:
+def test_a_dropped_chunk_that_waits_for_its_demotion_frees_its_slot() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
     bench.slot_status.not_loaded = {bench.ram.copies[prefix(1)[0]].slot}
@@ -209,3 +212,52 @@ def test_a_request_that_runs_again_after_a_preemption_has_kv_of_before_a_reset()
     assert plan is not None
     assert not plan.keys
     assert bench.look(prefix(2), "b") == 0
+
+
+def full_bench(chunks: int, *, record_events: bool) -> Workbench:
+    """Return tiers of the same size that hold this many chunks each."""
+    bench = Workbench(2000, 2000, record_events=record_events)
+    bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(chunks, of=1))])
+    bench.store(prefix(chunks))
+    bench.settle()
+    return bench
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("record_events", [False, True])
+def test_a_reset_takes_as_many_steps_for_many_chunks_as_for_few(record_events: bool) -> None:
+    steps = {
+        chunks: count_steps(
+            full_bench(chunks, record_events=record_events).manager.reset,
+            packages={"kvtier"},
+        )
+        for chunks in (10, 1000)
+    }
+    assert steps[1000] == steps[10]
+
+
+def test_the_chunks_that_a_reset_removed_are_freed_over_several_steps() -> None:
+    bench = Workbench(4, 30_000, record_events=False)
+    bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(30_000))])
+    bench.manager.reset()
+    steps = 0
+    while not bench.manager.is_idle:
+        bench.manager.end_step()
+        steps += 1
+    assert 3 <= steps <= 30
+    assert bench.manager.take_events() == []
+
+
+def test_the_part_of_a_store_that_is_not_complete_is_in_quarantine_after_a_reset() -> None:
+    bench = Workbench(4, 0)
+    plan = bench.manager.prepare_store(prefix(3), "a")
+    assert plan is not None
+    bench.manager.complete_store(plan.keys[:1])
+    assert bench.manager.has_worker_jobs
+    bench.slot_status.not_acknowledged = {*plan.slots}
+    bench.manager.reset()
+    bench.check()
+    assert bench.ram.slots.free == 2
+    bench.slot_status.not_acknowledged = set()
+    bench.step()
+    assert bench.ram.slots.free == 4

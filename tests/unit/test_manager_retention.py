@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.manager import ManagerLimits
+from kvtier.policies import TieredPlacement
 from tests.support.workbench import Workbench, prefix
 
 
@@ -157,3 +158,52 @@ def test_what_could_not_leave_anyway_is_not_released_in_vain() -> None:
     assert bench.store(prefix(3)) is not None
     assert (bench.ram.counters.refused, bench.ram.counters.unretained) == (1, 0)
     assert bench.manager.snapshot().retained == 2
+
+
+def recovered_and_retained(bench: Workbench, chunks: int, *, until: float) -> None:
+    """Let a slower tier have the chunks of a prefix, the first of which are retained."""
+    bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(4))])
+    bench.manager.retain_recovered(1, dict.fromkeys(range(chunks), until))
+    bench.check()
+
+
+def test_what_a_store_asks_to_retain_outlives_what_is_demoted_later() -> None:
+    bench = keeping(4, 4, quota=0)
+    recovered_and_retained(bench, 2, until=10.0)
+    for prompt in range(1, 5):
+        bench.store(prefix(2, of=prompt))
+        bench.settle()
+    assert {*prefix(2)} <= bench.resident(1)
+    assert not {*prefix(4)[2:]} & bench.resident(1)
+    end_step(bench, 10.0)
+    for prompt in range(5, 8):
+        bench.store(prefix(2, of=prompt))
+        bench.settle()
+    assert not {*prefix(2)} & bench.resident(1)
+
+
+def test_a_retained_chunk_is_promoted_as_a_copy_where_others_are_moved() -> None:
+    moving = TieredPlacement(2, write="evict", promote="move")
+    bench = Workbench(4, 4, placement=moving)
+    recovered_and_retained(bench, 2, until=10.0)
+    assert bench.look(prefix(4)) is None
+    bench.settle()
+    assert bench.look(prefix(4)) == 4
+    assert bench.resident(1) == {*prefix(2)}
+
+
+def test_a_reset_retains_nothing() -> None:
+    bench = keeping(4, 4, quota=0)
+    recovered_and_retained(bench, 4, until=10.0)
+    bench.manager.reset()
+    bench.check()
+    assert not bench.resident(1)
+    assert bench.tiers[1].available == 4
+
+
+def test_slots_without_a_chunk_are_not_retained() -> None:
+    bench = keeping(4, 4, quota=0)
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.manager.retain_recovered(1, {3: 10.0})
+    bench.check()
+    assert bench.tiers[1].available == 4

@@ -109,6 +109,29 @@ def test_two_loads_of_one_chunk_are_two_pins() -> None:
     assert bench.ram.available == 1
 
 
+def test_loads_of_one_request_id_are_completed_by_their_own_ids() -> None:
+    bench = Workbench(2, 0)
+    bench.store(prefix(1))
+    bench.store(prefix(1, of=1))
+    bench.settle()
+    bench.manager.begin_request("a")
+    first = bench.manager.prepare_load(prefix(1), "a")
+    bench.manager.end_request("a")
+    bench.manager.begin_request("a")
+    second = bench.manager.prepare_load(prefix(1, of=1), "a")
+    bench.slot_status.not_loaded = {first.slots[0]}
+    bench.manager.complete_load("a", second.load_id)
+    assert bench.resident() == {*prefix(1), *prefix(1, of=1)}
+    assert bench.ram.available == 1, "the first load keeps its pin"
+    bench.manager.complete_load("a", second.load_id)
+    assert bench.ram.available == 1, "the second load ended before"
+    bench.manager.complete_load("a", first.load_id)
+    assert bench.resident() == {*prefix(1, of=1)}
+    assert bench.ram.available == 2
+    assert bench.look(prefix(1, of=1), "a") == 1, "the load of the former request failed"
+    bench.check()
+
+
 def test_loading_what_is_not_there_is_an_error_and_pins_nothing() -> None:
     bench = Workbench(4, 0)
     bench.store(prefix(1))

@@ -35,7 +35,7 @@ def begin(bench: Workbench, chunks: int, req_id: str = "reader") -> tuple[LoadPl
     return plan, bench.manager.take_jobs()
 
 
-def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> None:
+def test_a_chunk_on_disk_is_a_hit_at_once_and_its_load_promotes_it() -> None:
     bench = streaming(4, below=3)
     assert bench.look(prefix(3)) == 3
     assert bench.ram.slots.free == 4
@@ -166,7 +166,7 @@ def test_asking_twice_in_a_step_reserves_once() -> None:
         assert bench.look(prefix(3)) == 3
 
 
-def test_what_another_load_is_bringing_up_is_waited_for_and_not_read_twice() -> None:
+def test_what_another_load_promotes_is_awaited_and_not_read_twice() -> None:
     bench = streaming(4, below=2)
     bench.look(prefix(2), "a")
     _, (job,) = begin(bench, 2, "a")

@@ -57,12 +57,12 @@ def test_a_stated_head_dim_wins_over_the_hidden_size(geometry: Any) -> None:
     assert geometry({**LLAMA_8B, "head_dim": 256}).token_nbytes() == 256 << 10
 
 
-def test_the_text_half_of_a_multimodal_model_counts(geometry: Any) -> None:
+def test_the_text_part_of_a_multimodal_model_counts(geometry: Any) -> None:
     model = geometry({"model_type": "mllm", "text_config": LLAMA_8B, "vision_config": {}})
     assert (model.model, model.token_nbytes()) == ("llama", 128 << 10)
 
 
-def test_the_type_of_the_whole_model_is_used_where_the_text_half_has_none(
+def test_the_type_of_the_whole_model_is_used_where_the_text_part_has_none(
     geometry: Any,
 ) -> None:
     text = {key: value for key, value in LLAMA_8B.items() if key != "torch_dtype"}

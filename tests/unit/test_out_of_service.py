@@ -36,6 +36,7 @@ def test_the_figures_name_the_tier_that_ram_cannot_reach(
         {(source, destination): OUT_OF_SERVICE},
         tokens_per_chunk=16,
         pageable_ranks=0,
+        gds_ranks=0,
         internal_errors=0,
         shadows=(),
         recorder=None,

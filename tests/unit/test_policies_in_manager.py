@@ -53,7 +53,7 @@ def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
 @pytest.mark.untraced
 @pytest.mark.parametrize("write", ["through", "evict"])
 @pytest.mark.parametrize("name", sorted(EVICTIONS.built_in))
-def test_a_ladder_keeps_its_books_with_every_policy(name: str, write: str) -> None:
+def test_the_manager_counts_right_with_every_policy(name: str, write: str) -> None:
     bench = Workbench(6, 14, write="through" if write == "through" else "evict", eviction=name)
     rng, hits = random.Random(name), 0
     for number in range(150):
@@ -64,7 +64,7 @@ def test_a_ladder_keeps_its_books_with_every_policy(name: str, write: str) -> No
     assert all(tier.counters.evicted for tier in bench.tiers)
 
 
-def test_a_policy_hears_once_of_every_newcomer_before_it_comes() -> None:
+def test_a_policy_is_told_once_of_each_new_chunk_before_its_insertion() -> None:
     bench = Workbench(2, 4)
     ears = [Listening(2), Listening(4)]
     for tier, ear in zip(bench.tiers, ears, strict=True):
@@ -78,7 +78,7 @@ def test_a_policy_hears_once_of_every_newcomer_before_it_comes() -> None:
     assert ears[1].missed == [first, second, third, fourth]
 
 
-def test_a_policy_is_not_told_of_newcomers_that_find_no_room() -> None:
+def test_a_policy_is_not_told_of_new_chunks_without_a_slot() -> None:
     bench = Workbench(2)
     ear = bench.ram.eviction = Listening(2)
     assert bench.manager.prepare_store(prefix(2), "writer") is not None

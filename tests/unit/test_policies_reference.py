@@ -28,11 +28,9 @@ NAMES = {
     "ARC": "arc",
     "Belady": "belady",
     "FIFO": "fifo",
-    "LFU": "lfu",
     "LIRS": "lirs",
     "LRU": "lru",
     "S3-FIFO": "s3-fifo",
-    "SIEVE": "sieve",
     "SLRU-20/80": "slru",
     "W-TinyLFU": "w-tinylfu",
 }

@@ -117,7 +117,7 @@ class Machine:
         self.now_s += seconds
 
 
-LADDERS = [
+TIERS = [
     ((64,), "write: through", 200.0),
     ((64, 256), "write: through", 200.0),
     ((88, 16, 256), "write: evict", 200.0),
@@ -127,8 +127,8 @@ LADDERS = [
 ]
 # Where there is RAM alone, there is nothing to load by another path.
 WAYS = [
-    *((*ladder, "direct") for ladder in LADDERS),
-    *((*ladder, "staged") for ladder in LADDERS[1:]),
+    *((*tiers, "direct") for tiers in TIERS),
+    *((*tiers, "staged") for tiers in TIERS[1:]),
 ]
 
 

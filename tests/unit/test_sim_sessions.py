@@ -48,7 +48,7 @@ def test_a_simulated_tier_tells_its_policy_of_requests_and_sessions(
     assert set(calls) == EXPECTED
 
 
-def test_a_simulated_ladder_tells_its_policy_of_requests_and_sessions(
+def test_simulated_tiers_tell_their_policies_of_requests_and_sessions(
     calls: list[PolicyCall],
 ) -> None:
     config = parse_config(
@@ -70,7 +70,7 @@ def test_a_ghost_is_told_of_requests_and_sessions(calls: list[PolicyCall]) -> No
     assert set(calls) == EXPECTED
 
 
-def test_a_newcomer_in_the_place_of_a_victim_is_whose_it_is(
+def test_a_new_chunk_in_the_slot_of_a_victim_has_its_own_session(
     calls: list[PolicyCall],
 ) -> None:
     trace = trace_of([[0, 1], [2], [3]], sessions=["a", "b", "c"])

@@ -27,7 +27,8 @@ from kvtier.policies import (
     build_eviction,
 )
 from kvtier.policies.admission import SecondTouch
-from kvtier.sim._model_engine import ModelEngine, ModelRequest, ReliableSlotStatus
+from kvtier.sim._engine import ModelRequest, ReliableSlotStatus
+from kvtier.sim._sequential_engine import SequentialEngine
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys
 from kvtier.sim.time_model import Device, TierSpeed, TimeModel, TransferModel, parse_speed
@@ -44,7 +45,7 @@ NVME = TierSpeed(1e8, 5e7, 0.01)
 MODEL = TimeModel(prefill_tokens_per_s=RATE, speeds={"ram": RAM, "nvme": NVME})
 
 
-def ladder(
+def tiers_of(
     ram: int, nvme: int = 0, *, load_path: str = "auto", **placement: object
 ) -> KvtierConfig:
     """Return a configuration of tiers of that many chunks."""
@@ -94,7 +95,7 @@ def leading_hits(chains: Iterable[Sequence[int]], capacity: int) -> int:
 @given(chains=CHAINS.filter(any), capacity=st.integers(6, 20))
 def test_ram_alone_at_leisure_is_one_lru(chains: list[list[int]], capacity: int) -> None:
     trace = trace_of(chains, every_s=1000.0)
-    result = simulate_cache(trace, ladder(capacity), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, tiers_of(capacity), chunk_bytes=CHUNK, model=MODEL)
     assert result.tiers[0].hits == leading_hits(chains, capacity)
     assert result.total_hit_ratio == result.tiers[0].hits / trace.refs
     assert result.writes_per_ref == result.promotions_per_ref == 0
@@ -106,7 +107,7 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
     chains: list[list[int]], write: str
 ) -> None:
     trace = trace_of(chains, every_s=1000.0)
-    config = ladder(14, 1000, write=write, pin_budget="100%")
+    config = tiers_of(14, 1000, write=write, pin_budget="100%")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_RESERVE", 0.5)  # so that every chain finds room
         result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
@@ -121,10 +122,10 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
 def test_what_is_retained_is_hit_for_as_long_and_no_longer() -> None:
     chains = [[0], [1], [2], [3], [0], [4], [5], [6], [0]]
     trace = trace_of(chains, every_s=10.0)
-    forgetful = simulate_cache(trace, ladder(3), chunk_bytes=CHUNK, model=MODEL)
+    forgetful = simulate_cache(trace, tiers_of(3), chunk_bytes=CHUNK, model=MODEL)
     assert forgetful.tiers[0].hits == 0
     for retain, hits in (("45s", 2), ("15s", 0)):
-        config = ladder(3, retain_quota="34%", retain=retain)
+        config = tiers_of(3, retain_quota="34%", retain=retain)
         result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
         assert result.tiers[0].hits == hits
 
@@ -279,7 +280,7 @@ def test_two_tiers_do_what_the_reference_did(row: dict[str, str]) -> None:
 
 def test_a_hit_in_ram_costs_its_copy_and_the_rest_is_computed() -> None:
     trace = trace_of([[0, 1], [0, 1, 2]], tokens=[32, 48], every_s=100.0)
-    result = simulate_cache(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, tiers_of(9), chunk_bytes=CHUNK, model=MODEL)
     first, second = 32 / RATE, 2 * CHUNK / 1e9 + 0.001 + 16 / RATE
     assert result.ttft_s["p50"] == pytest.approx((first + second) / 2)
     assert result.ttft_no_cache_s["p50"] == pytest.approx((32 + 48) / 2 / RATE)
@@ -289,18 +290,18 @@ def test_a_hit_in_ram_costs_its_copy_and_the_rest_is_computed() -> None:
 def test_the_busiest_tenth_says_how_much_an_engine_without_a_cache_is_asked_for() -> None:
     busy = [1600 if 40 <= number < 50 else 16 for number in range(101)]
     trace = trace_of([[number] for number in range(101)], tokens=busy)
-    result = simulate_cache(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, tiers_of(9), chunk_bytes=CHUNK, model=MODEL)
     assert result.peak_load_no_cache == pytest.approx(10 * 1600 / (10 * RATE))
     at_once = trace_of([[0], [1]], every_s=0.0)
-    result = simulate_cache(at_once, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(at_once, tiers_of(9), chunk_bytes=CHUNK, model=MODEL)
     assert result.peak_load_no_cache == 0
 
 
 @pytest.mark.parametrize("load_path", ["staged", "direct"])
-def test_a_hit_below_waits_for_the_disk_first(load_path: str) -> None:
+def test_a_hit_on_disk_waits_for_the_disk_first(load_path: str) -> None:
     # The third request needs the room of the first one's chunks; the fourth brings them back.
     chains = [[0, 1], [2, 3], [4, 5], [0, 1]]
-    config = ladder(4, 50, pin_budget="100%", load_path=load_path)
+    config = tiers_of(4, 50, pin_budget="100%", load_path=load_path)
     trace = trace_of(chains, every_s=100.0)
     result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
     assert result.tiers[1].hits == 2
@@ -320,7 +321,7 @@ def test_the_load_path_left_open_is_that_of_the_connector() -> None:
             replace(
                 simulate_cache(
                     trace,
-                    ladder(60, 300, load_path=path, pin_budget="100%"),
+                    tiers_of(60, 300, load_path=path, pin_budget="100%"),
                     chunk_bytes=CHUNK,
                     model=MODEL,
                 ),
@@ -338,19 +339,19 @@ def test_the_load_path_left_open_is_that_of_the_connector() -> None:
 
 def test_requests_wait_for_each_other() -> None:
     trace = trace_of([[0], [1], [2]], tokens=[1000, 1000, 1000], every_s=0.0)
-    result = simulate_cache(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, tiers_of(9), chunk_bytes=CHUNK, model=MODEL)
     assert result.ttft_s["p50"] == pytest.approx(2.0)
     assert result.ttft_s == result.ttft_no_cache_s
 
 
 def test_wear_is_what_was_written_at_the_traces_pace() -> None:
     trace = trace_of([[0], [1], [2]], every_s=43_200.0)
-    result = simulate_cache(trace, ladder(9, 50), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, tiers_of(9, 50), chunk_bytes=CHUNK, model=MODEL)
     ram, nvme = result.tiers
     assert ram.bytes_written_per_day is None
     assert nvme.bytes_written_per_day == 3 * CHUNK
     assert nvme.dwpd == 3 / 50
-    hurried = simulate_cache(trace_of([[0]]), ladder(9, 50), chunk_bytes=CHUNK, model=MODEL)
+    hurried = simulate_cache(trace_of([[0]]), tiers_of(9, 50), chunk_bytes=CHUNK, model=MODEL)
     assert hurried.tiers[1].dwpd is None
 
 
@@ -359,7 +360,7 @@ def test_a_disk_too_slow_for_the_deadline_means_computing_again(load_path: str) 
     stuck = TimeModel(RATE, speeds={"ram": RAM, "nvme": TierSpeed(1e3, 1e9, 0.0)})
     chains = [[0, 1], [2, 3], [4, 5], [0, 1], [0, 1]]
     trace = trace_of(chains, every_s=100.0)
-    config = ladder(4, 50, pin_budget="100%", load_path=load_path)
+    config = tiers_of(4, 50, pin_budget="100%", load_path=load_path)
     result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=stuck)
     assert result.tiers[1].hits == 0
     assert 9.0 < result.ttft_s["p99"] < 11.0
@@ -385,7 +386,7 @@ def test_a_speed_is_read_with_its_units() -> None:
 
 
 class Load(NamedTuple):
-    """Traffic, and a ladder that may be much too small or slow for it."""
+    """Traffic, and tiers that may be much too small or slow for it."""
 
     chains: list[list[int]]
     ram: int
@@ -411,7 +412,7 @@ LOADS = st.builds(
 @pytest.mark.untraced
 @given(load=LOADS)
 def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Load) -> None:
-    config = ladder(
+    config = tiers_of(
         load.ram,
         load.nvme,
         load_path=load.load_path,
@@ -429,7 +430,7 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
     )
     speed = TierSpeed(load.bytes_per_s, load.bytes_per_s, 0.001)
     model = TimeModel(RATE, concurrency=4, speeds={"ram": RAM, "nvme": speed})
-    engine = ModelEngine(
+    engine = SequentialEngine(
         manager,
         model=model,
         transfers=TransferModel(model, ram="ram", slot_nbytes=CHUNK),
@@ -453,4 +454,4 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
 
 def test_a_tier_smaller_than_a_chunk_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tiers\[1\].capacity"):
-        simulate_cache(trace_of([[0]]), ladder(9, 1), chunk_bytes=2 * CHUNK)
+        simulate_cache(trace_of([[0]]), tiers_of(9, 1), chunk_bytes=2 * CHUNK)

@@ -19,14 +19,10 @@ from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short_key
 from kvtier.tiers.slab import group_commit, index, schema
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Row, hash_keys
-from kvtier.tiers.slab.removals import (
-    KeyMarks,
-    MarkPattern,
-    RemovalReason,
-    mark_keys,
-)
+from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Row
+from kvtier.tiers.slab.removals import MarkPattern, RemovalReason, pack_marks
 from kvtier.tiers.slab.schema import REMOVAL_LOG_NBYTES
+from kvtier.tiers.slab.stored_rows import KeyMarks, hash_keys, load_rows, mark_keys
 from tests.unit.stores import KEYS, SLOTS, Store
 
 
@@ -84,7 +80,7 @@ class TestLoading:
             slot: (slot, key, slot + 7, slot, slot) for slot, key in enumerate(keys, start=1)
         }
         database.apply(Change(rows=rows))
-        stored = database.load(5)
+        stored = load_rows(database, 5)
         assert list(stored) == [(key, slot) for slot, key in enumerate(keys, start=1)]
         assert stored.key_hashes.tolist() == hash_keys(keys).tolist()
         assert stored.key_marks.tolist() == mark_keys(keys).tolist()
@@ -97,7 +93,7 @@ class TestLoading:
         database._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
         rows = rows_of(range(30))
         database.apply(Change(rows=rows))
-        assert len(database.load(3).keys) == 3
+        assert len(load_rows(database, 3).keys) == 3
         dropped = [row[1] for slot, row in sorted(rows.items()) if slot >= 3 and row]
         (marks,) = log_in(tmp_path)
         assert marks.tolist() == mark_keys(dropped).tolist()
@@ -171,6 +167,8 @@ class TestMarks:
         alone = [mark_keys([key]).tolist()[0] for key in keys]
         assert mark_keys(keys).tolist() == alone
         assert mark_keys(keys[::-1]).tolist() == alone[::-1]
+        for some in (keys, KEYS):
+            assert pack_marks(some) == mark_keys(some).astype("<u8").tobytes()
 
     @pytest.mark.parametrize("count", range(8, 17))
     @pytest.mark.parametrize("group", [0, 7, 63])
@@ -178,13 +176,13 @@ class TestMarks:
         self, count: int, group: int
     ) -> None:
         keys = [make_key(random.Random(seed).randbytes(32), group) for seed in range(500)]
-        marks = mark_keys(keys)
+        marks = mark_keys(keys).tolist()
         digits = keys[123].hex()[:count]
         for asked in (group, None):
             pattern = MarkPattern(digits, asked)
-            assert np.flatnonzero(pattern.matches(marks)).tolist() == [123]
-            assert pattern.short_of(int(marks[123])) == short_key(keys[123])
-        assert not MarkPattern(digits, group + 1).matches(marks).any()
+            assert pattern.matching(marks) == [marks[123]]
+            assert pattern.short_of(marks[123]) == short_key(keys[123])
+        assert not MarkPattern(digits, group + 1).matching(marks)
 
 
 class TestRemovalLog:
@@ -193,7 +191,8 @@ class TestRemovalLog:
     ) -> None:
         batch = np.arange(100_000, dtype=np.uint64)
         for number in range(15):
-            database.log_removals(RemovalReason.EVICTED, batch + np.uint64(number * 100_000))
+            marks = (batch + np.uint64(number * 100_000)).tobytes()
+            database.log_removals(RemovalReason.EVICTED, marks)
         kept = np.concatenate(log_in(tmp_path))
         assert REMOVAL_LOG_NBYTES < kept.nbytes <= REMOVAL_LOG_NBYTES + batch.nbytes
         assert kept[-1] == 1_499_999
@@ -202,12 +201,13 @@ class TestRemovalLog:
     def test_more_than_it_holds_at_once_is_cut(
         self, database: IndexDatabase, tmp_path: Path
     ) -> None:
-        database.log_removals(RemovalReason.RESET, np.arange(2_000_000, dtype=np.uint64))
+        marks = np.arange(2_000_000, dtype=np.uint64).tobytes()
+        database.log_removals(RemovalReason.RESET, marks)
         (kept,) = log_in(tmp_path)
         assert (kept.nbytes <= REMOVAL_LOG_NBYTES, kept[-1]) == (True, 1_999_999)
-        database.log_removals(RemovalReason.EVICTED, mark_keys(KEYS[:1]))
+        database.log_removals(RemovalReason.EVICTED, pack_marks(KEYS[:1]))
         assert [len(row) for row in log_in(tmp_path)] == [len(kept), 1]
-        database.log_removals(RemovalReason.EVICTED, kept)
+        database.log_removals(RemovalReason.EVICTED, kept.tobytes())
         assert [len(row) for row in log_in(tmp_path)] == [len(kept)]
 
     def test_a_chunk_written_again_in_its_place_has_not_left(self, store: Store) -> None:
@@ -288,7 +288,7 @@ def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
     database.apply(Change(rows=rows_of([0, 1])))
     database.clear_later()
     database.apply(Change(rows=rows_of([1, 2])))
-    assert sorted(database.load(SLOTS).slots.tolist()) == [1, 2]
+    assert sorted(load_rows(database, SLOTS).slots.tolist()) == [1, 2]
 
 
 def test_its_room_is_enough_for_keys_with_an_adapter_in_any_order(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ class TestGroupCommit:
         monkeypatch.setattr(group_commit, "_RECORDS_INTERVAL_S", 3600.0)
         group = GroupCommit(database, name="test", clock=1)
         group.log_removal_nowait(
-            RemovalReason.EVICTED, mark_keys(KEYS[:1])
+            RemovalReason.EVICTED, pack_marks(KEYS[:1])
         )  # the first goes at once
         return group
 
@@ -391,7 +391,7 @@ class TestGroupCommit:
     ) -> None:
         await group.put([0], [KEYS[0]], [7])
         group.use_nowait([0])
-        group.log_removal_nowait(RemovalReason.EVICTED, mark_keys(KEYS[1:2]))
+        group.log_removal_nowait(RemovalReason.EVICTED, pack_marks(KEYS[1:2]))
         await group.put([1], [KEYS[1]], [7])
         assert not database.changes[-1].records
         await stopped(group)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.slab.direct_io import aligned_buffer
-from kvtier.tiers.slab.piece_io import plan_pieces, select_digest
+from kvtier.tiers.slab.piece_io import select_digest
+from kvtier.tiers.slab.pieces import plan_pieces
 from tests.unit.mappings import flags_of_mappings
 
 SLOTS = st.lists(st.integers(0, 40), max_size=40)

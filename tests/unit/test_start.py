@@ -42,7 +42,7 @@ tiers:
     return parse_config(text, source="a.yaml")
 
 
-def ladder(path: Path, *, capacity: str = "2MiB", more: str = "") -> KvtierConfig:
+def tiers_of(path: Path, *, capacity: str = "2MiB", more: str = "") -> KvtierConfig:
     text = f"""\
 tiers:
   - kind: ram
@@ -262,9 +262,9 @@ def test_tiers_on_one_disk_need_room_for_both(
 ) -> None:
     offer(45 * MIB)
     second = f"  - {{kind: nvme, name: large, path: {tmp_path}/large, capacity: %s}}\n"
-    fitting = ladder(tmp_path / "fast", more=second % "3MiB")
+    fitting = tiers_of(tmp_path / "fast", more=second % "3MiB")
     assert problems(fitting, {}) == []
-    (problem,) = problems(ladder(tmp_path / "fast", more=second % "4MiB"), {})
+    (problem,) = problems(tiers_of(tmp_path / "fast", more=second % "4MiB"), {})
     assert problem.startswith(
         "a.yaml:7: tiers[2].capacity = 4MiB: needs 4.00 MiB and 20.0 MiB for the index; the "
         "disk has 23.0 MiB beside nvme; lower the capacity"
@@ -274,7 +274,7 @@ def test_tiers_on_one_disk_need_room_for_both(
 def test_room_for_one_rank_is_not_room_for_two(
     tmp_path: Path, offer: Callable[[int], None]
 ) -> None:
-    config = ladder(tmp_path / PLACEHOLDER)
+    config = tiers_of(tmp_path / PLACEHOLDER)
     offer(43 * MIB)
     assert problems(config, {}) == []
     (problem,) = problems(config, {}, ranks=2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -192,4 +194,33 @@ def test_a_tier_that_hangs_takes_no_thread_of_another_tier(
         assert [result.outcomes for result in opened.engine.poll()] == [(Outcome.DONE,)]
     finally:
         disk_answers.set()
+        opened.close(timeout_s=10)
+
+
+def test_a_store_retains_no_more_than_the_quota_and_the_longest_first(
+    region: HostRegion,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = list(zip(make_keys(range(4)), range(4), strict=True))
+    later = int(datetime.now(UTC).timestamp()) + 3600
+    asked = {slot: later + slot for slot in range(4)}
+    monkeypatch.setattr(MemoryTier, "recovered", lambda _: found)
+    monkeypatch.setattr(MemoryTier, "retained", lambda _: asked)
+    monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
+    config = parse_config(
+        "tiers:\n- {kind: ram, capacity: 1MiB}\n"
+        f"- {{kind: nvme, path: {tmp_path / 'store'}, capacity: 16KiB, retain_quota: 50%}}\n",
+        source="test",
+    )
+    opened = open_storage(config, region)
+    try:
+        assert "2 of 4 chunks to retain exceed retain_quota" in caplog.text
+        assert opened.manager.snapshot().tiers[1].held == 2
+        opened.manager.end_step(now=time.monotonic() + 3599)
+        assert opened.manager.snapshot().tiers[1].held == 2
+        opened.manager.end_step(now=time.monotonic() + 3700)
+        assert opened.manager.snapshot().tiers[1].held == 0
+    finally:
         opened.close(timeout_s=10)

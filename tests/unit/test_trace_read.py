@@ -387,7 +387,7 @@ def test_without_zstandard_a_zstd_trace_says_what_to_install(
 ) -> None:
     path = saved(zstandard.ZstdCompressor().compress(line().encode()))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(TraceError, match=r"pip install 'kvtier\[traces\]'"):
+    with pytest.raises(TraceError, match=r"pip install 'kvtier\[zstd\]'"):
         read_trace(path)
 
 

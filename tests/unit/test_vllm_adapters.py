@@ -119,6 +119,7 @@ def test_an_adapter_that_changes_under_the_engine_is_believed_no_more(
     contents = engine()
     before = contents.of(asked(path))
     write(path, b"others!")
+    contents.begin_step()
     assert not before.is_current()
     assert "its files changed" not in caplog.text
     after = contents.of(asked(path))
@@ -224,11 +225,13 @@ class StallingServer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers = threading.Event()
         self.answers.set()
+        self.asked = 0
         self._monkeypatch = monkeypatch
         self._scandir = os.scandir
         monkeypatch.setattr(os, "scandir", self._answer)
 
     def _answer(self, directory: Path) -> Any:
+        self.asked += 1
         self.answers.wait()
         return self._scandir(directory)
 
@@ -287,7 +290,22 @@ def test_a_store_while_the_file_server_stalls_is_refused_and_later_ones_are_not(
     assert caplog.text.count("LoRA adapter a: its file system does not answer in time") == 1
     server.recover()
     assert after_the_late_call(contents, path).digest == known.digest
+    contents.begin_step()
     assert known.is_current()
+
+
+def test_the_stores_of_a_step_look_at_the_files_of_an_adapter_once(
+    engine: MakeEngine, server: StallingServer, tmp_path: Path
+) -> None:
+    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+    contents = engine()
+    known = [contents.of(asked(one)), contents.of(asked(one)), contents.of(asked(two, 2))]
+    before = server.asked
+    for looks in (2, 4):
+        contents.begin_step()
+        for content in known * 10:
+            assert content.is_current()
+        assert server.asked == before + looks
 
 
 def test_files_that_change_while_the_server_stalls_are_believed_no_more(

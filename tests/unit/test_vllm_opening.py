@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.config import KvtierConfig, VllmEntryPoint, load_config
+from kvtier.config import KvtierConfig, NvmeTierConfig, VllmEntryPoint, load_config
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.manager.hits import GroupReach
@@ -107,6 +107,16 @@ def test_memory_that_does_not_fit_the_slots_leaves_no_tier_behind(tmp_path: Path
     for _ in range(2):  # the name of the memory is free again
         with pytest.raises(UnsupportedError):
             open_device(engine, settings, kv_of(1 << 20), SHAPE, content="layers")
+
+
+def test_required_gds_reads_without_a_gpu_leave_no_tier_behind(tmp_path: Path) -> None:
+    engine = replace(FACTS, engine_id=f"gds-{tmp_path.name}", rank=0, world_size=1)
+    settings = config(tmp_path)
+    nvme = NvmeTierConfig(path=tmp_path / "store", capacity_bytes=1 << 20, gds="require")
+    settings = settings.model_copy(update={"tiers": (settings.ram, nvme)})
+    for _ in range(2):  # the name of the memory is free again
+        with pytest.raises(UnsupportedError, match=r"gds: require, .* not on a GPU"):
+            open_device(engine, settings, kv_of(SHAPE.block_nbytes), SHAPE, content="layers")
 
 
 def test_memory_from_another_file_is_refused(tmp_path: Path) -> None:

@@ -58,23 +58,6 @@ class Lru(Fifo):
         self.queue.append(key)
 
 
-class Lfu(Textbook):
-    def __init__(self, capacity: int, refs: Sequence[int]) -> None:
-        super().__init__(capacity, refs)
-        self.uses: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-
-    def access(self, key: int) -> bool:
-        hit = key in self.uses
-        if not hit and len(self.uses) == self.capacity:
-            del self.uses[
-                min(self.uses, key=lambda member: (self.uses[member], self.last[member]))
-            ]
-        self.uses[key] = self.uses.get(key, 0) + 1
-        self.last[key] = self.now
-        return hit
-
-
 class Belady(Textbook):
     def __init__(self, capacity: int, refs: Sequence[int]) -> None:
         super().__init__(capacity, refs)
@@ -249,30 +232,6 @@ class S3Fifo(Textbook):
         self.main.pop(0)
 
 
-class Sieve(Textbook):
-    """The paper's list, oldest first, and its hand as an index."""
-
-    def __init__(self, capacity: int, refs: Sequence[int]) -> None:
-        super().__init__(capacity, refs)
-        self.queue: list[int] = []
-        self.visited: set[int] = set()
-        self.hand = 0
-
-    def access(self, key: int) -> bool:
-        if key in self.queue:
-            self.visited.add(key)
-            return True
-        if len(self.queue) == self.capacity:
-            while self.queue[self.hand] in self.visited:
-                self.visited.remove(self.queue[self.hand])
-                self.hand = (self.hand + 1) % len(self.queue)
-            del self.queue[self.hand]
-            if self.hand == len(self.queue):
-                self.hand = 0
-        self.queue.append(key)
-        return False
-
-
 class Lirs(Textbook):
     def __init__(self, capacity: int, refs: Sequence[int]) -> None:
         super().__init__(capacity, refs)
@@ -417,11 +376,9 @@ TEXTBOOK: dict[str, type[Textbook]] = {
     "arc": Arc,
     "belady": Belady,
     "fifo": Fifo,
-    "lfu": Lfu,
     "lirs": Lirs,
     "lru": Lru,
     "s3-fifo": S3Fifo,
-    "sieve": Sieve,
     "slru": Slru,
     "w-tinylfu": WTinyLfu,
 }

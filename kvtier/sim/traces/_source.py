@@ -128,7 +128,7 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
     try:
         import zstandard  # noqa: PLC0415 - an optional extra
     except ImportError as error:
-        remedy = "install it with: pip install 'kvtier[traces]', or decompress the file"
+        remedy = "install it with: pip install 'kvtier[zstd]', or decompress the file"
         problem = "compressed with zstd, which needs the package zstandard"
         raise TraceError(file, 0, problem, remedy) from error
     decompressor = zstandard.ZstdDecompressor()

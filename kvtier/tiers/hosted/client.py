@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -30,9 +30,22 @@ from kvtier.tiers.base import (
     check_batch,
 )
 from kvtier.tiers.hosted.connection import Connection
-from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes, unpack_keys
+from kvtier.tiers.hosted.frames import (
+    Batch,
+    Frame,
+    decode_outcomes,
+    decode_part_hashes,
+    encode_part_hashes,
+    unpack_keys,
+)
 from kvtier.tiers.hosted.process import HostProcess, Opened, shared_memory
-from kvtier.types import Outcome, Purpose
+from kvtier.tiers.part_hashes import (
+    NO_PART_HASHES,
+    PartHashes,
+    PartHashKeeper,
+    StoredPartHashes,
+)
+from kvtier.types import Outcome, Purpose, SlotFileId
 
 __all__ = ["HostedTier"]
 
@@ -46,7 +59,7 @@ _RESET_LOST: Final = (
 )
 
 
-class HostedTier(StorageTier):
+class HostedTier(StorageTier, PartHashKeeper):
     """A storage tier that runs in a process of its own.
 
     Buffers given to :meth:`read` and :meth:`write` must lie in the context's shared memory.
@@ -71,6 +84,9 @@ class HostedTier(StorageTier):
         self._context = context
         self._memory = shared_memory(options, context)
         self._recovered = opened.recovered
+        self._part_hashes = opened.part_hashes
+        self._slot_file = opened.slot_file
+        self._retained = opened.retained
         self._host: HostProcess | None = host
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -111,6 +127,26 @@ class HostedTier(StorageTier):
             slots = np.frombuffer(found.arrays, dtype=np.int64, count=count)
             keys = unpack_keys(found.header["widths"], count, found.arrays[slots.nbytes :])
             yield from zip(keys, slots.tolist(), strict=True)
+
+    @property
+    @override
+    def slot_file(self) -> SlotFileId | None:
+        return self._slot_file
+
+    @override
+    def recovered_part_hashes(self) -> StoredPartHashes:
+        found, self._part_hashes = self._part_hashes, None
+        return NO_PART_HASHES if found is None else decode_part_hashes(found)
+
+    @override
+    def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
+        kept = StoredPartHashes(np.asarray(slots, dtype=np.int64), hashes)
+        self._queue_frame(encode_part_hashes(kept))
+        self._call_soon(self._send_queued)
+
+    @override
+    def retained(self) -> Mapping[int, int]:
+        return self._retained
 
     @override
     async def aopen(self) -> None:
@@ -190,6 +226,7 @@ class HostedTier(StorageTier):
         """
         self._require_open()
         self._recovered.clear()
+        self._part_hashes = None
         self._reset_due = self._was_reset = True
         try:
             await self._connect()
@@ -374,7 +411,9 @@ class HostedTier(StorageTier):
 
     def _queue(self, op: str, slots: Sequence[int]) -> None:
         """Queue a frame that gets no answer; the next call sends the frame."""
-        frame = Frame({"op": op}, np.asarray(slots, dtype=np.int64).tobytes())
+        self._queue_frame(Frame({"op": op}, np.asarray(slots, dtype=np.int64).tobytes()))
+
+    def _queue_frame(self, frame: Frame) -> None:
         with self._queue_lock:
             self._queued.append(frame)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvtier import errors
 from kvtier.errors import KvtierError, StoreLockedError, TierError
 from kvtier.keys import ChunkKey
+from kvtier.tiers.part_hashes import StoredPartHashes
 from kvtier.types import Outcome
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "FrameParser",
     "decode_error",
     "decode_outcomes",
+    "decode_part_hashes",
     "encode_error",
     "encode_outcomes",
+    "encode_part_hashes",
     "pack_keys",
     "unpack_keys",
 ]
@@ -129,6 +132,21 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
         return [packed[at : at + widths] for at in range(0, count * widths, widths)]
     ends = np.cumsum(widths, dtype=np.int64).tolist()
     return [packed[end - width : end] for width, end in zip(widths, ends, strict=True)]
+
+
+def encode_part_hashes(kept: StoredPartHashes) -> Frame:
+    """Return a frame with part hashes; ``parts`` in its header is their number for a chunk."""
+    header = {"op": "part_hashes", "parts": kept.hashes.shape[1]}
+    return Frame(header, b"".join((kept.slots.tobytes(), kept.hashes.tobytes())))
+
+
+def decode_part_hashes(frame: Frame) -> StoredPartHashes:
+    """Return the part hashes that :func:`encode_part_hashes` encoded."""
+    parts = frame.header["parts"]
+    count = len(frame.arrays) // (8 + 8 * parts)
+    slots = np.frombuffer(frame.arrays, dtype=np.int64, count=count)
+    hashes = np.frombuffer(frame.arrays, dtype=np.uint64, offset=slots.nbytes)
+    return StoredPartHashes(slots, hashes.reshape(count, parts))
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:

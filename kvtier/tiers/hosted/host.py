@@ -41,10 +41,13 @@ from kvtier.tiers.hosted.frames import (
     Batch,
     Frame,
     FrameParser,
+    decode_part_hashes,
     encode_error,
     encode_outcomes,
+    encode_part_hashes,
     pack_keys,
 )
+from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint, Purpose
 
@@ -112,6 +115,10 @@ class _Server:
                 self._tier.forget(np.frombuffer(frame.arrays, dtype=np.int64).tolist())
             case "touch":
                 self._tier.touch(np.frombuffer(frame.arrays, dtype=np.int64).tolist())
+            case "part_hashes":
+                kept = decode_part_hashes(frame)
+                assert isinstance(self._tier, PartHashKeeper)
+                self._tier.keep_part_hashes(kept.slots.tolist(), kept.hashes)
             case "write":
                 self._start(frame, functools.partial(self._move, frame, self._tier.write))
             case "read":
@@ -177,7 +184,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         return
     with contextlib.suppress(ConnectionError):  # an engine that ended is noticed below
         await _send_recovered(tier, writer)
-    send(Frame({"op": "opened", "capacity_slots": tier.capacity_slots}))
+    opened = {"capacity_slots": tier.capacity_slots, "retained": list(tier.retained().items())}
+    send(Frame({"op": "opened", **opened, **_slot_file(tier)}))
     closing = await _until_closed(frames, _Server(tier, memory, send))
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
     if not pool.close(timeout_s=_CLOSE_TIMEOUT_S):
@@ -211,11 +219,14 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
     header = opening.header
     context = TierContext(
         slot_nbytes=header["slot_nbytes"],
-        fingerprint=LayoutFingerprint(header["fingerprint"], header["label"]),
+        fingerprint=LayoutFingerprint(
+            header["fingerprint"], header["label"], tuple(header["groups"])
+        ),
         pool=pool,
         piece_nbytes=header["piece_nbytes"],
         owner_pid=engine_pid,
         was_reset=header["was_reset"],
+        hash_parts=header["hash_parts"],
     )
     options = options_of(header["options"]["kind"]).model_validate_json(
         json.dumps(header["options"])
@@ -263,8 +274,19 @@ def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
     loop.call_later(_PARENT_POLL_S, _poll_parent, engine_pid, transport)
 
 
+def _slot_file(tier: StorageTier) -> dict[str, Any]:
+    """Return the part of the header of ``opened`` that names the tier's slot file."""
+    file = tier.slot_file if isinstance(tier, PartHashKeeper) else None
+    return {} if file is None else {"slot_file": list(file)}
+
+
 async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
     chunks = 0
+    if isinstance(tier, PartHashKeeper):
+        kept = tier.recovered_part_hashes()
+        if kept.slots.size:
+            writer.write(encode_part_hashes(kept).encode())
+            await writer.drain()
     with paused_garbage_collection():
         for frame in _recovered(tier):
             chunks += frame.header["count"]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
-from kvtier.types import SharedMemory
+from kvtier.types import SharedMemory, SlotFileId
 
 __all__ = ["HostProcess", "Opened", "aend", "relog", "shared_memory"]
 
@@ -43,10 +43,16 @@ class Opened(NamedTuple):
     Attributes:
         capacity_slots: Number of slots.
         recovered: Frames with the recovered chunks, least recently used first.
+        part_hashes: A frame with the recovered part hashes, if there are any.
+        slot_file: The tier's slot file, if it has one.
+        retained: Slots of chunks not to evict yet, and until when.
     """
 
     capacity_slots: int
     recovered: deque[Frame]
+    retained: Mapping[int, int]
+    part_hashes: Frame | None = None
+    slot_file: SlotFileId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +124,17 @@ class HostProcess:
         self.connection.settimeout(_OPEN_TIMEOUT_S)
         self.connection.sendall(Frame({"op": "open", **opening}).encode())
         recovered: deque[Frame] = deque()
+        part_hashes: Frame | None = None
         while data := _receive(self.connection, deadline_s - clock()):
             for frame in self.parser.feed(data):
                 match frame.header["op"]:
                     case "recovered":
                         recovered.append(frame)
+                    case "part_hashes":
+                        part_hashes = frame
                     case "opened":
                         self.connection.setblocking(False)  # noqa: FBT003 - its signature
-                        return Opened(frame.header["capacity_slots"], recovered)
+                        return _opened(frame, recovered, part_hashes)
                     case "refused":
                         raise decode_error(frame.header["error"])
                     case _:
@@ -155,6 +164,14 @@ class HostProcess:
                 )
             stack.pop_all()
         return cls(process, here, FrameParser())
+
+
+def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) -> Opened:
+    file = frame.header.get("slot_file")
+    slot_file = None if file is None else SlotFileId(*file)
+    retained = dict(frame.header["retained"])
+    slots = frame.header["capacity_slots"]
+    return Opened(slots, recovered, retained, part_hashes, slot_file)
 
 
 @contextlib.contextmanager
@@ -187,9 +204,11 @@ def _opening(options: TierConfig, context: TierContext) -> dict[str, Any]:
         "slot_nbytes": context.slot_nbytes,
         "fingerprint": dict(context.fingerprint.fields),
         "label": context.fingerprint.label,
+        "groups": list(context.fingerprint.groups),
         "piece_nbytes": context.piece_nbytes,
         "threads": context.pool.threads,
         "was_reset": context.was_reset,
+        "hash_parts": context.hash_parts,
     }
 
 

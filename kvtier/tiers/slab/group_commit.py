@@ -20,7 +20,7 @@ from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
 from kvtier.os.iopool import start_thread
 from kvtier.tiers.slab.index import Change, IndexDatabase, LazyRecords
-from kvtier.tiers.slab.removals import KeyMarks, RemovalReason
+from kvtier.tiers.slab.removals import PackedMarks, RemovalReason
 from kvtier.units import approximate_size
 
 __all__ = ["GroupCommit"]
@@ -87,7 +87,7 @@ class GroupCommit:
             ticks = range(self._clock, self._clock + len(slots))
             rows = zip(slots, keys, checksums, ticks, ticks, strict=True)
             pending.rows.update(zip(slots, rows, strict=True))
-            pending.records.drop_uses(slots)
+            pending.records.drop_slots(slots)
             self._clock += len(slots)
 
         await asyncio.wrap_future(self._enqueue(change))
@@ -113,6 +113,7 @@ class GroupCommit:
             pending.rows.clear()
             pending.records.uses.clear()
             pending.records.hits.clear()
+            pending.records.part_hashes.clear()
 
         await asyncio.wrap_future(self._enqueue(change))
 
@@ -132,7 +133,15 @@ class GroupCommit:
             if first or len(self._pending.records.uses) >= _USES_WORTH_A_COMMIT:
                 self._wakeup.notify()
 
-    def log_removal_nowait(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
+    def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Keep the hashes of each slot's chunk; committed within a second or so."""
+        with self._wakeup:
+            first = not self._pending.records
+            self._pending.records.part_hashes.update(zip(slots, hashes, strict=True))
+            if first:
+                self._wakeup.notify()
+
+    def log_removal_nowait(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Log that the marked keys were removed for ``reason``; committed in a second or so."""
         with self._wakeup:
             first = not self._pending.records
@@ -239,4 +248,4 @@ class GroupCommit:
 
 def _delete(pending: Change, slots: Sequence[int]) -> None:
     pending.rows.update(dict.fromkeys(slots))
-    pending.records.drop_uses(slots)
+    pending.records.drop_slots(slots)

@@ -21,42 +21,40 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
 from kvtier.keys import ChunkKey
+from kvtier.tiers.slab import part_hash_table
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.removals import (
-    KeyMarks,
+    PackedMarks,
     RemovalReason,
     make_rows,
-    mark_keys,
+    pack_marks,
 )
 from kvtier.tiers.slab.schema import (
+    CREATE_RETAINED,
+    LATEST,
     REMOVAL_LOG_NBYTES,
     RESET_METADATA,
     IndexDamagedError,
     create_tables,
     damage_raised,
+    has_retained,
     lacks_shared_memory,
 )
+
+if TYPE_CHECKING:
+    from kvtier.tiers.part_hashes import StoredPartHashes
 
 __all__ = [
     "Change",
     "IndexDatabase",
     "IndexSpec",
     "LazyRecords",
+    "PackedRows",
     "Row",
-    "StoredRows",
-    "hash_keys",
-    "no_rows",
 ]
-
-KeyArray: TypeAlias = npt.NDArray[Any]
-"""Keys as ``V<width>``, or as objects if their lengths differ."""
 
 Row = tuple[int, ChunkKey, int, int, int]
 """Slot, key, checksum as signed 64 bits, generation, last use."""
@@ -66,7 +64,6 @@ Statement = tuple[str, Sequence[object]]
 
 _SLOTS_PER_STEP: Final = 1 << 16
 _INSTRUCTIONS_PER_CALLBACK: Final = 4096  # of SQLite's machine: some 0.2 ms
-_LATEST: Final = 1 << 62  # one tick per chunk takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
 _LONGEST_LOG_NBYTES: Final = 64 << 20  # a longer log is truncated at a checkpoint
 _LEAST_SLOT, _GREATEST_SLOT = -(1 << 63), (1 << 63) - 1
@@ -85,6 +82,11 @@ _DELETE: Final = "DELETE FROM chunks WHERE slot IN (SELECT value FROM json_each(
 _RESET_RECORD: Final = f"SELECT 1 FROM meta WHERE name = '{RESET_METADATA}'"
 _RECORD_RESET: Final = f"INSERT OR REPLACE INTO meta VALUES ('{RESET_METADATA}', ?)"
 _DROP_RESET_RECORD: Final = f"DELETE FROM meta WHERE name = '{RESET_METADATA}'"
+_CLEAR_RETAINED: Final = "DELETE FROM retained"
+_RETAIN: Final = "INSERT OR REPLACE INTO retained VALUES (?,?,?)"
+_RETAINED: Final = """
+SELECT slot, until FROM retained JOIN chunks USING (slot, generation) WHERE until > ?
+"""
 _APPEND: Final = "INSERT INTO removals VALUES (?,?,?,?)"
 _TRIM: Final = "DELETE FROM removals WHERE end <= ?"
 _COUNT: Final = "SELECT count(*) FROM chunks WHERE slot >= ? AND slot < ?"
@@ -113,32 +115,18 @@ class IndexSpec:
     durability: Literal["process", "power"]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """The index's content, least recently used first; keys are unique.
+class PackedRows(NamedTuple):
+    """Some rows, as one statement returns them.
 
     Attributes:
-        keys: The chunks' keys; an array, because a million objects fragment the heap.
-        slots: The chunks' slots.
-        key_hashes: 64-bit hash of each key.
-        key_marks: Mark of each key for the removal log.
-        checksums: Checksum of each payload.
-        outdated: Slots whose key has a newer row in another slot.
-        clock: A logical time later than any in the index.
+        row_count: Number of rows.
+        numbers: Slot, checksum, generation and last use of each row, 16 hex digits each.
+        keys: The keys in hex, separated by commas.
     """
 
-    keys: KeyArray
-    slots: npt.NDArray[np.int64]
-    key_hashes: npt.NDArray[np.uint64]
-    key_marks: KeyMarks
-    checksums: npt.NDArray[np.uint64]
-    outdated: npt.NDArray[np.int64]
-    clock: int
-
-    def __iter__(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Yield (key, slot) pairs, least recently used first."""
-        for keys, slots in zip(_by_step(self.keys), _by_step(self.slots), strict=True):
-            yield from zip(keys, slots, strict=True)
+    row_count: int
+    numbers: str
+    keys: str
 
 
 @dataclass(slots=True)
@@ -149,30 +137,33 @@ class LazyRecords:
         uses: Logical time of each used slot's last use.
         hits: Number of uses of each used slot.
         removals: Marks of the removed keys, by reason.
+        part_hashes: Hashes of the parts of each slot's chunk.
     """
 
     uses: dict[int, int] = field(default_factory=dict)
     hits: Counter[int] = field(default_factory=Counter)
-    removals: dict[RemovalReason, list[KeyMarks]] = field(default_factory=dict)
+    removals: dict[RemovalReason, list[PackedMarks]] = field(default_factory=dict)
+    part_hashes: dict[int, bytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.uses or self.removals)
+        return bool(self.uses or self.removals or self.part_hashes)
 
     def add_uses(self, slots: Sequence[int], first_tick: int) -> None:
         """Record one use of each of ``slots``, in this order."""
         self.uses.update(zip(slots, range(first_tick, first_tick + len(slots)), strict=True))
         self.hits.update(slots)
 
-    def drop_uses(self, slots: Iterable[int]) -> None:
-        """Discard the uncommitted uses of ``slots``: the uses belong to former chunks."""
-        if self.uses:
+    def drop_slots(self, slots: Iterable[int]) -> None:
+        """Discard the uncommitted uses and hashes of ``slots``, which are of former chunks."""
+        if self.uses or self.part_hashes:
             for slot in slots:
                 self.uses.pop(slot, None)
                 self.hits.pop(slot, None)
+                self.part_hashes.pop(slot, None)
 
-    def add_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
+    def add_removals(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Record that the chunks with these marks were removed for ``reason``."""
-        if key_marks.size or reason is RemovalReason.DAMAGED:
+        if key_marks or reason is RemovalReason.DAMAGED:
             self.removals.setdefault(reason, []).append(key_marks)
 
 
@@ -212,6 +203,8 @@ class Change:
         if uses:
             listed = list(zip(uses, uses.values(), map(hits.__getitem__, uses), strict=True))
             yield _TOUCH, (now, json.dumps(listed))
+        if self.records.part_hashes:
+            yield part_hash_table.keep(self.records.part_hashes)
 
 
 class IndexDatabase:
@@ -225,6 +218,7 @@ class IndexDatabase:
         self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
         self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
         self._removals_end = 0
+        self._has_retained = self._has_part_hashes = False
         self._clear_is_due = False
         self._reset_record_is_due = False
 
@@ -262,15 +256,60 @@ class IndexDatabase:
             raise
         return database
 
-    def load(self, capacity_slots: int) -> StoredRows:
-        """Return the rows of the first ``capacity_slots`` slots and delete all others.
+    def packed_rows(self, capacity_slots: int) -> Iterator[PackedRows]:
+        """Yield the rows of the first ``capacity_slots`` slots, in batches."""
+        for first in range(0, capacity_slots, _SLOTS_PER_STEP):
+            end = min(first + _SLOTS_PER_STEP, capacity_slots)
+            found = PackedRows(*self._connection.execute(_LOAD, (first, end)).fetchone())
+            if found.row_count:
+                yield found
+
+    def drop_beyond(self, capacity_slots: int) -> None:
+        """Durably delete the rows of slots beyond the capacity, and log the removals."""
+        beyond = [(_LEAST_SLOT, -1), (capacity_slots, _GREATEST_SLOT)]
+        marks = [pack_marks(keys) for ends in beyond for keys in self._keys_between(*ends)]
+        if marks:
+            with self._durably():
+                self._connection.execute(
+                    "DELETE FROM chunks WHERE slot < 0 OR slot >= ?", (capacity_slots,)
+                )
+            self.log_removals(RemovalReason.BEYOND, b"".join(marks))
+
+    def retained(self) -> dict[int, int]:
+        """Return the slots of chunks not to evict yet, and until when; see :meth:`retain`."""
+        if not self._has_retained:
+            return {}
+        return dict(self._connection.execute(_RETAINED, (_now(),)).fetchall())
+
+    def retain(self, chunks: Iterable[tuple[int, int]], until: int) -> None:
+        """Durably record that chunks are not to be evicted before ``until``.
+
+        The record of a chunk whose slot holds another chunk has no effect.
+
+        Args:
+            chunks: Slot and generation of each chunk.
+            until: Seconds since the epoch.
+        """
+        rows = [(slot, generation, until) for slot, generation in chunks]
+        with self._durably():
+            self._connection.execute(CREATE_RETAINED)
+            self._has_retained = True
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany(_RETAIN, rows)
+            self._connection.execute("COMMIT")
+
+    def load_part_hashes(self, capacity_slots: int, parts: int) -> StoredPartHashes:
+        """Return the hashes of chunks that have ``parts`` hashes each.
+
+        From now on the index can keep hashes.
 
         Raises:
             IndexDamagedError: The rows cannot be read.
         """
         with damage_raised():
-            self._drop_beyond(capacity_slots)
-            return _order(*self._fetch(capacity_slots))
+            part_hash_table.create(self._connection)
+            self._has_part_hashes = True
+            return part_hash_table.load(self._connection, capacity_slots, parts)
 
     def count_within(self, first_slot: int, end_slot: int) -> int:
         """Return the number of rows of slots ``first_slot`` to ``end_slot - 1``."""
@@ -304,15 +343,21 @@ class IndexDatabase:
         record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
             record = (_RECORD_RESET, (str(_now()),))
+        writes: list[Statement] = [("DELETE FROM chunks", ()), record]
+        # Generations may come again, so no record of a deleted chunk may stay.
+        if self._has_retained:
+            writes.append((_CLEAR_RETAINED, ()))
+        if self._has_part_hashes:
+            writes.append((part_hash_table.CLEAR, ()))
         with self._durably():
-            self._transact([("DELETE FROM chunks", ()), record])
+            self._transact(writes)
         self._clear_is_due = False
 
     def clear_later(self) -> None:
         """Delete all rows before the next change; that change fails if the deletion fails."""
         self._clear_is_due = True
 
-    def log_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
+    def log_removals(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Append to the removal log without changing the chunks' rows."""
         records = LazyRecords()
         records.add_removals(reason, key_marks)
@@ -399,20 +444,11 @@ class IndexDatabase:
         run("PRAGMA journal_mode=WAL").fetchall()
         run(f"PRAGMA journal_size_limit={_LONGEST_LOG_NBYTES}").fetchall()
         run(f"PRAGMA synchronous={self._synchronous}")
+        self._has_retained = has_retained(self._connection)
+        self._has_part_hashes = part_hash_table.exists(self._connection)
         self._removals_end = run("SELECT coalesce(max(end), 0) FROM removals").fetchone()[0]
-        if self._removals_end > _LATEST:
+        if self._removals_end > LATEST:
             raise IndexDamagedError(f"its removal log ends at {self._removals_end}")
-
-    def _drop_beyond(self, capacity_slots: int) -> None:
-        """Durably delete the rows of slots beyond the capacity, and log the removals."""
-        beyond = [(_LEAST_SLOT, -1), (capacity_slots, _GREATEST_SLOT)]
-        marks = [mark_keys(keys) for ends in beyond for keys in self._keys_between(*ends)]
-        if marks:
-            with self._durably():
-                self._connection.execute(
-                    "DELETE FROM chunks WHERE slot < 0 OR slot >= ?", (capacity_slots,)
-                )
-            self.log_removals(RemovalReason.BEYOND, np.concatenate(marks))
 
     def _keys_between(self, first: int, last: int) -> Iterator[list[ChunkKey]]:
         """Yield the keys in slots ``first`` to ``last``, in batches."""
@@ -432,22 +468,6 @@ class IndexDatabase:
         if rows:
             yield _TRIM, (self._removals_end - REMOVAL_LOG_NBYTES,)
 
-    def _fetch(self, capacity_slots: int) -> tuple[KeyArray, npt.NDArray[np.int64]]:
-        """Return the keys of all rows, then their slots, checksums, generations, last uses."""
-        keys: list[KeyArray] = []
-        numbers = [np.empty((0, 4), dtype=np.int64)]
-        for first in range(0, capacity_slots, _SLOTS_PER_STEP):
-            end = min(first + _SLOTS_PER_STEP, capacity_slots)
-            found = self._connection.execute(_LOAD, (first, end))
-            count, numbers_text, keys_text = found.fetchone()
-            if count:
-                keys.append(_decode_keys(keys_text, count))
-                packed = np.frombuffer(bytes.fromhex(numbers_text), dtype=">i8")
-                numbers.append(packed.reshape(-1, 4).astype(np.int64))
-        if len({some.dtype for some in keys}) > 1:
-            keys = [_of_objects(some.tolist()) for some in keys]
-        return np.concatenate(keys or [_of_objects([])]), np.concatenate(numbers)
-
     def _transact(self, writes: Iterable[Statement]) -> None:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -458,65 +478,6 @@ class IndexDatabase:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-
-
-def _decode_keys(text: str, count: int) -> KeyArray:
-    """Return ``count`` keys from comma-separated hexadecimal."""
-    width, rest = divmod(len(text) + 1, count)
-    if not rest and text[width - 1 :: width] == "," * (count - 1):
-        return np.frombuffer(bytes.fromhex(text.replace(",", "")), dtype=f"V{width // 2}")
-    return _of_objects([bytes.fromhex(key) for key in text.split(",")])
-
-
-def _of_objects(keys: Sequence[ChunkKey]) -> KeyArray:
-    """Return ``keys`` of different lengths as an array."""
-    array = np.empty(len(keys), dtype=np.object_)
-    array[:] = keys
-    return array
-
-
-def _by_step(values: npt.NDArray[Any]) -> Iterator[list[Any]]:
-    """Yield ``values`` as lists of Python objects, in batches."""
-    for first in range(0, len(values), _SLOTS_PER_STEP):
-        yield values[first : first + _SLOTS_PER_STEP].tolist()
-
-
-def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
-    """Sort rows by last use and keep the newest row of each key.
-
-    Keys are compared by 64-bit hash; a collision loses one chunk and never serves wrong bytes.
-    """
-    if len(numbers) != len(keys):
-        raise IndexDamagedError("its columns differ in length")
-    slots, checksums, generations, last_uses = np.ascontiguousarray(numbers.T)
-    key_hashes = np.concatenate([hash_keys(()), *map(hash_keys, _by_step(keys))])
-    by_key = np.lexsort((generations, key_hashes))
-    newest = np.ones(len(keys), dtype=np.bool_)
-    newest[:-1] = key_hashes[by_key][1:] != key_hashes[by_key][:-1]
-    kept = by_key[newest]
-    kept = kept[np.argsort(last_uses[kept], kind="stable")]
-    kept_keys = keys[kept]
-    if (latest := max(generations.max(initial=0), last_uses.max(initial=0))) > _LATEST:
-        raise IndexDamagedError(f"its clock value {latest} is out of range")
-    return StoredRows(
-        keys=kept_keys,
-        slots=slots[kept],
-        key_hashes=key_hashes[kept],
-        key_marks=np.concatenate([mark_keys(()), *map(mark_keys, _by_step(kept_keys))]),
-        checksums=checksums[kept].view(np.uint64),
-        outdated=slots[by_key[~newest]],
-        clock=int(latest) + 1,
-    )
-
-
-def no_rows() -> StoredRows:
-    """Return the content of an empty index."""
-    return _order(_of_objects([]), np.empty((0, 4), dtype=np.int64))
-
-
-def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:
-    """Return the 64-bit hash of each of ``keys``."""
-    return np.fromiter(map(hash_key, keys), dtype=np.uint64, count=len(keys))
 
 
 def _now() -> int:

@@ -83,6 +83,8 @@ def _time(column: str) -> str:
 
 _LATEST_S: Final = 253402300799
 _COPIED_AT_ONCE: Final = 16 << 20
+_KEYS_AT_ONCE: Final = 1 << 16
+_KEYS: Final = "SELECT slot, CAST(key AS BLOB) FROM chunks WHERE slot > ? ORDER BY slot LIMIT ?"
 _INTEGERS: Final = ("checksum", "generation", "last_use")
 # Like the engine, read a value of another type as the number or bytes it resembles.
 _COLUMNS: Final = (
@@ -374,6 +376,25 @@ class IndexReader:
         )
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
+    def retained(self, at: int) -> tuple[int, int]:
+        """Return how many chunks are kept from eviction after ``at``, and until when.
+
+        Args:
+            at: Seconds since the epoch.
+
+        Returns:
+            The number of chunks, and the latest time in seconds since the epoch.
+        """
+        if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'retained'"):
+            return 0, 0
+        rows = self._query(
+            f"SELECT count(*), coalesce(max(until), 0) FROM ("
+            f" SELECT {_time('until')} FROM retained JOIN chunks USING (slot, generation))"
+            " WHERE until > ?",
+            (at,),
+        )
+        return int(rows[0][0]), int(rows[0][1])
+
     def removals(self) -> Iterator[Removal]:
         """Yield the removal log, newest first."""
         sql = f"SELECT at, reason, key_marks FROM {_REMOVALS} ORDER BY end DESC"
@@ -385,18 +406,44 @@ class IndexReader:
         rows = self._query("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
         return int(rows[0][0])
 
+    def all_keys(self) -> Iterator[list[ChunkKey]]:
+        """Yield the keys of all rows in batches, in slot order."""
+        after = -1
+        while rows := self._query(_KEYS, (after, _KEYS_AT_ONCE)):
+            after = rows[-1][0]
+            yield [key for _, key in rows]
+
     def entries(self, order: Order, limit: int) -> list[Entry]:
         """Return the first ``limit`` rows in ``order``; all rows if ``limit`` is negative."""
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
+
+    def first_use(self) -> int:
+        """Return the logical time of the least recent last use; 0 if there is no chunk."""
+        rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
+        return int(rows[0][0] or 0)
 
     def less_recent(self, entry: Entry) -> int:
         """Return the number of chunks used less recently than ``entry``."""
         rows = self._query("SELECT count(*) FROM chunks WHERE last_use < ?", (entry.last_use,))
         return int(rows[0][0])
 
-    def entries_of_slots(self, first: int, end: int) -> list[Entry]:
-        """Return the rows of slots ``first`` to ``end - 1``, in slot order."""
-        return self._entries("slot >= ? AND slot < ? ORDER BY slot", (first, end))
+    def latest_generation(self) -> int:
+        """Return the logical time when the newest chunk was stored; -1 if there is none."""
+        rows = self._query("SELECT CAST(max(generation) AS INTEGER) FROM chunks")
+        return -1 if rows[0][0] is None else int(rows[0][0])
+
+    def entries_of_slots(self, first: int, end: int, stored_after: int = -1) -> list[Entry]:
+        """Return the rows of slots ``first`` to ``end - 1``, in slot order.
+
+        Args:
+            first: The first slot.
+            end: The slot after the last.
+            stored_after: Return only rows of later generations.
+        """
+        return self._entries(
+            "slot >= ? AND slot < ? AND generation > ? ORDER BY slot",
+            (first, end, stored_after),
+        )
 
     def entries_of_prefix(self, digits: str) -> list[Entry]:
         """Return the rows whose key, written in hex, begins with ``digits``."""

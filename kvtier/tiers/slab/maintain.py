@@ -25,9 +25,9 @@ from kvtier.tiers.slab.lock import (
     try_acquire,
 )
 from kvtier.tiers.slab.namespace import find_foreign_file
-from kvtier.tiers.slab.removals import RemovalReason, mark_keys
+from kvtier.tiers.slab.removals import RemovalReason, pack_marks
 
-__all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
+__all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold", "retain_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,38 @@ def drop_chunks(
         sqlite3.Error: The index cannot be written.
     """
     records = LazyRecords()
-    records.add_removals(RemovalReason.DROPPED, mark_keys([entry.key for entry in entries]))
+    records.add_removals(RemovalReason.DROPPED, pack_marks([entry.key for entry in entries]))
     rows = dict.fromkeys(entry.slot for entry in entries)
     with _index(space, on_progress) as database:
         database.apply(Change(rows=rows, records=records))
+
+
+def retain_chunks(
+    space: StoredNamespace, entries: Sequence[Entry], until: int, *, quota_chunks: int
+) -> int:
+    """Keep ``entries`` from eviction until a time; the caller has locked ``space``.
+
+    Chunks that are retained already count against the quota.
+
+    Args:
+        space: The namespace.
+        entries: The rows to retain, the most important first.
+        until: Seconds since the epoch.
+        quota_chunks: Chunks that may be retained in all.
+
+    Returns:
+        The number of ``entries`` that are retained until then.
+
+    Raises:
+        IndexDamagedError: The index cannot be used.
+        OSError: The file system failed.
+        sqlite3.Error: The index cannot be written.
+    """
+    with _index(space, lambda: None) as database:
+        others = database.retained().keys() - {entry.slot for entry in entries}
+        kept = entries[: max(quota_chunks - len(others), 0)]
+        database.retain([(entry.slot, entry.generation) for entry in kept], until)
+    return len(kept)
 
 
 def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> CompactedIndex:

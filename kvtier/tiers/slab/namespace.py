@@ -91,13 +91,15 @@ class Layout:
 
     def to_json(self) -> str:
         """Return the text of ``layout.json``."""
-        content = {
+        content: dict[str, object] = {
             "format": _FORMAT,
             "version": _VERSION,
             "slot_nbytes": self.slot_nbytes,
             "model": self.model,
             "fingerprint": dict(self.fingerprint.fields),
         }
+        if self.fingerprint.groups:
+            content["groups"] = [dict(group) for group in self.fingerprint.groups]
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -123,8 +125,9 @@ class Layout:
                 "slot_nbytes": int(slot_nbytes),
                 "fingerprint": dict(fields),
             } if (form, version) == (_FORMAT, _VERSION):
-                label = str(content.get("model", ""))
-                return cls(LayoutFingerprint(fields, label), slot_nbytes)
+                label, groups = str(content.get("model", "")), content.get("groups")
+                listed = tuple(groups) if isinstance(groups, list) else ()
+                return cls(LayoutFingerprint(fields, label, listed), slot_nbytes)
             case _:
                 raise ValueError("it does not describe a kvtier store")
 
@@ -288,6 +291,9 @@ class Namespace:
         if found != layout:
             problem = f"{LAYOUT}: {_difference(found, layout)}"
             raise StoreDamagedError(tier, _unusable(self.directory, problem))
+        groups = layout.fingerprint.groups
+        if groups and found.fingerprint.groups != groups:
+            self._write_layout(layout)
 
     def _write_layout(self, layout: Layout) -> None:
         draft = self.directory / _DRAFT

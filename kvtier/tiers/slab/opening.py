@@ -29,12 +29,7 @@ from kvtier.errors import (
 from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
-from kvtier.tiers.slab.index import (
-    IndexDatabase,
-    IndexSpec,
-    StoredRows,
-    no_rows,
-)
+from kvtier.tiers.slab.index import IndexDatabase, IndexSpec
 from kvtier.tiers.slab.lock import PATIENCE
 from kvtier.tiers.slab.namespace import SLOTS, Layout, Namespace, open_root
 from kvtier.tiers.slab.neighbours import (
@@ -44,7 +39,7 @@ from kvtier.tiers.slab.neighbours import (
     find_directories,
     unusable,
 )
-from kvtier.tiers.slab.removals import RemovalReason, mark_keys
+from kvtier.tiers.slab.removals import RemovalReason
 from kvtier.tiers.slab.schema import (
     IndexDamagedError,
     IndexVersionError,
@@ -53,6 +48,7 @@ from kvtier.tiers.slab.schema import (
 )
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec, no_room
 from kvtier.tiers.slab.start_plan import Opening, plan_start, room_needed
+from kvtier.tiers.slab.stored_rows import StoredRows, load_rows, no_rows
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "open_store", "release_store", "slots_within"]
@@ -368,7 +364,7 @@ def _load_index(
     try:
         with damage_raised():
             if aside:
-                database.log_removals(RemovalReason.DAMAGED, mark_keys([]))
+                database.log_removals(RemovalReason.DAMAGED, b"")
             rows = _load_trusted(options, context, database, file)
             if context.was_reset and not options.keep_after_reset:
                 _record_reset(options, database)
@@ -393,7 +389,7 @@ def _load_trusted(
             options.name,
         )
         try:
-            removed = database.load(written_slots).key_marks
+            removed = load_rows(database, written_slots).packed_marks()
             database.clear()
             database.log_removals(RemovalReason.AFTER_RESET, removed)
         except sqlite3.OperationalError as error:
@@ -411,7 +407,7 @@ def _load_trusted(
             file.path,
             approximate_size(file.found_nbytes),
         )
-    return database.load(written_slots)
+    return load_rows(database, written_slots)
 
 
 def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:

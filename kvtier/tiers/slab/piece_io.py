@@ -1,4 +1,4 @@
-"""Piece I/O: group slots into pieces, move each in one system call, and verify checksums.
+"""Piece I/O: move a piece in one system call, and verify checksums.
 
 A piece is a group of chunks in consecutive slots. Functions that move a piece run on a pool
 thread.
@@ -12,12 +12,10 @@ slices. That takes a seventh less time for 2 MiB, because long sequences are rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvtier.tiers.slab.slots import SlotFile
@@ -26,10 +24,9 @@ from kvtier.types import Outcome
 __all__ = [
     "Digest",
     "MovedPiece",
-    "Piece",
     "PieceBuffers",
+    "consecutive",
     "hash_key",
-    "plan_pieces",
     "read_piece",
     "select_digest",
     "write_piece",
@@ -43,19 +40,6 @@ _FREE_SLICE_NBYTES: Final = 1 << 20
 _LEAST_FREE_NBYTES: Final = 256 << 10
 """Smallest payload to hash without the lock; below it, releasing the lock saves no time."""
 _LONGEST_HELD_NBYTES: Final = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Chunks of a batch in consecutive slots.
-
-    Attributes:
-        first_slot: Slot of the first chunk; chunk ``i`` of the piece is ``i`` slots further.
-        chunks: Positions in the batch, in slot order.
-    """
-
-    first_slot: int
-    chunks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +86,21 @@ class MovedPiece:
         )
 
 
-def plan_pieces(
-    slots: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64], *, slots_per_piece: int
-) -> list[Piece]:
-    """Group ``chunks`` of a batch into as few pieces as their slots allow.
+def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
+    """Yield the positions of consecutive slots among ``slots``, which are in order.
 
     Args:
-        slots: Slot of each chunk of the batch, in any order.
-        chunks: Positions in the batch to move.
-        slots_per_piece: Most slots of one piece.
+        slots: Numbers of slots, ascending.
+        most: Most slots of one group.
 
-    >>> plan = plan_pieces(np.array([7, 3, 8, 9]), np.arange(4), slots_per_piece=2)
-    >>> [(piece.first_slot, piece.chunks) for piece in plan]
-    [(3, [1]), (7, [0, 2]), (9, [3])]
+    >>> list(consecutive([3, 4, 5, 9], most=2))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
-    if not chunks.size:
-        return []
-    ordered = chunks[np.argsort(slots[chunks], kind="stable")]
-    gaps = np.flatnonzero(np.diff(slots[ordered]) != 1) + 1
-    pieces: list[Piece] = []
-    for run in np.split(ordered, gaps):
-        for start in range(0, len(run), slots_per_piece):
-            members = run[start : start + slots_per_piece]
-            pieces.append(Piece(int(slots[members[0]]), members.tolist()))
-    return pieces
+    start = 0
+    for end in range(1, len(slots) + 1):
+        if end == len(slots) or end - start == most or slots[end] != slots[end - 1] + 1:
+            yield slice(start, end)
+            start = end
 
 
 def read_piece(

@@ -19,28 +19,28 @@ answer to the operator wrong, and nothing else: no lookup of chunks uses marks.
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from kvtier.keys import GROUP_NBYTES, ChunkKey, group_of
+from kvtier.keys import ChunkKey, group_of
 from kvtier.tiers.slab.schema import REMOVAL_LOG_NBYTES, Removal
 
 __all__ = [
+    "GROUP_SHIFT",
     "LIKELY_GROUPS",
     "MARKED_NBYTES",
-    "KeyMarks",
     "MarkPattern",
+    "PackedMarks",
     "RemovalReason",
     "find_marks",
     "make_rows",
-    "mark_keys",
+    "pack_marks",
 ]
 
-KeyMarks = npt.NDArray[np.uint64]
+PackedMarks = bytes
+"""Marks as little-endian 64-bit numbers."""
 
 LIKELY_GROUPS: Final = 64
 """A pattern without a group matches groups below this; an engine has at most a dozen groups."""
@@ -48,11 +48,13 @@ LIKELY_GROUPS: Final = 64
 MARKED_NBYTES: Final = 8
 """How many of a key's first bytes are in its mark."""
 
+GROUP_SHIFT: Final = 32
+"""Position of the group in a mark, in bits."""
+
 _ROW_NBYTES: Final = 32  # of a row besides its marks, about
 _MOST_MARKS: Final = (REMOVAL_LOG_NBYTES - _ROW_NBYTES) // 8
 _MARK_DIGITS: Final = 2 * MARKED_NBYTES
-_GROUP_SHIFT: Final = 32
-_BEHIND_GROUP: Final = np.uint64((1 << _GROUP_SHIFT) - 1)
+_BEHIND_GROUP: Final = (1 << GROUP_SHIFT) - 1
 
 Row = tuple[int, int, str, bytes]
 """End, seconds since the epoch, reason, marks as little-endian 64-bit numbers."""
@@ -89,46 +91,40 @@ class MarkPattern:
     digits: str
     group: int | None
 
-    def matches(self, marks: KeyMarks) -> npt.NDArray[np.bool_]:
-        """Return a mask that is True for each of ``marks`` that matches."""
+    def matching(self, marks: Iterable[int]) -> list[int]:
+        """Return those of ``marks`` that match."""
         digits = self.digits[:_MARK_DIGITS]
-        unknown_bits = np.uint64(4 * (_MARK_DIGITS - len(digits)))
-        difference = marks ^ np.uint64(self._begin())
-        groups = difference >> np.uint64(_GROUP_SHIFT)
-        same_digits = (difference & _BEHIND_GROUP) >> unknown_bits == 0
-        same_group = groups < LIKELY_GROUPS if self.group is None else groups == self.group
-        found: npt.NDArray[np.bool_] = same_digits & same_group
-        return found
+        unknown_bits = 4 * (_MARK_DIGITS - len(digits))
+        begin = self._begin()
+        known = (begin & _BEHIND_GROUP) >> unknown_bits
+        # The digits behind the group differ for almost all marks, so they are compared first.
+        likely = [mark for mark in marks if (mark & _BEHIND_GROUP) >> unknown_bits == known]
+        return [mark for mark in likely if self._is_group((mark ^ begin) >> GROUP_SHIFT)]
+
+    def _is_group(self, group: int) -> bool:
+        return group < LIKELY_GROUPS if self.group is None else group == self.group
 
     def short_of(self, mark: int) -> str:
         """Return the short form of a key from ``mark``; the mark must match this pattern."""
-        group = (mark ^ self._begin()) >> _GROUP_SHIFT
-        return f"{mark ^ group << _GROUP_SHIFT:016x}/{group}"
+        group = (mark ^ self._begin()) >> GROUP_SHIFT
+        return f"{mark ^ group << GROUP_SHIFT:016x}/{group}"
 
     def _begin(self) -> int:
         return int(self.digits[:_MARK_DIGITS].ljust(_MARK_DIGITS, "0"), 16)
 
 
-def mark_keys(keys: Sequence[ChunkKey]) -> KeyMarks:
-    """Return the 64-bit marks that identify ``keys`` in the log; short keys are padded."""
-    lengths = set(map(len, keys))
-    if len(lengths) != 1 or min(lengths) < MARKED_NBYTES:
-        return np.fromiter(map(_mark, keys), dtype=np.uint64, count=len(keys))
-    # One engine's keys all have one length: a million of them take some 0.1 s.
-    table = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
-    begins = np.ascontiguousarray(table[:, :MARKED_NBYTES]).view(">u8")
-    groups = np.ascontiguousarray(table[:, -GROUP_NBYTES:]).view(">u4").astype(np.uint64)
-    marks: KeyMarks = begins.astype(np.uint64) ^ groups << np.uint64(_GROUP_SHIFT)
-    return marks.ravel()
+def pack_marks(keys: Sequence[ChunkKey]) -> PackedMarks:
+    """Return the marks that identify ``keys`` in the log; short keys are padded."""
+    return struct.pack(f"<{len(keys)}Q", *map(_mark, keys))
 
 
 def _mark(key: ChunkKey) -> int:
     begin = int.from_bytes(key[:MARKED_NBYTES].ljust(MARKED_NBYTES, b"\0"), "big")
-    return begin ^ group_of(key) << _GROUP_SHIFT
+    return begin ^ group_of(key) << GROUP_SHIFT
 
 
 def make_rows(
-    removals: Mapping[RemovalReason, Sequence[KeyMarks]], *, end: int, at: int
+    removals: Mapping[RemovalReason, Sequence[PackedMarks]], *, end: int, at: int
 ) -> list[Row]:
     """Return the rows to append for ``removals``.
 
@@ -139,7 +135,7 @@ def make_rows(
     """
     rows: list[Row] = []
     for reason, batches in removals.items():
-        packed = np.concatenate(batches)[-_MOST_MARKS:].astype("<u8").tobytes()
+        packed = b"".join(batches)[-8 * _MOST_MARKS :]
         end += _ROW_NBYTES + len(packed)
         rows.append((end, at, reason.value, packed))
     return rows
@@ -154,7 +150,7 @@ def find_marks(rows: Iterable[Removal], pattern: MarkPattern) -> dict[int, Remov
     """
     found: dict[int, Removal] = {}
     for row in rows:
-        marks = np.frombuffer(row.key_marks, dtype="<u8")
-        for mark in marks[pattern.matches(marks)].tolist():
+        marks = struct.unpack(f"<{len(row.key_marks) // 8}Q", row.key_marks)
+        for mark in pattern.matching(marks):
             found.setdefault(mark, row)
     return found

@@ -14,6 +14,8 @@ from typing import Final
 from kvtier.errors import KvtierError
 
 __all__ = [
+    "CREATE_RETAINED",
+    "LATEST",
     "REMOVAL_LOG_NBYTES",
     "RESET_METADATA",
     "IndexDamagedError",
@@ -23,10 +25,14 @@ __all__ = [
     "check_schema",
     "create_tables",
     "damage_raised",
+    "has_retained",
     "index_room_nbytes",
     "is_full",
     "lacks_shared_memory",
 ]
+
+LATEST: Final = 1 << 62
+"""Greatest valid time of the logical clock; one tick per chunk takes centuries to get there."""
 
 REMOVAL_LOG_NBYTES: Final = 8 << 20
 """Size of the log, about a million removals; the row that crosses the limit is kept as well.
@@ -65,6 +71,15 @@ CREATE TABLE removals(
     key_marks BLOB NOT NULL
 );
 """
+CREATE_RETAINED: Final = """
+CREATE TABLE IF NOT EXISTS retained(
+    slot INTEGER PRIMARY KEY,
+    generation INTEGER NOT NULL,
+    until INTEGER NOT NULL
+)
+"""
+"""A table that exists once a chunk was retained; kvtier without retention ignores it."""
+
 _COLUMNS: Final = {
     "chunks": [
         "slot",
@@ -160,6 +175,12 @@ def check_schema(connection: sqlite3.Connection) -> None:
     for table, columns in _COLUMNS.items():
         if [row[1] for row in run(f"PRAGMA table_info({table})")] != columns:
             raise IndexDamagedError(f"table {table} has other columns")
+
+
+def has_retained(connection: sqlite3.Connection) -> bool:
+    """Return whether the table of :data:`CREATE_RETAINED` exists."""
+    found = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'retained'")
+    return bool(found.fetchone())
 
 
 @contextlib.contextmanager

@@ -177,6 +177,15 @@ class SlotFile:
             self.failed_syncs += 1
             raise
 
+    def identity(self) -> tuple[int, int]:
+        """Return the numbers of the file system and of the file in it.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
+
     def is_removed(self) -> bool:
         """Return whether the file has no directory entry left, so that closing it deletes it.
 

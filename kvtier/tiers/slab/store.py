@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
@@ -24,10 +24,15 @@ from kvtier.tiers.base import (
     TierContext,
     check_batch,
 )
+from kvtier.tiers.part_hashes import (
+    NO_PART_HASHES,
+    PartHashes,
+    PartHashKeeper,
+    StoredPartHashes,
+)
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_store
 from kvtier.tiers.slab.group_commit import GroupCommit
-from kvtier.tiers.slab.index import StoredRows
 from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import (
     OpenStore,
@@ -37,17 +42,18 @@ from kvtier.tiers.slab.opening import (
 )
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
-    Piece,
     PieceBuffers,
     hash_key,
-    plan_pieces,
     read_piece,
     select_digest,
     write_piece,
 )
-from kvtier.tiers.slab.removals import KeyMarks, RemovalReason, mark_keys
+from kvtier.tiers.slab.pieces import Piece, plan_pieces
+from kvtier.tiers.slab.removals import PackedMarks, RemovalReason
+from kvtier.tiers.slab.schema import IndexDamagedError
 from kvtier.tiers.slab.start_plan import slab_options
-from kvtier.types import Outcome, Purpose
+from kvtier.tiers.slab.stored_rows import KeyMarks, StoredRows, mark_keys
+from kvtier.types import Outcome, Purpose, SlotFileId
 
 __all__ = ["SlabTier"]
 
@@ -119,7 +125,7 @@ class _SlotTable:
     def __init__(self, capacity_slots: int) -> None:
         self._known = np.zeros(capacity_slots, dtype=np.bool_)
         self._key_hashes = np.zeros(capacity_slots, dtype=np.uint64)
-        self._key_marks = np.zeros(capacity_slots, dtype=np.uint64)
+        self._key_marks = np.zeros(capacity_slots, dtype="<u8")
         self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
 
     def put(
@@ -143,26 +149,24 @@ class _SlotTable:
         """Record that the content of all slots is unknown."""
         self._known[:] = False
 
-    def key_marks(self) -> KeyMarks:
+    def key_marks(self) -> PackedMarks:
         """Return the marks of all known keys."""
-        known: KeyMarks = self._key_marks[self._known]
-        return known
+        return self._key_marks[self._known].tobytes()
 
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
-    ) -> KeyMarks:
+    ) -> PackedMarks:
         """Return the marks of the old keys in ``slots``.
 
         A key is old if its hash differs from ``key_hashes`` at the same position.
         """
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
-        removed: KeyMarks = self._key_marks[slots][others]
+        removed: PackedMarks = self._key_marks[slots][others].tobytes()
         return removed
 
-    def held(self, slots: npt.NDArray[np.int64]) -> KeyMarks:
+    def held(self, slots: npt.NDArray[np.int64]) -> PackedMarks:
         """Return the marks of the known keys in ``slots``."""
-        found: KeyMarks = self._key_marks[slots[self._known[slots]]]
-        return found
+        return self._key_marks[slots[self._known[slots]]].tobytes()
 
     def matches(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
@@ -177,7 +181,7 @@ class _SlotTable:
         return listed
 
 
-class SlabTier(StorageTier):
+class SlabTier(StorageTier, PartHashKeeper):
     """A tier that keeps chunks in a directory on a local disk.
 
     Only the event loop's thread accesses the tier's state; pool threads get and return values.
@@ -214,7 +218,9 @@ class SlabTier(StorageTier):
         self._closed = False
         self._warned_of_reset = False
         self._recovered: StoredRows | None = rows
+        self._retained = rows.retained
         outdated = rows.outdated.tolist()
+        self._part_hashes = self._load_part_hashes(context.hash_parts)
         files = (store.namespace.slots_path, store.namespace.index_path)
         self._location = LocationCheck(options.name, files, store.file.is_removed)
         # Last, because it starts a thread, which a later failure would leave running.
@@ -269,6 +275,45 @@ class SlabTier(StorageTier):
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         found, self._recovered = self._recovered, None
         return iter(() if found is None else found)
+
+    @property
+    @override
+    def slot_file(self) -> SlotFileId:
+        file = self._store.file
+        return SlotFileId(self.name, str(file.path), *file.identity())
+
+    @override
+    def recovered_part_hashes(self) -> StoredPartHashes:
+        found, self._part_hashes = self._part_hashes, NO_PART_HASHES
+        return found
+
+    @override
+    def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
+        if self._keeps_part_hashes:
+            packed = [row.astype("<u8").tobytes() for row in hashes]
+            self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
+
+    def _load_part_hashes(self, parts: int) -> StoredPartHashes:
+        """Return the stored hashes; none if the index cannot keep hashes, which is logged."""
+        self._keeps_part_hashes = False
+        if not parts:
+            return NO_PART_HASHES
+        try:
+            found = self._store.database.load_part_hashes(self.capacity_slots, parts)
+        except (IndexDamagedError, sqlite3.Error) as error:
+            logger.warning(
+                "tier %s: the index cannot keep hashes for GDS reads, so earlier chunks are "
+                "loaded through RAM: %s",
+                self.name,
+                error,
+            )
+            return NO_PART_HASHES
+        self._keeps_part_hashes = True
+        return found
+
+    @override
+    def retained(self) -> Mapping[int, int]:
+        return self._retained
 
     @override
     async def write(
@@ -357,6 +402,7 @@ class SlabTier(StorageTier):
         self._index.log_removal_nowait(RemovalReason.RESET, self._table.key_marks())
         self._table.clear()
         self._recovered = None
+        self._part_hashes = NO_PART_HASHES
         try:
             await self._index.clear(after_reset=not self._options.keep_after_reset)
         except sqlite3.Error as error:

@@ -11,22 +11,19 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
-import numpy as np
-
+from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,
+    consecutive,
     hash_key,
-    plan_pieces,
     read_piece,
     select_digest,
 )
@@ -78,6 +75,7 @@ def verify(
     space: StoredNamespace,
     reader: IndexReader,
     *,
+    stored_after: int = -1,
     on_progress: Callable[[int], None] = lambda _: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Verification:
@@ -86,6 +84,7 @@ def verify(
     Args:
         space: The namespace.
         reader: The open index of ``space``.
+        stored_after: Read only chunks of later generations.
         on_progress: Called with the number of slots finished since the last call.
         pause: Sleeps for the given seconds.
 
@@ -101,7 +100,8 @@ def verify(
         checker = _Checker(file, slot_nbytes)
         began_s = time.monotonic()
         suspects: list[BadChunk] = []
-        for window, bad in _in_flight(_windows(reader, file, checker, slot_nbytes)):
+        windows = _windows(reader, file, checker, slot_nbytes, stored_after)
+        for window, bad in run_in_order(windows, threads=_THREADS, name="kvtier-verify"):
             suspects += bad
             found.chunks += window.chunks
             found.nbytes += (window.chunks - _unread(bad, file, slot_nbytes)) * slot_nbytes
@@ -166,39 +166,24 @@ class _Checker:
 
 
 def _windows(
-    reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
+    reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int, stored_after: int
 ) -> Iterator[_Call]:
     """Yield functions that each check one piece of the slot file; read the index in windows."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
-        entries = reader.entries_of_slots(first, min(first + step, end))
-        slots = np.array([entry.slot for entry in entries], dtype=np.int64)
-        pieces = plan_pieces(
-            slots, np.arange(len(slots)), slots_per_piece=checker.slots_per_piece
-        )
-        for piece in pieces:
-            members = [entries[chunk] for chunk in piece.chunks]
+        entries = reader.entries_of_slots(first, min(first + step, end), stored_after)
+        slots = [entry.slot for entry in entries]
+        for piece in consecutive(slots, checker.slots_per_piece):
+            members = entries[piece]
             yield _call(checker, members, _Progress(len(members), 0))
         yield _call(checker, [], _Progress(0, min(step, end - first)))
-    beyond = reader.entries_of_slots(end, 1 << 62)
+    beyond = reader.entries_of_slots(end, 1 << 62, stored_after)
     yield lambda: (_Progress(len(beyond), 0), [BadChunk(e, unreadable=False) for e in beyond])
 
 
 def _call(checker: _Checker, entries: Sequence[Entry], progress: _Progress) -> _Call:
     return lambda: (progress, checker.check(entries) if entries else [])
-
-
-def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Progress, list[BadChunk]]]:
-    """Run ``calls`` on a few threads, and yield the results in the order of ``calls``."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-verify") as executor:
-        waiting: deque[Future[tuple[_Progress, list[BadChunk]]]] = deque()
-        for call in calls:
-            waiting.append(executor.submit(call))
-            if len(waiting) > 2 * _THREADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def _classify(

@@ -46,7 +46,6 @@ TIERS_BAR = 250_000
 SWEEP_BAR_S = 60.0
 SWEPT = (
     *(policy for policy in BARS if policy != "hedged-lhd"),
-    "sieve",
     "lirs",
     "w-tinylfu",
 )

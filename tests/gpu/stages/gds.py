@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import mmap
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
+from kvtier.memory import ControlBlock, RegionGeometry
+from kvtier.memory.copy import Copier, KVBlocks, plan_copy
+from kvtier.memory.cuda_driver import CudaDriver
+from kvtier.memory.direct_files import PosixFiles
+from kvtier.memory.gds import GdsLoader
+from kvtier.memory.kvikio_files import open_direct_files
+from kvtier.memory.part_hashes import HashPlanner, open_hasher
+from kvtier.memory.slot_layout import RankShare
+from kvtier.memory.streams import use_one_torch_thread
+from kvtier.os.iopool import IoPool
+from kvtier.types import Job, Purpose, SlotFileId
 from kvtier.units import format_size
 from tests.gpu.bench import Bench
 from tests.gpu.machine import file_system
@@ -28,6 +41,7 @@ _THREADS: Final = 8
 _SHORT_S: Final = 1.5
 """A read takes about as long: of a slow disk only a part of the file is read."""
 _LEAST_NBYTES: Final = 64 << 20
+_PATIENCE_S: Final = 60.0
 
 
 class File:
@@ -116,9 +130,55 @@ def _by_kvikio(file: File) -> Iterator[Read]:
         yield read
 
 
-def kvtier_routes(file: File) -> dict[str, Callable[[File], Any]]:
-    """Return kvtier's own ways from a file to GPU memory; there are none yet."""
-    return {}
+@contextmanager
+def _by_kvtier(file: File) -> Iterator[Read]:
+    """Yield kvtier's load of the file as slots of a tier: read, verified, copied to blocks."""
+    from kvtier.transfer.device import DeviceLoad  # noqa: PLC0415 - needs pydantic
+    from kvtier.transfer.gds import GdsLoad  # noqa: PLC0415
+
+    slot_nbytes = math.gcd(file.nbytes, _PIECE_NBYTES)
+    slots = file.nbytes // slot_nbytes
+    device = file.into.device
+    driver = None if device.type == "cpu" else CudaDriver(device)
+    kv = KVBlocks([file.into.view(torch.int8).view(slots, -1)], [[(0, slot_nbytes)]])
+    geometry = RegionGeometry(slots, slot_nbytes, slot_nbytes, ranks=1)
+    options: dict[str, Any] = {"share": RankShare(), "blocks_per_chunk": 1}
+    ranges = HashPlanner(kv, geometry, **options).of_slots(
+        file.expected.data_ptr(), [0] * slots
+    )
+    job = _job_of(file, open_hasher(driver).hash(ranges, slots).tolist())
+    files = PosixFiles() if driver is None else open_direct_files(device)
+    loader = GdsLoader(kv, geometry, files=files, driver=driver, **options)
+    pools = [IoPool(1, name=name, prepare=use_one_torch_thread) for name in ("gds", "load")]
+    control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(1, 1))), slots=1, ranks=1)
+    ram = DeviceLoad(cast("Copier", None), control, rank=0, pool=pools[1])
+    route = GdsLoad(loader, ram, control, rank=0, reader=pools[0], pool=pools[1])
+
+    def read() -> None:
+        ended = asyncio.run(route.run(job))
+        if ended.error:
+            raise OSError(ended.error)
+
+    try:
+        yield read
+    finally:
+        for pool in pools:
+            pool.close(timeout_s=_PATIENCE_S)
+        loader.close()
+
+
+def _job_of(file: File, hashes: Sequence[int]) -> Job:
+    """Return the load of all slots of the file, slot i to block i."""
+    from kvtier.transfer.device import GdsReads, LoadRequest  # noqa: PLC0415 - needs pydantic
+
+    slots = list(range(len(hashes)))
+    numbers = [-2 - slot for slot in slots]
+    status = file.path.stat()
+    identity = SlotFileId("nvme", str(file.path), status.st_dev, status.st_ino)
+    plan = plan_copy(slots, [len(slots)], [0], numbers, blocks_per_chunk=1)
+    reads = GdsReads(identity, slots, slots, hashes)
+    request = LoadRequest(plan, None, [0] * len(slots), _PATIENCE_S, reads)
+    return Job(0, Purpose.LOAD, "gds", "gpu", (), numbers, numbers, _PATIENCE_S, request)
 
 
 def run(bench: Bench) -> None:
@@ -128,7 +188,7 @@ def run(bench: Bench) -> None:
         file = File(bench, Path(scratch) / "file", bench.sized(_NBYTES, 1 << 20))
         _fit(file)
         bench.fact("read", format_size(file.nbytes))
-        ways = {"preadv": _by_preadv, "kvikio": _by_kvikio, **kvtier_routes(file)}
+        ways = {"preadv": _by_preadv, "kvikio": _by_kvikio, "kvtier": _by_kvtier}
         measures: dict[str, Callable[[], None]] = {
             name: partial(_measure, bench, file, name, way) for name, way in ways.items()
         }

@@ -5,12 +5,7 @@ scheduled, while the step has tokens left. A load begins after the step that pla
 The engine uses a finished load at the end of a later step. Prefill is chunked: a prompt's first
 token comes with the last piece.
 
-:class:`~kvtier.sim._model_engine.ModelEngine` has no steps. It is twice as fast, needs no
-engine settings, and is for comparing policies. :class:`StepEngine` predicts times from known
-step times; ``kvtier replay`` compares the prediction with real transfers.
-
-Not modelled: the GPU's own prefix cache, its memory (so no preemptions), and the time of a
-store to RAM, which ends within a step.
+A store to RAM ends within a step.
 """
 
 from __future__ import annotations
@@ -24,14 +19,11 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, prompt_tokens
-from kvtier.manager.hits import Prompt
-from kvtier.policies.base import session_terms
-from kvtier.sim._model_engine import Engine, ModelRequest
+from kvtier.manager import prompt_tokens
+from kvtier.sim._engine import Engine, ModelRequest, PlannedLoad
 from kvtier.sim.time_model import TimeModel
-from kvtier.types import Job, Purpose, TransferResult
 
-__all__ = ["StepEngine", "StepModel"]
+__all__ = ["BatchingEngine", "StepModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +67,15 @@ class _Served:
         return self.request.tokens + self.generated - self.computed
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedLoad:
-    served: _Served
-    plan: LoadPlan
-    chunks: int
-    promoted_s: float
-    """Time at which all chunks of the load are in RAM."""
-
-
-class StepEngine(Engine[StepModel]):
+class BatchingEngine(Engine[StepModel]):
     """Computes all running requests together, step by step."""
 
     @override
-    def _begin(self) -> None:
-        self._results: list[tuple[float, int, Job, TransferResult]] = []
+    def _set_up(self) -> None:
         self._waiting: deque[_Served] = deque()
         self._running: list[_Served] = []
-        self._planned: list[_PlannedLoad] = []
-        self._loading: list[tuple[float, int, _PlannedLoad]] = []
+        self._planned: list[tuple[_Served, PlannedLoad]] = []
+        self._loading: list[tuple[float, int, _Served, PlannedLoad]] = []
         self._ready: list[tuple[int, _Served]] = []
         self._stored: list[Sequence[ChunkKey]] = []
         self._final: list[Sequence[ChunkKey]] = []
@@ -102,12 +84,12 @@ class StepEngine(Engine[StepModel]):
     @override
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
         coming = deque(requests)
-        while coming or self._is_busy or self._results or self._manager.has_work():
-            if not self._is_busy and (coming or self._results):
+        while coming or self._is_busy or self._events or self._manager.has_work():
+            if not self._is_busy and (coming or self._events):
                 self._skip_idle_steps(coming)
             while coming and coming[0].arrival_s <= self._now_s:
                 request = coming.popleft()
-                self._manager.begin_request(request.req_id, session_terms(request.session))
+                self._begin(request)
                 self._waiting.append(_Served(request))
             self._step()
             yield from (served.request for served in self._ended)
@@ -126,7 +108,7 @@ class StepEngine(Engine[StepModel]):
 
     def _skip_idle_steps(self, coming: Sequence[ModelRequest]) -> None:
         """Advance the clock by whole idle steps, to the next arrival or result."""
-        times = [self._results[0][0]] if self._results else []
+        times = [self._events[0][0]] if self._events else []
         if coming:
             times.append(coming[0].arrival_s)
         steps = math.ceil((min(times) - self._now_s) / self._model.idle_s)
@@ -141,9 +123,9 @@ class StepEngine(Engine[StepModel]):
         batch = self._continue_running()
         started = self._start_waiting(batch)
         self._manager.end_step(started=started, now=self._now_s)
-        self._send_jobs()
+        self._run_jobs()
         self._manager.take_cancels()
-        stored = self._offer(batch)
+        stored = self._store_computed(batch)
         seconds = self._model.seconds(sum(batch.values()))
         self._now_s += seconds
         self._manager.record_prefill(prompt_tokens(batch.values()), seconds)
@@ -182,28 +164,22 @@ class StepEngine(Engine[StepModel]):
         while self._waiting and left and taken < self._model.concurrency:
             served = self._waiting.popleft()
             taken += 1
-            if not self._look(served):
+            if not self._begin_load(served):
                 put_off.append(served)
             elif not served.request.hits:  # Otherwise the request is being loaded.
                 left -= start(served)
         self._waiting.extendleft(reversed(put_off))
         return started
 
-    def _look(self, served: _Served) -> bool:
+    def _begin_load(self, served: _Served) -> bool:
         """Look up a request and plan its load; return False if the request must wait."""
-        request = served.request
-        prompt = Prompt((request.keys,), 0, len(request.keys))
-        hits = self._manager.lookup(request.req_id, prompt)
-        if hits is None:
+        if not self._look_up(served.request):
             return False
-        request.hits = hits
-        if hits:
-            plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
-            promoted_s = self._send_jobs() if plan.wait_s else self._now_s
-            self._planned.append(_PlannedLoad(served, plan, hits, promoted_s))
+        if served.request.hits:
+            self._planned.append((served, self._plan_load(served.request)))
         return True
 
-    def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
+    def _store_computed(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
         """Ask the manager to store the chunks that are now complete; return accepted chunks."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
@@ -222,46 +198,38 @@ class StepEngine(Engine[StepModel]):
         if not keys:
             return
         self._take_results()
-        plan = self._manager.prepare_store(keys, served.request.req_id)
-        if plan is None:
+        accepted = self._offer(served.request, keys)
+        if accepted is None:
             return
         served.next_chunk = end
-        if plan.keys:
-            yield plan.keys
+        if accepted:
+            yield accepted
 
     # -- the end of a step --------------------------------------------------------------
 
     def _complete_stores(self) -> None:
         for keys in self._stored:
-            self._manager.complete_store(keys)
-            self._retain(keys)
+            self._complete_store(keys)
 
     def _begin_loads(self) -> None:
-        for load in self._planned:
-            copied_s = self._transfers.load(load.chunks, self._now_s)
+        for served, load in self._planned:
+            copied_s = self._transfers.load(served.request.hits, self._now_s)
             over_s = max(copied_s, load.promoted_s)
-            heapq.heappush(self._loading, (over_s, next(self._order), load))
+            heapq.heappush(self._loading, (over_s, next(self._order), served, load))
         self._planned = []
 
     def _end_loads(self) -> None:
         while self._loading and self._loading[0][0] <= self._now_s:
-            _, number, load = heapq.heappop(self._loading)
+            _, number, served, load = heapq.heappop(self._loading)
             self._take_results()  # Promotions end before the load that needs them.
-            request = load.served.request
-            self._retain(request.keys[: load.chunks])
-            lead = (
-                self._slot_status.count_loaded(load.plan) if load.plan.wait_s else load.chunks
-            )
-            self._manager.complete_load(request.req_id)
-            if lead < load.chunks:
+            request = served.request
+            if self._end_load(load) < request.hits:
                 request.hits = 0  # The request is looked up again, and misses.
-                self._waiting.appendleft(load.served)
+                self._waiting.appendleft(served)
                 continue
-            heapq.heappush(self._ready, (number, load.served))
-            load.served.next_chunk = load.chunks
-            # An engine computes at least the last token, whose logits it needs.
-            tokens = min(load.chunks * self._chunk_tokens, request.tokens - 1)
-            load.served.computed = max(tokens, 0)
+            heapq.heappush(self._ready, (number, served))
+            served.next_chunk = request.hits
+            served.computed = max(request.tokens - self._uncomputed(request), 0)
 
     def _computed(self, batch: dict[_Served, int]) -> None:
         for served, tokens in batch.items():
@@ -277,22 +245,7 @@ class StepEngine(Engine[StepModel]):
                 self._manager.end_request(served.request.req_id)
                 self._ended.append(served)
 
-    # -- jobs -------------------------------------------------------------------------------
-
-    def _send_jobs(self) -> float:
-        """Run all planned jobs; return the time at which every job has its first result."""
-        known_s = self._now_s
-        for job in self._manager.take_jobs():
-            results = self._transfers.run(job, self._now_s)
-            for time_s, result in results:
-                heapq.heappush(self._results, (time_s, next(self._order), job, result))
-            known_s = max(known_s, results[0][0])
-        return known_s
-
     def _take_results(self) -> None:
         """Pass the results of ended jobs to the manager."""
-        while self._results and self._results[0][0] <= self._now_s:
-            _, _, job, result = heapq.heappop(self._results)
-            self._manager.apply(result)
-            if job.purpose is Purpose.PROMOTE:
-                self._slot_status.record(job, result)
+        while self._events and self._events[0][0] <= self._now_s:
+            self._run_event()

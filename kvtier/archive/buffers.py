@@ -1,0 +1,133 @@
+"""Memory and compression that the threads of an export, an import or a merge share.
+
+All of them work part by part. A part has at most 16 MiB of slots, or one slot if that is
+larger, and few parts are in flight. So memory does not depend on the size of the archive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from kvtier.archive.locations import whole_pages
+from kvtier.errors import ConfigError
+from kvtier.tiers.slab.direct_io import aligned_buffer
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = [
+    "COMPRESSIONS",
+    "BufferPool",
+    "compress",
+    "decompress",
+    "record_room_nbytes",
+    "require_compression",
+    "slots_per_part",
+    "threads_for",
+    "views_of",
+]
+
+COMPRESSIONS: Final = ("none", "zstd")
+_PART_NBYTES: Final = 16 << 20
+_MOST_SLOTS: Final = 1024  # their keys make a header of some 150 KB
+_IN_FLIGHT_NBYTES: Final = 64 << 20
+_MOST_THREADS: Final = 4
+_LEVEL: Final = 1
+"""KV is noise with a pattern in its exponents: higher levels cost more and save no more."""
+
+
+class BufferPool:
+    """Buffers at page boundaries, which are used again.
+
+    Args:
+        count: How many buffers can be leased at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(count):
+            self._free.put(memoryview(b""))
+
+    @contextlib.contextmanager
+    def lease(self, nbytes: int) -> Iterator[memoryview]:
+        """Yield ``nbytes`` of memory, rounded up to pages; wait until a buffer is free."""
+        buffer = self._free.get()
+        try:
+            if len(buffer) < nbytes:
+                buffer = aligned_buffer(whole_pages(nbytes))
+            yield buffer[: whole_pages(nbytes)]
+        finally:
+            self._free.put(buffer)
+
+
+def slots_per_part(slot_nbytes: int) -> int:
+    """Return how many slots a part has at most."""
+    return min(_MOST_SLOTS, max(1, _PART_NBYTES // slot_nbytes))
+
+
+def threads_for(slot_nbytes: int, *, buffers: int = 1) -> int:
+    """Return how many parts to handle at once.
+
+    Args:
+        slot_nbytes: Bytes of one slot.
+        buffers: Buffers of a part's size that each of them needs.
+    """
+    part_nbytes = slots_per_part(slot_nbytes) * slot_nbytes * buffers
+    return max(1, min(_MOST_THREADS, 2 * _IN_FLIGHT_NBYTES // (part_nbytes + 1)))
+
+
+def views_of(buffer: memoryview, slot_nbytes: int, slots: int) -> list[memoryview]:
+    """Return the memory of the first ``slots`` slots in ``buffer``."""
+    return [buffer[at * slot_nbytes : (at + 1) * slot_nbytes] for at in range(slots)]
+
+
+def require_compression(compression: str) -> None:
+    """Check that this process can read and write ``compression``.
+
+    Raises:
+        ConfigError: The package for it is missing.
+    """
+    if compression != "none":
+        _zstandard()
+
+
+def record_room_nbytes(compression: str, slot_nbytes: int) -> int:
+    """Return the bytes that a record takes at most."""
+    return slot_nbytes if compression == "none" else slot_nbytes + (slot_nbytes >> 8) + 64
+
+
+def compress(slots: list[memoryview], into: memoryview) -> list[int]:
+    """Compress each slot by itself into ``into``, one behind the other; return their bytes."""
+    compressor = _zstandard().ZstdCompressor(level=_LEVEL)
+    sizes, end = list[int](), 0
+    for slot in slots:
+        frame = compressor.compress(slot)
+        into[end : end + len(frame)] = frame
+        end += len(frame)
+        sizes.append(len(frame))
+    return sizes
+
+
+def decompress(record: memoryview, into: memoryview) -> str:
+    """Decompress a record into a slot; return a message if it is damaged, else empty."""
+    zstandard = _zstandard()
+    try:
+        slot = zstandard.ZstdDecompressor().decompress(record, max_output_size=len(into))
+    except zstandard.ZstdError as error:
+        return f"damaged zstd data ({error})"
+    if len(slot) != len(into):
+        return f"damaged zstd data (a slot of {len(slot)} bytes)"
+    into[:] = slot
+    return ""
+
+
+def _zstandard() -> ModuleType:
+    try:
+        import zstandard  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        remedy = "install it with: pip install 'kvtier[zstd]'"
+        raise ConfigError(f"zstd needs the package zstandard; {remedy}") from error
+    return zstandard

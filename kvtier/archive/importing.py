@@ -1,0 +1,173 @@
+"""Import: copy the chunks of an archive into a store that no engine uses.
+
+A payload is written before its row, as by an engine. So a killed import leaves a store that an
+engine can open, and another import goes on: chunks that the store has are not copied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.archive.buffers import threads_for
+from kvtier.archive.part import PartHeader
+from kvtier.archive.reading import Archive, Damage, PartReader
+from kvtier.archive.target import Target, open_target
+from kvtier.keys import ChunkKey
+from kvtier.os.ordered_calls import run_in_order
+from kvtier.tiers.slab.direct_io import IOV_MAX
+from kvtier.tiers.slab.piece_io import consecutive
+from kvtier.tiers.slab.slots import SlotFile
+
+__all__ = ["Imported", "import_chunks"]
+
+
+@dataclass(slots=True)
+class Imported:
+    """Result of an import.
+
+    Attributes:
+        directory: The namespace.
+        chunks: Chunks that were copied.
+        present: Chunks that the store had already.
+        left_out: Chunks for which the store has no room, the least recently used ones.
+        damaged: What is damaged in the archive.
+    """
+
+    directory: Path
+    chunks: int = 0
+    present: int = 0
+    left_out: int = 0
+    damaged: list[Damage] = field(default_factory=list)
+
+
+class _Assigned(NamedTuple):
+    """A record of a part, and the slot that it is copied to."""
+
+    record: int
+    slot: int
+
+
+class _Loaded(NamedTuple):
+    """Result of copying one part."""
+
+    records: int
+    rows: list[tuple[int, ChunkKey, int, int]]
+    """Slot, key, checksum, last use."""
+    damaged: list[Damage]
+
+
+def import_chunks(
+    archive: Archive,
+    directory: Path,
+    *,
+    capacity_bytes: int | None = None,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Imported:
+    """Copy the chunks of ``archive`` into the store at ``directory``. This call blocks.
+
+    Args:
+        archive: The archive.
+        directory: The path of a tier, or the archive's namespace in it; its parent must exist.
+        capacity_bytes: What the slots of this model may take; None keeps an existing store's
+            size, and makes a new store as large as the archive.
+        on_progress: Called with the number of chunks finished since the last call.
+
+    Raises:
+        ConfigError: The store is of another cache, in use, or cannot be written; the message
+            says what to do.
+        IndexDamagedError: The store's index cannot be used.
+        OSError: The files of either failed.
+        sqlite3.Error: The index cannot be written.
+    """
+    with open_target(archive.manifest, directory, capacity_bytes) as target:
+        found = Imported(target.directory)
+        _Import(archive, target, found).run(on_progress)
+        target.finish()
+    return found
+
+
+class _Import:
+    """One import; its state belongs to the caller's thread."""
+
+    def __init__(self, archive: Archive, target: Target, found: Imported) -> None:
+        self._archive = archive
+        self._target = target
+        self._found = found
+        self._free = target.free_slots()
+        slot_nbytes = archive.manifest.layout.slot_nbytes
+        self._threads = threads_for(slot_nbytes, buffers=2)
+        self._reader = PartReader(archive.location, self._threads)
+
+    def run(self, on_progress: Callable[[int], None]) -> None:
+        least_use = self._least_use()
+        calls = self._calls(least_use, on_progress)
+        for loaded in run_in_order(calls, threads=self._threads, name="kvtier-import"):
+            self._target.commit(loaded.rows)
+            self._found.chunks += len(loaded.rows)
+            self._found.damaged += loaded.damaged
+            on_progress(loaded.records)
+
+    def _least_use(self) -> int:
+        """Return the least last use of the chunks that the store has room for."""
+        room = self._target.free_count
+        if self._archive.manifest.chunks <= room:
+            return 0
+        uses = sorted(
+            record.last_use
+            for header in self._archive.headers()
+            if isinstance(header, PartHeader)
+            for record in header.records
+            if not self._target.has(record.key)
+        )
+        if len(uses) <= room:
+            return 0
+        return uses[-room] if room else uses[-1] + 1
+
+    def _calls(
+        self, least_use: int, on_progress: Callable[[int], None]
+    ) -> Iterator[Callable[[], _Loaded]]:
+        for header in self._archive.headers():
+            if isinstance(header, Damage):
+                self._found.damaged.append(header)
+                on_progress(header.chunks)
+                continue
+            assigned = self._assign(header, least_use)
+            on_progress(len(header.records) - len(assigned))
+            if assigned:
+                yield partial(_load, self._reader, self._target.file, header, assigned)
+
+    def _assign(self, header: PartHeader, least_use: int) -> list[_Assigned]:
+        """Return a slot for each record of a part that the store lacks and has room for."""
+        assigned = list[_Assigned]()
+        for number, record in enumerate(header.records):
+            if self._target.has(record.key):
+                self._found.present += 1
+                continue
+            slot = next(self._free, None) if record.last_use >= least_use else None
+            if slot is None:
+                self._found.left_out += 1
+                continue
+            self._target.claim(record.key)
+            assigned.append(_Assigned(number, slot))
+        return assigned
+
+
+def _load(
+    reader: PartReader, file: SlotFile, header: PartHeader, assigned: Sequence[_Assigned]
+) -> _Loaded:
+    """Copy records of a part into their slots; runs on several threads at once."""
+    with reader.opened(header) as slots:
+        good = [each for each in assigned if not slots.problems[each.record]]
+        for group in consecutive([each.slot for each in good], IOV_MAX):
+            some = good[group]
+            file.write(some[0].slot, [slots.views[each.record] for each in some])
+        damaged = slots.damages(header, [each.record for each in assigned])
+    rows = []
+    for number, slot in good:
+        record = header.records[number]
+        rows.append((slot, record.key, record.checksum, record.last_use))
+    return _Loaded(len(assigned), rows, damaged)

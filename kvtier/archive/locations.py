@@ -1,0 +1,229 @@
+"""Where an archive is: a directory, or a prefix of a bucket in an object store.
+
+A location holds named objects that are written once, as a whole. A reader never finds half an
+object: a file gets its name when all of it is written, and object stores work like that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from typing_extensions import override
+
+from kvtier.archive.manifest import MANIFEST
+from kvtier.archive.part import PART_SUFFIX
+from kvtier.errors import ConfigError
+from kvtier.printable import printable
+from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, write_fully
+
+__all__ = ["Directory", "Location", "has_archive", "open_location", "whole_pages"]
+
+_DRAFT: Final = ".draft"
+_SCHEMES: Final = ("s3", "gs", "az")
+_NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+
+class Location(ABC):
+    """Named objects of an archive. Several threads may use one location at once.
+
+    Methods raise :class:`OSError` when the medium fails; FileNotFoundError if there is no such
+    object.
+    """
+
+    @abstractmethod
+    def names(self) -> dict[str, int]:
+        """Return the bytes of each object, by name.
+
+        Raises:
+            ConfigError: The location has objects of something else than an archive.
+        """
+
+    @abstractmethod
+    def read(self, name: str, into: memoryview) -> int:
+        """Read the beginning of an object into ``into``; return the number of bytes read.
+
+        Args:
+            name: The object, which is not empty.
+            into: Memory at a page boundary, of whole pages.
+
+        Returns:
+            Fewer than ``len(into)`` only if the object ends there.
+        """
+
+    @abstractmethod
+    def write(self, name: str, source: memoryview, nbytes: int) -> None:
+        """Write the first ``nbytes`` of ``source`` as the object ``name``, whole or not at all.
+
+        Args:
+            name: The object; an existing one is replaced.
+            source: Memory at a page boundary, of whole pages.
+            nbytes: Bytes of the object.
+        """
+
+    @abstractmethod
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Create the location and keep other writers out in the body, where the medium can.
+
+        Raises:
+            ConfigError: The location cannot be written, or another process writes it.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until the objects survive loss of power."""
+
+
+class Directory(Location):
+    """A directory with one file for each object.
+
+    Args:
+        path: The directory; its parent must exist.
+        io: The system calls; tests pass failing ones.
+    """
+
+    def __init__(self, path: Path, io: BlockIo | None = None) -> None:
+        self._path = path
+        self._io = io or BlockIo()
+
+    @override
+    def __str__(self) -> str:
+        return printable(str(self._path))
+
+    @override
+    def names(self) -> dict[str, int]:
+        found = {}
+        for path in self._path.iterdir():
+            if path.name == MANIFEST or path.name.endswith(PART_SUFFIX):
+                found[path.name] = path.stat().st_size
+            elif not path.name.endswith(_DRAFT):
+                stranger = printable(path.name)
+                raise ConfigError(f"{self} has {stranger}, so it is no archive; name another")
+        return found
+
+    @override
+    def read(self, name: str, into: memoryview) -> int:
+        path = self._path / name
+        for flags in (os.O_DIRECT, 0):
+            with contextlib.suppress(_NotDirectError), self._open(path, flags) as fd:
+                return self._read(fd, into, direct=bool(flags))
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    @override
+    def write(self, name: str, source: memoryview, nbytes: int) -> None:
+        draft = self._path / f"{name}{_DRAFT}"
+        for flags in (os.O_DIRECT, 0):
+            creating = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags
+            with contextlib.suppress(_NotDirectError), self._open(draft, creating) as fd:
+                write_fully(self._io, fd, [source[: whole_pages(nbytes)]], 0)
+                self._io.truncate(fd, nbytes)
+                self._io.sync_data(fd)
+                break
+        self._io.rename(draft, self._path / name)
+
+    @override
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        fd = self._make()
+        try:
+            try:
+                self._io.lock(fd)
+            except BlockingIOError as error:
+                raise ConfigError(f"another process writes {self}; let it finish") from error
+            for draft in self._path.glob(f"*{_DRAFT}"):  # of a run that was killed
+                self._io.unlink(draft)
+            yield
+        finally:
+            self._io.close(fd)
+
+    @override
+    def sync(self) -> None:
+        for path in (self._path, self._path.resolve().parent):
+            fd = self._io.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self._io.sync(fd)
+            finally:
+                self._io.close(fd)
+
+    def _make(self) -> int:
+        """Create the directory if it is absent; return a descriptor of it.
+
+        Raises:
+            ConfigError: The directory cannot be created.
+        """
+        try:
+            with contextlib.suppress(FileExistsError):
+                self._io.make_directory(self._path)
+            return self._io.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            remedy = "name a new directory, in one that exists and that you may write"
+            raise ConfigError(f"{self}: {error.strerror}; {remedy}") from error
+
+    @contextlib.contextmanager
+    def _open(self, path: Path, flags: int) -> Iterator[int]:
+        """Open ``path`` in the body.
+
+        Raises:
+            _NotDirectError: With O_DIRECT: the file system does not have it.
+        """
+        try:
+            fd = self._io.open(path, flags)
+            try:
+                yield fd
+            finally:
+                self._io.close(fd)
+        except OSError as error:
+            if flags & os.O_DIRECT and error.errno in _NO_DIRECT_IO:
+                raise _NotDirectError from error
+            error.filename = error.filename or str(path)
+            raise
+
+    def _read(self, fd: int, into: memoryview, *, direct: bool) -> int:
+        done = 0
+        while done < len(into):
+            count = self._io.preadv(fd, [into[done:]], done)
+            done += count
+            # With O_DIRECT only the end of the file is within a page.
+            if not count or (direct and done % PAGE_NBYTES):
+                break
+        return done
+
+
+class _NotDirectError(Exception):
+    """The file system does not have O_DIRECT."""
+
+
+def open_location(text: str) -> Location:
+    """Return the location that a user names by a path or a URL.
+
+    Raises:
+        ConfigError: The URL is not one of an object store, or the package for them is missing.
+    """
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return Directory(Path(text))
+    if scheme not in _SCHEMES:
+        known = ", ".join(f"{each}://" for each in _SCHEMES)
+        raise ConfigError(f"{printable(text)}: no such location; give a path, or {known}")
+    from kvtier.archive.objects import open_bucket  # noqa: PLC0415 - an optional extra
+
+    return open_bucket(text)
+
+
+def has_archive(text: str) -> bool:
+    """Return whether a path or URL seems to name an archive and not a store."""
+    if "://" in text:
+        return True
+    path = Path(text)
+    return (path / MANIFEST).exists() or any(path.glob(f"*{PART_SUFFIX}"))
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

@@ -1,0 +1,120 @@
+"""A prefix of a bucket, through obstore: S3, Google Cloud Storage, Azure.
+
+Credentials and endpoints come from the environment, by the rules of each provider. A part is
+small enough for one request, so no upload has to be put together or cleaned up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from typing_extensions import override
+
+from kvtier.archive.locations import Location
+from kvtier.errors import ConfigError
+from kvtier.printable import printable
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+__all__ = ["Bucket", "open_bucket"]
+
+_CLIENT: Final[ClientConfig] = {
+    "connect_timeout": timedelta(seconds=10),
+    "timeout": timedelta(seconds=120),
+    "allow_http": True,  # only an endpoint that the environment names is without TLS
+}
+"""Of one request."""
+_RETRY: Final[RetryConfig] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
+_NAMES_AT_ONCE: Final = 1000
+
+
+class Bucket(Location):
+    """The objects below a prefix of a bucket.
+
+    Args:
+        store: The bucket and its prefix.
+        url: Their name, for messages.
+    """
+
+    def __init__(self, store: ObjectStore, url: str) -> None:
+        self._store = store
+        self._url = url
+
+    @override
+    def __str__(self) -> str:
+        return printable(self._url)
+
+    @override
+    def names(self) -> dict[str, int]:
+        import obstore  # noqa: PLC0415 - an optional extra
+
+        with self._explained(""):
+            listed = obstore.list(self._store, chunk_size=_NAMES_AT_ONCE)
+            return {each["path"]: each["size"] for some in listed for each in some}
+
+    @override
+    def read(self, name: str, into: memoryview) -> int:
+        import obstore  # noqa: PLC0415 - an optional extra
+
+        with self._explained(name):
+            found = memoryview(obstore.get_range(self._store, name, start=0, end=len(into)))
+        into[: len(found)] = found.cast("B")
+        return len(found)
+
+    @override
+    def write(self, name: str, source: memoryview, nbytes: int) -> None:
+        import obstore  # noqa: PLC0415 - an optional extra
+
+        with self._explained(name):
+            obstore.put(self._store, name, source[:nbytes], use_multipart=False)
+
+    @override
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        yield  # object stores have no locks; a part never replaces another one
+
+    @override
+    def sync(self) -> None:
+        """Return at once: an object that was accepted is durable."""
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """Turn obstore's errors into one that names the object and a remedy."""
+        from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
+
+        try:
+            yield
+        except BaseError as error:
+            remedy = "check its name, the credentials in the environment and the network"
+            where = f"{self}/{name}" if name else str(self)
+            raise ConfigError(f"{where}: {_first_line(error)}; {remedy}") from error
+
+
+def open_bucket(url: str) -> Bucket:
+    """Return the bucket and prefix that ``url`` names.
+
+    Raises:
+        ConfigError: The package obstore is missing, or the URL or the environment is wrong.
+    """
+    try:
+        from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
+        from obstore.store import from_url  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        remedy = "install it with: pip install 'kvtier[objects]'"
+        raise ConfigError(f"{printable(url)} needs the package obstore; {remedy}") from error
+    try:
+        return Bucket(
+            from_url(url, client_options=_CLIENT, retry_config=_RETRY), url.rstrip("/")
+        )
+    except (BaseError, ValueError) as error:
+        remedy = "check the URL and the credentials in the environment"
+        raise ConfigError(f"{printable(url)}: {_first_line(error)}; {remedy}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return what obstore says, without the debugging output that follows."""
+    return printable(str(error).partition("\n")[0])

@@ -1,0 +1,229 @@
+"""``kvtier cache export``, ``import`` and ``merge``: carry a cache to other machines."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+import typer
+from rich.text import Text
+
+from kvtier.archive import (
+    export_chunks,
+    import_chunks,
+    merge_archives,
+    namespace_for,
+    open_archive,
+    open_location,
+    verify_archive,
+)
+from kvtier.cli._cache_keys import KeyList
+from kvtier.cli._cache_ship_render import (
+    ExportReport,
+    ImportReport,
+    MergeReport,
+    VerifyReport,
+)
+from kvtier.cli._options import AsJson, BadLimit, Only, Store, quantity
+from kvtier.cli._progress import show_bars
+from kvtier.cli._render import make_console, show_json
+from kvtier.errors import ConfigError
+from kvtier.printable import printable
+from kvtier.tiers.slab.explain import explained
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
+from kvtier.tiers.slab.namespace import SLOTS, nbytes_of
+from kvtier.units import parse_size
+
+__all__ = ["export_cache", "import_cache", "merge_caches", "verify_parts"]
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOCATION: Final = "a directory, or s3://, gs:// or az:// with a bucket and a prefix."
+
+Zstd = Annotated[bool, typer.Option("--zstd", help="Compress each chunk with zstd.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help=f"The archive to write: {_LOCATION}")]
+
+
+class _Report(Protocol):
+    """The result of a command."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether chunks are bad."""
+
+    def as_dict(self, limit: int) -> dict[str, object]:
+        """Return the result as plain values."""
+
+    def lines(self, limit: int) -> Sequence[str]:
+        """Return the result as lines of text."""
+
+
+def export_cache(  # noqa: PLR0913 - each is an option of the command
+    directory: Store,
+    out: Out,
+    *,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Export only these chunks: a key per line, as ls shows it.",
+            readable=False,
+        ),
+    ] = None,
+    zstd: Zstd = False,
+    namespace: Only = None,
+    limit: BadLimit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the chunks of a store into an archive.
+
+    Only reads the store, and may run beside an engine. Run the command again after an
+    interrupt, or later: it writes what the archive lacks. Exits with 1 if a chunk is bad.
+    """
+    space = _one_of(find_namespaces(directory, namespace), directory)
+    chosen = None if keys is None else KeyList.read(keys)
+    location = open_location(out)
+    slots = nbytes_of(space.directory / SLOTS) // space.layout.slot_nbytes
+    began_s = time.monotonic()
+    with _working(f"exporting {space.name}", slots, space) as advance:
+        found = export_chunks(
+            space,
+            location,
+            compression=_compression(zstd=zstd),
+            wanted=chosen.take if chosen else lambda _: True,
+            on_progress=advance,
+        )
+    missing = chosen.missing() if chosen else []
+    seconds = time.monotonic() - began_s
+    _finish(ExportReport(str(location), space, found, missing, seconds), limit, as_json=as_json)
+
+
+def import_cache(
+    archive: Annotated[
+        str, typer.Argument(metavar="ARCHIVE", help=f"The archive: {_LOCATION}")
+    ],
+    directory: Store,
+    *,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What the chunks may take, such as the tier's capacity; without it a store "
+            "keeps its size, and a new one gets that of the archive.",
+        ),
+    ] = None,
+    limit: BadLimit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the chunks of an archive into a store.
+
+    No engine may use the store. Nothing is evicted: if room is short, the most recently used
+    chunks of the archive are copied. Run the command again after an interrupt: it copies what
+    the store lacks. Exits with 1 if a part of the archive is damaged.
+    """
+    capacity_bytes = None if capacity is None else quantity("--capacity", capacity, parse_size)
+    with _resumable():
+        source = open_archive(open_location(archive))
+    space = namespace_for(source.manifest.layout, directory)
+    began_s = time.monotonic()
+    with _working(f"importing {space.name}", source.manifest.chunks, space) as advance:
+        found = import_chunks(
+            source, directory, capacity_bytes=capacity_bytes, on_progress=advance
+        )
+    seconds = time.monotonic() - began_s
+    report = ImportReport(str(source.location), source.manifest.layout, found, seconds)
+    _finish(report, limit, as_json=as_json)
+
+
+def merge_caches(
+    archives: Annotated[
+        list[str], typer.Argument(metavar="ARCHIVE", help=f"Archives to copy: {_LOCATION}")
+    ],
+    out: Out,
+    *,
+    zstd: Zstd = False,
+    limit: BadLimit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the chunks of several archives into one.
+
+    All are archives of one cache. Run the command again after an interrupt: it writes what OUT
+    lacks. Exits with 1 if a part of an ARCHIVE is damaged.
+    """
+    with _resumable():
+        sources = [open_archive(open_location(each)) for each in archives]
+    location = open_location(out)
+    layout = sources[0].manifest.layout
+    chunks = sum(source.manifest.chunks for source in sources)
+    began_s = time.monotonic()
+    with _working("merging", chunks) as advance:
+        found = merge_archives(
+            sources, location, compression=_compression(zstd=zstd), on_progress=advance
+        )
+    seconds = time.monotonic() - began_s
+    _finish(MergeReport(str(location), layout, found, seconds), limit, as_json=as_json)
+
+
+def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
+    """Do what ``kvtier cache verify`` does, for the archive that ``text`` names."""
+    with _resumable():
+        archive = open_archive(open_location(text))
+    began_s = time.monotonic()
+    with _working("verifying", archive.manifest.chunks) as advance:
+        damaged = verify_archive(archive, advance)
+    seconds = time.monotonic() - began_s
+    report = VerifyReport(str(archive.location), archive.manifest, damaged, seconds)
+    _finish(report, limit, as_json=as_json)
+
+
+def _one_of(spaces: Sequence[StoredNamespace], directory: Path) -> StoredNamespace:
+    if len(spaces) > 1:
+        names = " or ".join(f"--namespace {space.name}" for space in spaces)
+        raise ConfigError(f"{printable(str(directory))} has several caches; give {names}")
+    return spaces[0]
+
+
+def _compression(*, zstd: bool) -> str:
+    return "zstd" if zstd else "none"
+
+
+@contextlib.contextmanager
+def _working(
+    what: str, total: int, space: StoredNamespace | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Show a bar in the body, and explain errors; yield a function that moves the bar."""
+    with contextlib.ExitStack() as stack:
+        if space is not None:
+            stack.enter_context(explained(space))
+        stack.enter_context(_resumable())
+        progress = stack.enter_context(show_bars())
+        yield functools.partial(progress.advance, progress.add_task(what, total=total))
+
+
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    """Convert errors of a location into a ConfigError that names the file and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        location = printable(str(error.filename or "the archive"))
+        remedy = "check the disk and its permissions"
+        if error.errno in _NO_ROOM:
+            remedy = "make room, and run the command again, which goes on where it stopped"
+        raise ConfigError(f"{location}: {error.strerror or error}; {remedy}") from error
+
+
+def _finish(report: _Report, limit: int, *, as_json: bool) -> None:
+    """Print ``report``; exit with 1 if chunks are bad."""
+    if as_json:
+        show_json(report.as_dict(limit))
+    else:
+        console = make_console()
+        for line in report.lines(limit):
+            console.print(Text(line), soft_wrap=True)
+    if report.is_bad:
+        raise typer.Exit(1)

@@ -1,0 +1,239 @@
+"""``kvtier cache coverage``: how far prompts would hit in a store."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli._options import AsJson, choice, numpy_needed
+from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
+from kvtier.errors import ConfigError
+from kvtier.units import approximate_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtier.tiers.slab.inspect import StoredNamespace
+    from kvtier.warmup import Coverage, EngineSetup, Prompt, PromptCoverage
+
+__all__ = [
+    "BAD_LINES",
+    "EngineArguments",
+    "OnBadLine",
+    "Prompts",
+    "coverage",
+    "coverage_document",
+    "coverage_rows",
+    "show_rows",
+]
+
+BAD_LINES = ("fail", "skip")
+
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="Prompts, JSON Lines: prompt, prompt_token_ids or messages in each line.",
+        readable=False,
+    ),
+]
+OnBadLine = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT", help="What to do about a line that is no prompt: fail or skip."
+    ),
+]
+EngineArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ARGS", help="The deployment's other arguments of 'vllm serve', after --."
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The coverage of one namespace, prompt by prompt."""
+
+    space: StoredNamespace
+    total: Coverage
+    prompts: Sequence[PromptCoverage]
+
+
+def coverage(  # noqa: PLR0913 - each is an option of the command
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="The path of an nvme tier, or one model's directory in it.",
+            readable=False,
+        ),
+    ],
+    arguments: EngineArguments = None,
+    *,
+    prompts: Prompts,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The engine's --model.")],
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, metavar="N", help="Prompts to list; 0 is all.")
+    ] = 20,
+    on_bad_line: OnBadLine = "fail",
+    as_json: AsJson = False,
+) -> None:
+    """Print how far prompts would hit in a store.
+
+    Lists the prompts that would compute most. Starts no engine; vLLM is only needed for prompts
+    that are not token ids. Only reads, and may run beside an engine.
+    """
+    with numpy_needed("kvtier cache coverage", "sim"):
+        from kvtier.warmup import namespaces_of_model  # noqa: PLC0415 - imports asyncio, numpy
+
+    skips = choice("--on-bad-line", on_bad_line, BAD_LINES) == "skip"
+    spaces = namespaces_of_model(directory, model, namespace)
+    setup = _Setup(model, arguments or ())
+    found = asyncio.run(_read(prompts, setup, skips=skips))
+    answers = [_answer(space, found, setup) for space in spaces]
+    if as_json:
+        show_json([_document(answer, limit) for answer in answers])
+        return
+    console = make_console()
+    for answer in answers:
+        show_line(console, f"{answer.space.name}  {answer.space.layout.model}")
+        size = _nbytes_per_token(answer.space)
+        show_rows(console, coverage_rows(answer.total, nbytes_per_token=size))
+        _show_prompts(console, answer, limit)
+
+
+class _Setup:
+    """vLLM's engine arguments, parsed when a prompt or an argument needs it."""
+
+    def __init__(self, model: str, arguments: Sequence[str]) -> None:
+        self._model = model
+        self._arguments = arguments
+
+    @functools.cached_property
+    def engine(self) -> EngineSetup:
+        from kvtier.warmup import open_vllm  # noqa: PLC0415 - as above
+
+        return open_vllm(self._model, self._arguments, None)
+
+    @property
+    def given(self) -> EngineSetup | None:
+        """The engine's arguments if there are any."""
+        return self.engine if self._arguments else None
+
+
+async def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
+    from kvtier.warmup import BadLine, read_prompts, to_prompt  # noqa: PLC0415 - as above
+
+    found: list[Prompt] = []
+    async for line in read_prompts(path):
+        bad = line if isinstance(line, BadLine) else None
+        if not isinstance(line, BadLine):
+            number, content = line
+            try:
+                found.append(to_prompt(number, content, lambda: setup.engine))
+            except ConfigError as error:
+                bad = BadLine(number, str(error))
+        if bad is not None:
+            if not skips:
+                raise bad.error(path)
+            typer.echo(f"note: {bad.error(path)}", err=True)
+    return found
+
+
+def _answer(space: StoredNamespace, prompts: Sequence[Prompt], setup: _Setup) -> _Answer:
+    from kvtier.warmup import CoverageReader, KeyRules, StoredKeys  # noqa: PLC0415 - as above
+
+    given = setup.given
+    rules = KeyRules.of(space, algorithm=given.algorithm) if given else KeyRules.of(space)
+    reader = CoverageReader(
+        rules,
+        {"stored": StoredKeys.read(space, with_adapters=False)},
+        lora_paths=given.lora_paths if given else {},
+    )
+    total, covered = reader.totals(), []
+    for prompt in prompts:
+        one = reader.cover(prompt)
+        total.add(one)
+        covered.append(one)
+    return _Answer(space, total, covered)
+
+
+def coverage_document(total: Coverage) -> dict[str, object]:
+    """Return a coverage as plain values."""
+    return asdict(total) | {"share": total.share}
+
+
+def coverage_rows(total: Coverage, *, nbytes_per_token: float) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each fact of a coverage."""
+    missing = total.prompts - total.whole - total.partly
+    yield (
+        "prompts",
+        f"{total.prompts:,}: {total.whole:,} stored, {total.partly:,} in part, {missing:,} not",
+    )
+    yield "tokens", f"{total.tokens:,}, of which {total.reusable_tokens:,} reusable"
+    for name, tokens in total.tier_tokens.items():
+        size = approximate_size(tokens * nbytes_per_token)
+        yield name, f"{tokens:,} tokens, {size} to load"
+    yield "covered", f"{total.share:.1%} of the reusable tokens"
+
+
+def show_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print a name and a value in each line."""
+    table = make_table("", "", numbers=())
+    for row in rows:
+        table.add_row(*row)
+    show_table(console, table)
+
+
+def _document(answer: _Answer, limit: int) -> dict[str, object]:
+    return {
+        "namespace": answer.space.name,
+        "model": answer.space.layout.model,
+        **coverage_document(answer.total),
+        "lines": [
+            {
+                "line": each.line,
+                "tokens": each.tokens,
+                "reusable_tokens": each.reusable_tokens,
+                "hit_tokens": each.hit_tokens,
+            }
+            for each in _worst(answer, limit)
+        ],
+    }
+
+
+def _worst(answer: _Answer, limit: int) -> Iterator[PromptCoverage]:
+    """Yield the prompts that would compute most, at most ``limit`` if that is not 0."""
+    by_loss = sorted(
+        answer.prompts, key=lambda each: (each.hit_tokens - each.reusable_tokens, each.line)
+    )
+    yield from by_loss[: limit or None]
+
+
+def _show_prompts(console: Console, answer: _Answer, limit: int) -> None:
+    table = make_table(numbers=("line", "tokens", "reusable", "stored"))
+    for each in _worst(answer, limit):
+        table.add_row(
+            f"{each.line:,}",
+            f"{each.tokens:,}",
+            f"{each.reusable_tokens:,}",
+            f"{each.hit_tokens:,}",
+        )
+    show_table(console, table)
+
+
+def _nbytes_per_token(space: StoredNamespace) -> float:
+    from kvtier.warmup import nbytes_per_token  # noqa: PLC0415 - as above
+
+    return nbytes_per_token(space)

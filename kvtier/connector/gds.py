@@ -1,0 +1,106 @@
+"""The scheduler side of GDS reads: which slots of the NVMe tier workers can read and verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.connector.metadata import GdsSpec
+from kvtier.manager import GdsPlan
+from kvtier.tiers.base import StorageTier
+from kvtier.tiers.part_hashes import PartHashes, PartHashKeeper
+from kvtier.types import SlotFileId
+
+__all__ = ["GdsSlots"]
+
+
+class _RankReports(Protocol):
+    """The part of the control block that tells what ranks can read, and have hashed."""
+
+    def gds_parts(self) -> int:
+        """Return the number of parts of a slot, or 0 if a rank cannot read into its GPU."""
+
+    def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+        """Return the hashes of the parts of RAM slots; a row is 0 if they are unknown."""
+
+
+class GdsSlots:
+    """The hashes of one tier's slots, as arrays by slot.
+
+    Implements :class:`kvtier.manager.GdsSource` for the manager's thread, and
+    :class:`kvtier.transfer.routes.PartHashStore` for the storage engine's. The storage engine
+    sets the hashes of a slot before the manager learns that the slot has a chunk.
+
+    Args:
+        tier: Index of the tier.
+        storage: The tier.
+        keeper: The same tier.
+        file: Its slot file.
+        ranks: What the ranks report; all of them can do GDS reads.
+    """
+
+    def __init__(
+        self,
+        tier: int,
+        storage: StorageTier,
+        keeper: PartHashKeeper,
+        file: SlotFileId,
+        ranks: _RankReports,
+    ) -> None:
+        self.tier = tier
+        self._storage = storage
+        self._keeper = keeper
+        self._file = file
+        self._ranks = ranks
+        self._parts = ranks.gds_parts()
+        # A part's hash is 0 with a probability of 2**-64, so 0 stands for an unknown hash.
+        self._hashes: PartHashes = np.zeros((storage.capacity_slots, self._parts), np.uint64)
+        slots, hashes = keeper.recovered_part_hashes()
+        if hashes.shape[1:] == (self._parts,):
+            self._hashes[slots] = hashes
+
+    # -- manager ------------------------------------------------------------------------------
+
+    def readable(self, slots: Sequence[int]) -> Sequence[bool]:
+        """Return for each of ``slots`` whether all workers can read and verify it now."""
+        if self._ranks.gds_parts() != self._parts:
+            return [False] * len(slots)
+        known: npt.NDArray[np.bool_] = (self._hashes[slots] != 0).all(1)
+        answers: list[bool] = known.tolist()
+        return answers
+
+    def hashes(self, slots: Sequence[int]) -> bytes:
+        """Return the hashes of all parts of ``slots``, slot by slot."""
+        return self._hashes[slots].tobytes()
+
+    def begin_overwriting(self, slots: Sequence[int]) -> None:
+        """Forget the hashes of ``slots``, which get other chunks."""
+        self._hashes[slots] = 0
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Record that ``slots`` were read."""
+        if slots:
+            self._storage.touch(slots)
+
+    def spec(self, plan: GdsPlan) -> GdsSpec:
+        """Return the workers' part of a plan."""
+        return GdsSpec(self._file, tuple(plan.positions), tuple(plan.slots), plan.hashes)
+
+    # -- storage engine -----------------------------------------------------------------------
+
+    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+        """Return the part hashes of the chunks in RAM slots; a row is 0 if they are unknown."""
+        return self._ranks.part_hashes(slots, generations)
+
+    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
+        """Keep the part hashes of chunks that were written to ``slots`` of the tier."""
+        if hashes.shape[1:] != (self._parts,):
+            return  # a rank has given up meanwhile
+        known = (hashes != 0).all(1)
+        if known.any():
+            numbers = np.asarray(slots, np.int64)[known]
+            self._hashes[numbers] = hashes[known]
+            self._keeper.keep_part_hashes(numbers.tolist(), hashes[known])

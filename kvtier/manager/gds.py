@@ -1,0 +1,48 @@
+"""GDS reads: chunks that workers read from an NVMe tier straight into their blocks.
+
+Such a chunk needs no RAM slot and no job between tiers. Its copy in the tier is pinned from the
+plan of the load until all workers have acknowledged the load. A worker verifies what it reads:
+when the chunk was stored, each worker computed the hash of its part. A chunk without hashes is
+loaded through RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+__all__ = ["GdsPlan", "GdsSource"]
+
+
+class GdsSource(Protocol):
+    """Tells which slots of one tier workers can read. No method waits."""
+
+    @property
+    def tier(self) -> int:
+        """Index of the tier."""
+
+    def readable(self, slots: Sequence[int]) -> Sequence[bool]:
+        """Return for each of ``slots`` whether all workers can read and verify it now."""
+
+    def hashes(self, slots: Sequence[int]) -> bytes:
+        """Return the hashes of all parts of ``slots``, slot by slot."""
+
+    def begin_overwriting(self, slots: Sequence[int]) -> None:
+        """Forget the hashes of ``slots``, which get other chunks."""
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Record that ``slots`` were read."""
+
+
+class GdsPlan(NamedTuple):
+    """The GDS reads of a load.
+
+    Attributes:
+        positions: Positions of the chunks in the load, ascending.
+        slots: Slots of the chunks in the tier.
+        hashes: Hashes of all parts of the chunks, chunk by chunk.
+    """
+
+    positions: Sequence[int]
+    slots: Sequence[int]
+    hashes: bytes

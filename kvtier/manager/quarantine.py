@@ -1,0 +1,75 @@
+"""Empties the tiers at a reset, and quarantines the slots that somebody may still touch.
+
+A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job may
+be reading or writing a slot. So may a worker, and after a reset the engine no longer reports
+when the worker is done. Such a slot stays pinned until its job has settled and the workers
+acknowledged their jobs.
+
+A tier may hold millions of chunks, and the scheduler waits for the reset. So nothing is done
+per chunk: every tier begins anew, except for the pinned copies. The old copies are freed, and
+their removals announced, a few thousand per step (:class:`~kvtier.manager.reports.EventLog`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier.manager.storage_jobs import JobRecord, StorageJobs
+from kvtier.manager.tier_stack import TierStack
+from kvtier.policies import ChunkCopy
+from kvtier.types import TransferResult
+
+__all__ = ["Quarantine"]
+
+
+class Quarantine:
+    """RAM copies that a reset dropped but a worker may still touch."""
+
+    def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
+        self._stack = stack
+        self._jobs = jobs
+        self._held: list[ChunkCopy] = []
+
+    def __len__(self) -> int:
+        return len({copy.slot for copy in self._held})
+
+    def reset(self, in_use: Iterable[ChunkCopy]) -> None:
+        """Make every chunk in every tier a miss.
+
+        Args:
+            in_use: RAM copies that workers may touch; takes over one pin of each. Besides these
+                and the copies of storage jobs, no copy may be pinned.
+        """
+        self._held += in_use
+        stack = self._stack
+        pinned: list[list[ChunkCopy]] = [[] for _ in stack.tiers]
+        pinned[0] += self._held
+        for record in self._jobs.records():
+            pinned[record.source] += record.sources.copies
+            pinned[record.destination] += record.destinations
+        for tier, copies in zip(stack.tiers, pinned, strict=True):
+            stack.events.add_reset(tier.index, tier.reset(copies))
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Unpin the copies that no worker touches any more."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        over = self._stack.slot_status.all_acknowledged([copy.slot for copy in held])
+        for copy, is_over in zip(held, over, strict=True):
+            if is_over:
+                self._stack.ram.unpin((copy,))
+            else:
+                self._held.append(copy)
+
+    def apply(self, record: JobRecord, result: TransferResult) -> None:
+        """Free the slots of a job planned before the reset."""
+        if not result.settled:
+            record.is_late = True
+            return
+        if record.destination:
+            # The job may have written after the reset emptied the tier.
+            self._stack.record_corrupt(record.destination, record.destinations)
+        self._stack.tiers[record.source].unpin(record.sources.copies)
+        self._stack.tiers[record.destination].unpin(record.destinations)

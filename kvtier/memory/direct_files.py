@@ -1,0 +1,169 @@
+"""Files that are read straight into the memory of a device.
+
+:class:`DirectFiles` opens them: kvikio for a GPU (:mod:`kvtier.memory.kvikio_files`), and
+:class:`PosixFiles` for memory of this process, in tests and in ``kvtier replay``.
+
+The tier's process has the file open and may be replaced by another one. A worker opens the file
+by its path, so it checks that it got the tier's file and not another one of that name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from typing_extensions import override
+
+from kvtier.errors import TierUnavailableError
+from kvtier.types import SlotFileId
+
+__all__ = [
+    "DirectFile",
+    "DirectFiles",
+    "DirectRead",
+    "PosixFiles",
+    "aligned",
+    "open_slot_file",
+]
+
+
+class DirectRead(NamedTuple):
+    """A read of consecutive bytes.
+
+    Attributes:
+        offset: Where they begin in the file.
+        into: Contiguous int8 memory on the device; as many bytes are read.
+    """
+
+    offset: int
+    into: torch.Tensor
+
+
+class DirectFile(ABC):
+    """An open file. Its methods block; one thread at a time may call them."""
+
+    @abstractmethod
+    def read(self, reads: Sequence[DirectRead]) -> list[str]:
+        """Read everything in ``reads``.
+
+        Returns:
+            For each read an error message, or an empty string if all its bytes are there. No
+            read is in progress any more.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+
+class DirectFiles(ABC):
+    """Opens files for one device."""
+
+    @abstractmethod
+    def open(self, path: str) -> DirectFile:
+        """Open the file at ``path`` for reading.
+
+        Raises:
+            OSError: The file cannot be opened.
+            RuntimeError: The library cannot read it.
+        """
+
+    @abstractmethod
+    def staging_memory(self, nbytes: int) -> torch.Tensor:
+        """Return int8 memory on the device to read into, aligned to 4096 bytes.
+
+        Raises:
+            RuntimeError: There is not enough memory.
+        """
+
+    @abstractmethod
+    def release(self, memory: torch.Tensor) -> None:
+        """Undo what :meth:`staging_memory` did besides allocating the memory."""
+
+
+def open_slot_file(files: DirectFiles, wanted: SlotFileId) -> DirectFile:
+    """Open the slot file of a tier.
+
+    Raises:
+        TierUnavailableError: It cannot be opened, or another file has its path.
+    """
+    try:
+        with _opened(wanted.path) as descriptor:
+            found = os.fstat(descriptor)
+            if (found.st_dev, found.st_ino) != (wanted.device, wanted.inode):
+                raise TierUnavailableError(wanted.tier, f"{wanted.path} is another file now")
+            if not stat.S_ISREG(found.st_mode):
+                raise TierUnavailableError(wanted.tier, f"{wanted.path} is not a regular file")
+            # By the descriptor, because the path may lead to another file by now.
+            return files.open(f"/proc/self/fd/{descriptor}")
+    except (OSError, RuntimeError) as error:
+        raise TierUnavailableError(wanted.tier, f"{wanted.path}: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class PosixFiles(DirectFiles):
+    """Reads files into memory of this process, past the page cache where that is possible."""
+
+    @override
+    def open(self, path: str) -> DirectFile:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:  # a file system without O_DIRECT
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _PosixFile(descriptor)
+
+    @override
+    def staging_memory(self, nbytes: int) -> torch.Tensor:
+        return aligned(torch.empty(nbytes + _PAGE_NBYTES, dtype=torch.int8), nbytes)
+
+    @override
+    def release(self, memory: torch.Tensor) -> None:
+        pass
+
+
+class _PosixFile(DirectFile):
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @override
+    def read(self, reads: Sequence[DirectRead]) -> list[str]:
+        return [self._read(each) for each in reads]
+
+    def _read(self, read: DirectRead) -> str:
+        view = read.into.numpy().data.cast("B")
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], read.offset + done)
+            except OSError as error:
+                return error.strerror or str(error)
+            if not count:
+                return f"the file ends after {done} of {len(view)} bytes"
+            done += count
+        return ""
+
+    @override
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+_PAGE_NBYTES = 4096
+
+
+def aligned(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return ``nbytes`` bytes of ``memory`` that begin at a multiple of 4096 bytes."""
+    start = -memory.data_ptr() % _PAGE_NBYTES
+    return memory[start : start + nbytes]

@@ -1,0 +1,303 @@
+"""GDS reads: chunks from an NVMe tier's slot file into a rank's blocks, without RAM.
+
+GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes lie in other places than
+the engine's blocks, and nobody has verified them. So slots are read into staging memory on the
+device, hashed there, and copied to blocks by the copier that also copies RAM slots.
+
+Several ranks need different parts of a slot. Each reads its own ranges only; if it read whole
+slots, every byte would leave the disk once for each rank. Short ranges would take longer one by
+one than a slot takes through RAM, so there are no GDS reads then.
+
+There are two staging buffers, so that one is filled while the other is emptied. The caller
+orders the steps of each buffer: read, verify, copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.logs import get_logger
+from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks
+from kvtier.memory.direct_files import DirectFile, DirectFiles, DirectRead, open_slot_file
+from kvtier.memory.part_hashes import Hashes, HashPlanner, hash_on_host, open_hasher
+from kvtier.memory.slot_layout import RankShare, RegionGeometry
+from kvtier.memory.streams import CopyStream, Driver, Fence
+from kvtier.types import SlotFileId
+from kvtier.units import approximate_size
+
+__all__ = ["GdsLoader", "GdsStoreHasher"]
+
+logger = get_logger(__name__)
+
+_BUFFERS: Final = 2
+BUFFER_NBYTES: Final = 16 << 20
+"""Bytes of a staging buffer; one that must hold a longer slot is as long as the slot."""
+SHORTEST_NBYTES: Final = 64 << 10
+"""Shortest range that is read by itself."""
+_SCATTER_NBYTES: Final = 8 << 20
+"""Device memory of the copier that empties the buffers."""
+_TRIAL_NBYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedSlots:
+    """A staging buffer, as slots."""
+
+    geometry: RegionGeometry
+    payload: torch.Tensor
+
+
+class GdsStoreHasher:
+    """Hashes what a rank stores, so that a later GDS read of it can be verified.
+
+    Args:
+        planner: Finds the ranges.
+        driver: The GPU; None on a CPU.
+    """
+
+    def __init__(self, planner: HashPlanner, driver: Driver | None) -> None:
+        self._planner = planner
+        self._hasher = open_hasher(driver)
+        self._has_failed = False
+
+    def hash(self, plan: BlockCopyPlan) -> Hashes | None:
+        """Return the hash of what this rank stores in each of ``plan.slots``.
+
+        Call it after the store of ``plan`` has ended, while its blocks are unchanged.
+
+        Returns:
+            The hashes; None if the device could not hash, which is logged once.
+        """
+        try:
+            return self._hasher.hash(self._planner.of_blocks(plan), len(plan.slots))
+        except (KvtierError, RuntimeError) as error:
+            if not self._has_failed:
+                logger.warning("chunks get no hash, so they are loaded through RAM: %s", error)
+            self._has_failed = True
+            return None
+
+
+class GdsLoader:
+    """Reads slots of a tier into staging buffers, verifies them and copies them to blocks.
+
+    Reads, and everything else, are each called by one thread at a time.
+
+    Args:
+        kv: The rank's KV memory.
+        geometry: The shape of the slots.
+        share: The rank's share of each slot.
+        blocks_per_chunk: Blocks of a chunk.
+        files: Opens the tier's file.
+        driver: The GPU; None on a CPU.
+
+    Raises:
+        UnsupportedError: The KV memory cannot be hashed word by word, the rank's ranges are
+            short, or the device hashes wrongly.
+        RuntimeError: There is not enough memory on the device.
+
+    Attributes:
+        part: Number of this rank's part of every slot.
+        buffers: Number of staging buffers.
+        slots_per_buffer: Slots that a buffer holds.
+        store_hasher: Hashes what this rank stores.
+    """
+
+    def __init__(
+        self,
+        kv: KVBlocks,
+        geometry: RegionGeometry,
+        *,
+        share: RankShare,
+        blocks_per_chunk: int,
+        files: DirectFiles,
+        driver: Driver | None,
+    ) -> None:
+        self.part = share.part
+        self.buffers = _BUFFERS
+        self.slots_per_buffer = max(BUFFER_NBYTES // geometry.slot_nbytes, 1)
+        self._slot_nbytes = geometry.slot_nbytes
+        self._planner = HashPlanner(
+            kv, geometry, share=share, blocks_per_chunk=blocks_per_chunk
+        )
+        self._extents: list[list[range]] | None = None  # whole slots
+        if share.parts > 1:
+            _require_long_ranges(kv)
+            self._extents = [self._planner.extents(group) for group in range(len(kv.groups))]
+        self._files = files
+        self._file: tuple[SlotFileId, DirectFile] | None = None
+        self._stream = driver.open_stream() if driver else None
+        self._hasher = open_hasher(driver)
+        shape = dataclasses.replace(
+            geometry, slots=self.buffers * self.slots_per_buffer, ranks=1, bounce_slots=0
+        )
+        self._memory = files.staging_memory(shape.payload_nbytes)
+        with ExitStack() as opened:
+            opened.callback(files.release, self._memory)
+            self._copier = BlockCopier(
+                kv,
+                _StagedSlots(shape, self._memory),
+                share=share,
+                blocks_per_chunk=blocks_per_chunk,
+                staging_nbytes=_SCATTER_NBYTES if driver else 0,
+            )
+            if self._stream is not None:
+                self._try_hasher(self._stream)
+            opened.pop_all()
+        self._is_closed = False
+        self.store_hasher = GdsStoreHasher(self._planner, driver)
+
+    def staged_slots(self, buffer: int) -> range:
+        """Return the numbers of the staging slots of a buffer."""
+        first = buffer * self.slots_per_buffer
+        return range(first, first + self.slots_per_buffer)
+
+    def read(
+        self, staged: range, file: SlotFileId, slots: Sequence[int], groups: Sequence[int]
+    ) -> list[str]:
+        """Read slots of the tier into staging slots, adjacent ones with one call.
+
+        Args:
+            staged: The staging slots, as many as ``slots``.
+            file: The tier's slot file.
+            slots: Slots of the tier, ascending.
+            groups: KV cache group of each slot's chunk.
+
+        Returns:
+            For each slot an error message, or an empty string if its bytes are there.
+
+        Raises:
+            TierUnavailableError: The file cannot be opened.
+        """
+        opened = self._open(file)
+        if self._extents is not None:
+            return self._read_parts(opened, staged, slots, self._extents, groups)
+        runs = _runs(slots)
+        errors = opened.read([self._read_of(staged, slots, run) for run in runs])
+        found: list[str] = []
+        for run, error in zip(runs, errors, strict=True):
+            if not error or len(run) == 1:
+                found += [error] * len(run)
+            else:  # one unreadable sector must not fail its neighbours
+                singles = [range(at, at + 1) for at in run]
+                found += opened.read([self._read_of(staged, slots, at) for at in singles])
+        return found
+
+    def _read_parts(
+        self,
+        opened: DirectFile,
+        staged: range,
+        slots: Sequence[int],
+        extents: Sequence[Sequence[range]],
+        groups: Sequence[int],
+    ) -> list[str]:
+        """Read this rank's ranges of each slot."""
+        nbytes = self._slot_nbytes
+        reads, places = [], []
+        for at, (number, slot, group) in enumerate(zip(staged, slots, groups, strict=True)):
+            for extent in extents[group]:
+                into = self._memory[number * nbytes + extent.start :][: len(extent)]
+                reads.append(DirectRead(slot * nbytes + extent.start, into))
+                places.append(at)
+        found = [""] * len(slots)
+        for at, error in zip(places, opened.read(reads), strict=True):
+            found[at] = found[at] or error
+        return found
+
+    def verify(
+        self, staged: range, groups: Sequence[int], expected: Sequence[int]
+    ) -> list[bool]:
+        """Return for each staging slot whether this rank's part is as it was stored.
+
+        Args:
+            staged: The staging slots.
+            groups: KV cache group of each slot's chunk.
+            expected: Hash of this rank's part of each slot.
+
+        Raises:
+            KvtierError: The device cannot hash.
+        """
+        address = self._memory.data_ptr() + staged.start * self._slot_nbytes
+        found = self._hasher.hash(self._planner.of_slots(address, groups), len(staged))
+        return [int(has) == wants for has, wants in zip(found, expected, strict=True)]
+
+    def copy(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        """Copy staging slots to blocks after ``after``; return when the bytes are there.
+
+        Args:
+            plan: The copies, from staging slots.
+            after: Point in the compute stream that the copies must follow; None on a CPU.
+        """
+        if self._stream is None:
+            self._copier.load(plan, after=None)
+            return
+        with self._stream.active():
+            try:
+                if after is not None:
+                    self._stream.follow(after)
+                self._copier.load(plan, after=None)
+            finally:
+                # Also after an error: what was queued still uses the buffer and blocks.
+                self._stream.record().wait()
+
+    def close(self) -> None:
+        """Close the file and release the buffers. Idempotent; nothing may be running."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._file is not None:
+            self._file[1].close()
+        self._copier.close()
+        self._files.release(self._memory)
+
+    def _open(self, file: SlotFileId) -> DirectFile:
+        if self._file is None or self._file[0] != file:
+            opened = open_slot_file(self._files, file)
+            if self._file is not None:
+                self._file[1].close()
+            self._file = file, opened
+        return self._file[1]
+
+    def _read_of(self, staged: range, slots: Sequence[int], run: range) -> DirectRead:
+        nbytes = self._slot_nbytes
+        first = (staged.start + run.start) * nbytes
+        into = self._memory[first : first + len(run) * nbytes]
+        return DirectRead(slots[run.start] * nbytes, into)
+
+    def _try_hasher(self, stream: CopyStream) -> None:
+        """Raise UnsupportedError unless the device hashes as this process does."""
+        words = min(_TRIAL_NBYTES, self._memory.numel()) // 8
+        content = torch.from_numpy(np.arange(words, dtype=np.int64) * 0x2545F491_4F6CDD1D)
+        with stream.active():
+            self._memory[: 8 * words].view(torch.int64).copy_(content)
+            stream.record().wait()
+        staged, here = (
+            np.array([[memory.data_ptr(), 7, words, 0]], np.int64)
+            for memory in (self._memory, content)
+        )
+        if self._hasher.hash(staged, 1) != hash_on_host(here):
+            raise UnsupportedError("the GPU computes other hashes than the CPU")
+
+
+def _require_long_ranges(kv: KVBlocks) -> None:
+    """Raise UnsupportedError unless a rank's ranges of a slot are long."""
+    shortest = min(nbytes for pages in kv.groups for _, nbytes in pages)
+    if shortest < SHORTEST_NBYTES:
+        raise UnsupportedError(
+            f"a rank's part of a page has {approximate_size(shortest)}, which is too short to "
+            "read: start vLLM with VLLM_KV_CACHE_LAYOUT=BHLNC or a larger --block-size"
+        )
+
+
+def _runs(slots: Sequence[int]) -> list[range]:
+    """Return the positions of each run of consecutive ``slots``."""
+    edges = np.flatnonzero(np.diff(np.asarray(slots, np.int64)) != 1) + 1
+    starts = [0, *edges.tolist()]
+    return [range(*ends) for ends in zip(starts, [*starts[1:], len(slots)], strict=True)]

@@ -1,0 +1,256 @@
+"""Hashes of a rank's part of a slot, equal on a GPU and on a CPU.
+
+A tier's checksum covers a whole slot, and the tier computes it in RAM. A rank that reads its
+part of a slot straight into GPU memory cannot use it. So each rank hashes its part when the
+chunk is stored, and compares when it reads the chunk.
+
+The hash of a part is the sum of one number for each word of eight bytes, modulo 2**64. The
+number depends on the word and on its position in the slot. A sum does not depend on the order,
+so any number of GPU programs can share the work. If several ranks write one part, the sums of
+what each wrote add up to the hash of the part.
+
+For a given position the number is a bijection of the word. So a change within one word always
+changes the hash; any other change goes unnoticed with probability 2**-64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.fragments import Pages, locate_pages
+from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
+from kvtier.memory.streams import Driver
+
+__all__ = [
+    "HashPlanner",
+    "HashRanges",
+    "Hasher",
+    "Hashes",
+    "hash_on_host",
+    "hash_words",
+    "open_hasher",
+]
+
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+
+HashRanges: TypeAlias = npt.NDArray[np.int64]
+"""Rows of: address, position of the first word in its slot, words, and place of the chunk."""
+
+POSITION_STEP: Final = 0x9E3779B97F4A7C15
+FIRST_FACTOR: Final = 0xFF51AFD7ED558CCD
+SECOND_FACTOR: Final = 0xC4CEB9FE1A85EC53
+FIRST_SHIFT: Final = 32
+SECOND_SHIFT: Final = 29
+
+_WORD_NBYTES: Final = 8
+_PAGE_NBYTES: Final = 4096
+_LONGEST_WORDS: Final = 8192
+"""Words of a range: enough to keep a GPU program busy, and few enough for many programs."""
+_AT_ONCE: Final = 4096
+"""Ranges of one launch; the tables take 160 KiB of page-locked memory."""
+
+
+class HashPlanner:
+    """Finds the ranges to hash, in an engine's blocks or in slots.
+
+    Args:
+        kv: The rank's KV memory.
+        geometry: The shape of the slots.
+        share: The rank's share of each slot.
+        blocks_per_chunk: Blocks of a chunk.
+
+    Raises:
+        UnsupportedError: A block does not fit its place in the slot, or pages are not whole
+            words of eight bytes.
+    """
+
+    def __init__(
+        self,
+        kv: KVBlocks,
+        geometry: RegionGeometry,
+        *,
+        share: RankShare,
+        blocks_per_chunk: int,
+    ) -> None:
+        require_room(kv.page_nbytes, geometry, share, blocks_per_chunk)
+        self._geometry = geometry
+        self._share = share
+        self._subs = np.arange(blocks_per_chunk)
+        self._groups = [locate_pages(kv, pages, share) for pages in kv.groups]
+        _require_words(self._groups, geometry)
+
+    def of_blocks(self, plan: BlockCopyPlan) -> HashRanges:
+        """Return the ranges of the blocks that this rank stores for ``plan.slots``."""
+        rows = []
+        for copy in plan.groups:
+            written = self._share.written(copy.blocks)
+            mine = copy if written is None else copy.part(written)
+            pages = self._groups[copy.group]
+            address = pages.first + mine.blocks[:, np.newaxis] * pages.step
+            rows.append(self._rows(pages, address, mine.subs, plan.places(mine)))
+        return _cut(np.concatenate(rows) if rows else _NONE)
+
+    def of_slots(self, address: int, groups: Sequence[int]) -> HashRanges:
+        """Return the ranges of the rank's part of consecutive slots.
+
+        Args:
+            address: Where the first slot begins.
+            groups: KV cache group of each slot's chunk; places count these slots.
+        """
+        rows = []
+        for place, group in enumerate(groups):
+            pages = self._groups[group]
+            start = address + place * self._geometry.slot_nbytes
+            blocks = start + self._subs[:, np.newaxis] * self._geometry.block_nbytes
+            places = np.full(len(self._subs), place)
+            rows.append(self._rows(pages, blocks + pages.offset, self._subs, places))
+        return _cut(np.concatenate(rows) if rows else _NONE)
+
+    def extents(self, group: int) -> list[range]:
+        """Return the pages of 4 KiB of a slot that have the rank's part, as ranges of bytes."""
+        pages = self._groups[group]
+        starts = self._subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
+        ends = starts + pages.nbytes
+        merged: list[range] = []
+        for start, end in zip(starts.ravel().tolist(), ends.ravel().tolist(), strict=True):
+            first = start - start % _PAGE_NBYTES
+            last = min(-(-end // _PAGE_NBYTES) * _PAGE_NBYTES, self._geometry.slot_nbytes)
+            if merged and first <= merged[-1].stop:
+                first, last = merged[-1].start, max(last, merged.pop().stop)
+            merged.append(range(first, last))
+        return merged
+
+    def _rows(
+        self, pages: Pages, address: Indices, subs: Indices, places: Indices
+    ) -> HashRanges:
+        """Return a row for each page; ``address`` has a line for each block."""
+        at = subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
+        rows = np.empty((address.size, 4), np.int64)
+        rows[:, 0] = address.ravel()
+        rows[:, 1] = at.ravel() // _WORD_NBYTES
+        rows[:, 2] = np.broadcast_to(pages.nbytes // _WORD_NBYTES, address.shape).ravel()
+        rows[:, 3] = np.broadcast_to(places[:, np.newaxis], address.shape).ravel()
+        return rows
+
+
+def hash_words(words: Hashes, position: int) -> int:
+    """Return the sum of the numbers of ``words``, the first of which is at ``position``.
+
+    >>> words = np.arange(6, dtype=np.uint64)
+    >>> parts = hash_words(words[:2], 10) + hash_words(words[2:], 12)
+    >>> parts % 2**64 == hash_words(words, 10)
+    True
+    """
+    positions = np.arange(position, position + len(words), dtype=np.uint64)
+    mixed = words ^ positions * np.uint64(POSITION_STEP)
+    mixed = mixed * np.uint64(FIRST_FACTOR)
+    mixed ^= mixed >> np.uint64(FIRST_SHIFT)
+    mixed *= np.uint64(SECOND_FACTOR)
+    mixed ^= mixed >> np.uint64(SECOND_SHIFT)
+    return int(mixed.sum(dtype=np.uint64))
+
+
+def hash_on_host(ranges: HashRanges) -> Hashes:
+    """Return the hash of each range, read from this process's own memory."""
+    sums = np.empty(len(ranges), np.uint64)
+    for row, (address, position, words, _) in enumerate(ranges.tolist()):
+        memory = (ctypes.c_uint64 * words).from_address(address)
+        sums[row] = hash_words(np.frombuffer(memory, np.uint64), position)
+    return sums
+
+
+def _sum_ranges(ranges: HashRanges, sums: Hashes, chunks: int) -> Hashes:
+    """Add up the hashes of each chunk's ranges.
+
+    Args:
+        ranges: The ranges.
+        sums: The hash of each range.
+        chunks: Number of chunks.
+    """
+    totals = np.zeros(chunks, np.uint64)
+    np.add.at(totals, ranges[:, 3], sums)
+    return totals
+
+
+class Hasher(ABC):
+    """Hashes ranges of memory. One thread at a time may call it."""
+
+    @abstractmethod
+    def hash(self, ranges: HashRanges, chunks: int) -> Hashes:
+        """Return the hash of each of ``chunks`` chunks; blocks until it is known.
+
+        Raises:
+            KvtierError: The device cannot hash.
+        """
+
+
+class HostHasher(Hasher):
+    """Hashes memory of this process."""
+
+    @override
+    def hash(self, ranges: HashRanges, chunks: int) -> Hashes:
+        return _sum_ranges(ranges, hash_on_host(ranges), chunks)
+
+
+class DeviceHasher(Hasher):
+    """Hashes memory of a GPU, on a stream of its own.
+
+    Args:
+        driver: The GPU.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._stream = driver.open_stream()
+        self._table = driver.pinned_words(_AT_ONCE, 4)
+        self._sums = driver.pinned_words(_AT_ONCE, 1)
+
+    @override
+    def hash(self, ranges: HashRanges, chunks: int) -> Hashes:
+        totals = np.zeros(chunks, np.uint64)
+        with self._stream.active():
+            for start in range(0, len(ranges), _AT_ONCE):
+                some = ranges[start : start + _AT_ONCE]
+                self._table[: len(some)] = some
+                self._stream.hash_by_kernel(self._table, self._sums, len(some))
+                self._stream.record().wait()
+                sums = self._sums[: len(some), 0].view(np.uint64)
+                totals += _sum_ranges(some, sums, chunks)
+        return totals
+
+
+def open_hasher(driver: Driver | None) -> Hasher:
+    """Return what hashes memory of a GPU, or of this process if there is no GPU."""
+    return HostHasher() if driver is None else DeviceHasher(driver)
+
+
+_NONE = np.empty((0, 4), np.int64)
+
+
+def _require_words(groups: Sequence[Pages], geometry: RegionGeometry) -> None:
+    units = [geometry.slot_nbytes, geometry.block_nbytes]
+    for pages in groups:
+        for numbers in (pages.first, pages.step, pages.offset, pages.nbytes):
+            units += numbers.tolist()
+    if any(unit % _WORD_NBYTES for unit in units):
+        raise UnsupportedError("the pages of the KV cache are not whole words of 8 bytes")
+
+
+def _cut(ranges: HashRanges) -> HashRanges:
+    """Cut ranges that are longer than one program should hash."""
+    pieces = -(-ranges[:, 2] // _LONGEST_WORDS)
+    cut = np.repeat(ranges, pieces, axis=0)
+    ends = np.cumsum(pieces)
+    skipped = (np.arange(len(cut)) - np.repeat(ends - pieces, pieces)) * _LONGEST_WORDS
+    cut[:, 0] += skipped * _WORD_NBYTES
+    cut[:, 1] += skipped
+    cut[:, 2] = np.minimum(cut[:, 2] - skipped, _LONGEST_WORDS)
+    return cut

@@ -1,0 +1,50 @@
+"""Plans of pieces: group the slots of a batch so that a system call moves many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Piece", "plan_pieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Chunks of a batch in consecutive slots.
+
+    Attributes:
+        first_slot: Slot of the first chunk; chunk ``i`` of the piece is ``i`` slots further.
+        chunks: Positions in the batch, in slot order.
+    """
+
+    first_slot: int
+    chunks: Sequence[int]
+
+
+def plan_pieces(
+    slots: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64], *, slots_per_piece: int
+) -> list[Piece]:
+    """Group ``chunks`` of a batch into as few pieces as their slots allow.
+
+    Args:
+        slots: Slot of each chunk of the batch, in any order.
+        chunks: Positions in the batch to move.
+        slots_per_piece: Most slots of one piece.
+
+    >>> plan = plan_pieces(np.array([7, 3, 8, 9]), np.arange(4), slots_per_piece=2)
+    >>> [(piece.first_slot, piece.chunks) for piece in plan]
+    [(3, [1]), (7, [0, 2]), (9, [3])]
+    """
+    if not chunks.size:
+        return []
+    ordered = chunks[np.argsort(slots[chunks], kind="stable")]
+    gaps = np.flatnonzero(np.diff(slots[ordered]) != 1) + 1
+    pieces: list[Piece] = []
+    for run in np.split(ordered, gaps):
+        for start in range(0, len(run), slots_per_piece):
+            members = run[start : start + slots_per_piece]
+            pieces.append(Piece(int(slots[members[0]]), members.tolist()))
+    return pieces

@@ -1,0 +1,293 @@
+"""An engine in this process that computes prompts and generates nothing, for ``kvtier warmup``.
+
+The engine has the arguments of ``vllm serve`` and is configured as a server's, so that its
+chunks are those of a server with the same arguments. Its core runs in this process: it then
+ends with the process, and its stores are free again, however the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.renderers import ChatParams, merge_kwargs, renderer_from_config
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from kvtier.connector.figures import StoreInfo
+from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.keys import ChunkKey
+from kvtier.printable import printable
+from kvtier.vllm.adapters import AdapterContents
+from kvtier.vllm.connector import KVTierConnector
+from kvtier.vllm.versions import SUPPORTED
+
+__all__ = ["EngineSetup", "OfflineEngine"]
+
+_PARSERS: Final = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+"""Modules with the arguments of ``vllm serve``: of 0.32, and of the releases before."""
+
+
+class EngineSetup:
+    """The engine that arguments of ``vllm serve`` describe, before it starts.
+
+    Args:
+        model: The model, as in ``vllm serve MODEL``.
+        arguments: The other arguments.
+        transfer: vLLM's ``--kv-transfer-config``; None for an engine that will not start.
+
+    Raises:
+        ConfigError: An argument is wrong, or the model's configuration cannot be read.
+
+    Attributes:
+        algorithm: vLLM's ``--prefix-caching-hash-algo``.
+        block_tokens: Tokens of a block, as far as it is known before the start.
+        most_tokens: Tokens of the longest prompt.
+        lora_paths: Path of each LoRA adapter, by name.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        transfer: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._args = _parse(model, arguments)
+        options = AsyncEngineArgs.from_cli_args(self._args)
+        if options.data_parallel_size > 1:
+            raise ConfigError(
+                "--data-parallel-size: a warm-up fills the store of one rank; leave it out, "
+                "and copy the store to the other ranks, or use --server"
+            )
+        if transfer is not None:
+            options.kv_transfer_config = KVTransferConfig(**transfer)
+        self._logs_statistics = not options.disable_log_stats
+        try:
+            self._config = options.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        except (OSError, ValueError) as error:  # pydantic's errors are ValueErrors
+            raise ConfigError(_of_vllm(error)) from error
+        self.algorithm: str = self._config.cache_config.prefix_caching_hash_algo
+        self.block_tokens: int = self._config.cache_config.block_size
+        self.most_tokens: int = self._config.model_config.max_model_len - 1
+        adapters = self._args.lora_modules or ()
+        self._loras = {
+            each.name: _lora(each, number) for number, each in enumerate(adapters, start=1)
+        }
+        self.lora_paths = {each.name: each.path for each in adapters}
+        self._adapters = AdapterContents(self._config.lora_config)
+        self._renderer: Any = None
+
+    def tokens_of_text(self, text: str) -> list[int]:
+        """Return the tokens of a text, as in a request for a completion.
+
+        Raises:
+            ConfigError: The model's tokenizer cannot be loaded, or refuses the text.
+        """
+        (rendered,) = self._render("render_cmpl", [{"prompt": text}])
+        return list(rendered["prompt_token_ids"])
+
+    def tokens_of_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_arguments: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """Return the tokens of a conversation, as in a request for a chat completion.
+
+        Raises:
+            ConfigError: The model's tokenizer or chat template cannot be loaded, or refuses the
+                conversation.
+        """
+        if self._config.model_config.hf_config.model_type == "gpt_oss":
+            problem = "vLLM has a format of its own for conversations of this model"
+            raise ConfigError(f"messages: {problem}; write prompt_token_ids")
+        parameters = self._chat_parameters(dict(template_arguments or {}), tools)
+        _, (rendered,) = self._render("render_chat", [list(messages)], parameters)
+        if "prompt_token_ids" not in rendered or rendered.get("mm_hashes"):
+            raise ConfigError("messages: only text can be warmed up; leave out other content")
+        return list(rendered["prompt_token_ids"])
+
+    def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
+        """Return what makes kvtier's key of vLLM's, for a LoRA adapter."""
+        return self._adapters.of(self._loras[lora]).key
+
+    def start(self) -> OfflineEngine:
+        """Start the engine. This call takes minutes for a large model.
+
+        Raises:
+            KvtierError: kvtier refuses to start, for example with the store.
+        """
+        engine = LLMEngine(
+            self._config,
+            Executor.get_class(self._config),
+            log_stats=self._logs_statistics,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            multiprocess_mode=False,
+        )
+        return OfflineEngine(engine, self._loras)
+
+    def close(self) -> None:
+        """End the threads that read adapters. Idempotent."""
+        self._adapters.close()
+
+    def _render(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 - vLLM's
+        if self._config.model_config.skip_tokenizer_init:
+            raise ConfigError("--skip-tokenizer-init: texts need the tokenizer; leave it out")
+        try:
+            if self._renderer is None:
+                self._renderer = renderer_from_config(self._config)
+            return getattr(self._renderer, method)(*arguments)
+        except Exception as error:  # a tokenizer or a template may raise anything
+            raise ConfigError(_of_vllm(error)) from error
+
+    def _chat_parameters(self, template_arguments: dict[str, Any], tools: object) -> Any:  # noqa: ANN401 - vLLM's
+        if self._renderer is None:
+            self._render("get_tokenizer")
+        own = {
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "tools": tools,
+            # Mistral's own tokenizer makes tokens of a conversation in one go.
+            "tokenize": type(self._renderer.tokenizer).__name__ == "MistralTokenizer",
+        }
+        defaults = self._args.default_chat_template_kwargs
+        return ChatParams(
+            chat_template=load_chat_template(self._args.chat_template),
+            chat_template_content_format=self._args.chat_template_content_format,
+            chat_template_kwargs=merge_kwargs(defaults, own | template_arguments),
+        )
+
+
+class OfflineEngine:
+    """A running engine, driven by one thread.
+
+    Args:
+        engine: vLLM's engine, its core in this process.
+        loras: LoRA adapters by name.
+
+    Attributes:
+        ram_chunks: Slots of the RAM tier.
+        max_requests: Requests that it runs at a time.
+        stores: The places where the tiers keep chunks.
+    """
+
+    def __init__(self, engine: Any, loras: Mapping[str, Any]) -> None:  # noqa: ANN401 - vLLM's
+        self._engine = engine
+        self._loras = loras
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        connector = self._scheduler.connector
+        if not isinstance(connector, KVTierConnector):
+            raise UnsupportedError(
+                f"vLLM runs a {type(connector).__name__} in place of kvtier's connector: "
+                f"{SUPPORTED}"
+            )
+        self._cache = connector.cache
+        figures = self._cache.statistics()
+        self.ram_chunks = figures.tiers[0].capacity_chunks
+        self.max_requests: int = engine.vllm_config.scheduler_config.max_num_seqs
+        self.stores: Sequence[StoreInfo] = figures.stores
+        self._unwritten = 0
+        self._running: set[str] = set()
+
+    def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
+        """Queue a prompt; return why vLLM refuses it, or an empty text."""
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(tokens)}
+        if cache_salt:
+            prompt["cache_salt"] = cache_salt
+        try:
+            self._engine.add_request(
+                str(line),
+                prompt,
+                SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+                lora_request=self._loras[lora] if lora else None,
+            )
+        except ValueError as error:
+            return _of_vllm(error)
+        self._running.add(str(line))
+        return ""
+
+    def step(self) -> Sequence[tuple[int, int, int]]:
+        """Run one step.
+
+        Returns:
+            Of each prompt that ended its line, its tokens, and those that were not computed.
+        """
+        ended = [each for each in self._engine.step() if each.finished]
+        self._running.difference_update(each.request_id for each in ended)
+        self._unwritten = self._cache.statistics().tiers[0].held_chunks
+        return [
+            (int(each.request_id), len(each.prompt_token_ids), each.num_cached_tokens or 0)
+            for each in ended
+        ]
+
+    def has_work(self) -> bool:
+        """Return whether a step would do anything."""
+        return bool(self._scheduler.has_requests() or self._unwritten)
+
+    def unwritten_chunks(self) -> int:
+        """Return how many chunks a slower tier must still receive, or are in use."""
+        return self._unwritten
+
+    def abort(self) -> None:
+        """Drop all queued and running prompts."""
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
+
+    def close(self) -> None:
+        """Write what is left, close the tiers and end the engine."""
+        self._engine.engine_core.shutdown()
+
+
+def _lora(adapter: Any, number: int) -> Any:  # noqa: ANN401 - vLLM's
+    """Return the adapter of ``--lora-modules`` in a request, as a server makes it."""
+    is_3d = {"is_3d_lora_weight": True} if getattr(adapter, "is_3d_lora_weight", False) else {}
+    return LoRARequest(adapter.name, number, adapter.path, **is_3d)
+
+
+def _parse(model: str, arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's
+    """Return the arguments of ``vllm serve MODEL`` as vLLM parses them.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    parser = _make_parser()
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed = parser.parse_args([*arguments, "--model", model])
+    except SystemExit as error:
+        lines = said.getvalue().strip().splitlines() or ["vLLM refuses the arguments"]
+        problem = lines[-1].partition("error: ")[2] or lines[-1]
+        remedy = "write the arguments of vllm serve after --"
+        raise ConfigError(f"{printable(problem)}; {remedy}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(_of_vllm(error)) from error
+    if parsed.kv_transfer_config is not None:
+        raise ConfigError("--kv-transfer-config: kvtier warmup sets it; leave it out")
+    return parsed
+
+
+def _make_parser() -> Any:  # noqa: ANN401 - vLLM's
+    for name in _PARSERS:
+        with contextlib.suppress(ImportError):
+            make = importlib.import_module(name).make_arg_parser
+            return make(FlexibleArgumentParser(add_help=False))
+    raise UnsupportedError(f"this vLLM has none of {', '.join(_PARSERS)}: {SUPPORTED}")
+
+
+def _of_vllm(error: Exception) -> str:
+    """Return the first sentence of an error of vLLM."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # The first line of pydantic's errors only counts them.
+    text = lines[1] if len(lines) > 1 and "validation error" in lines[0] else "".join(lines[:1])
+    return f"vLLM: {printable(text) or type(error).__name__}"

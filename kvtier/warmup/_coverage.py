@@ -1,0 +1,305 @@
+"""Tells how far prompts would hit in a store, from its index and the prompts' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.connector.groups import parse_groups
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey, counting_group, make_key, strip_adapter
+from kvtier.manager import hits
+from kvtier.manager.hits import GroupReach, HitRules, Reach
+from kvtier.tiers.slab.explain import explained
+from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace
+from kvtier.tiers.slab.piece_io import hash_key
+from kvtier.warmup._hashing import DEFAULT_ALGORITHM, BlockHasher, Scope
+from kvtier.warmup._prompts import Prompt
+
+__all__ = ["Coverage", "CoverageReader", "KeyRules", "PromptCoverage", "StoredKeys"]
+
+NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
+"""Returns, for the name of a LoRA adapter, what makes kvtier's key of a key of vLLM."""
+
+
+class StoredKeys:
+    """The keys in one index, as sorted 64-bit hashes: 8 bytes a chunk.
+
+    Two keys with one hash make a chunk count as stored that is not, once in 10**12 prompts.
+    """
+
+    def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
+        self._hashes = np.unique(hashes)
+
+    @classmethod
+    def read(cls, space: StoredNamespace, *, with_adapters: bool = True) -> Self:
+        """Read the index of ``space``.
+
+        What an engine of this namespace would drop at its start counts as absent.
+
+        Args:
+            space: The namespace.
+            with_adapters: Whether keys keep the digest of their LoRA adapter.
+
+        Raises:
+            ConfigError: The index cannot be read.
+        """
+        found = [np.empty(0, dtype=np.uint64)]
+        with explained(space), IndexReader(space) as reader:
+            if reader.reset_at() is None or reader.live:
+                for keys in reader.all_keys():
+                    if not with_adapters:
+                        keys = list(map(strip_adapter, keys))  # noqa: PLW2901
+                    found.append(np.fromiter(map(hash_key, keys), np.uint64, count=len(keys)))
+        return cls(np.concatenate(found))
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def has(self, key_hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Return which of ``key_hashes`` are there."""
+        if not len(self._hashes):
+            return np.zeros(len(key_hashes), dtype=np.bool_)
+        at = np.minimum(np.searchsorted(self._hashes, key_hashes), len(self._hashes) - 1)
+        found: npt.NDArray[np.bool_] = self._hashes[at] == key_hashes
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRules:
+    """How the engines of a namespace make keys of prompts.
+
+    Attributes:
+        groups: Number in keys, and reach, of each KV cache group.
+        tokens_per_hash: Tokens that a block hash covers beyond the hash before it.
+        algorithm: The engines' ``--prefix-caching-hash-algo``.
+        seed: Their ``PYTHONHASHSEED``; empty if they have none.
+    """
+
+    groups: tuple[tuple[int, GroupReach], ...]
+    tokens_per_hash: int
+    algorithm: str = DEFAULT_ALGORITHM
+    seed: str = ""
+
+    @classmethod
+    def of(cls, space: StoredNamespace, *, algorithm: str = DEFAULT_ALGORITHM) -> Self:
+        """Read the rules of a namespace from its layout.
+
+        Raises:
+            ConfigError: The layout does not have them.
+        """
+        identity = space.layout.fingerprint
+        try:
+            tokens_per_hash, groups = parse_groups(identity.groups)
+        except ValueError as error:
+            raise ConfigError(
+                f"{space.directory}: does not say how its engine cut prompts into chunks; "
+                "start an engine with this kvtier once"
+            ) from error
+        return cls(
+            groups, tokens_per_hash, algorithm, str(identity.fields.get("hash_seed", ""))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCoverage:
+    """How far one prompt would hit.
+
+    Attributes:
+        line: Number of its line.
+        tokens: Its tokens.
+        tail_tokens: Tokens after its last whole chunk.
+        reusable_tokens: Tokens that could be loaded if everything were stored.
+        hit_tokens: Tokens that can be loaded.
+        tier_tokens: The part of ``hit_tokens`` from each tier, fastest first.
+        key_hashes: Hash of each chunk that the prompt needs to be stored.
+        is_missing: Which of these chunks are not stored.
+        is_stored: Whether nothing would be computed that can be stored.
+    """
+
+    line: int
+    tokens: int
+    tail_tokens: int
+    reusable_tokens: int
+    hit_tokens: int
+    tier_tokens: tuple[int, ...]
+    key_hashes: npt.NDArray[np.uint64]
+    is_missing: npt.NDArray[np.bool_]
+    is_stored: bool
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How far all prompts together would hit.
+
+    Attributes:
+        prompts: Number of prompts.
+        whole: Prompts whose reusable tokens are all stored.
+        partly: Prompts of which some are.
+        tokens: Tokens of all prompts.
+        reusable_tokens: Tokens that could be loaded if everything were stored.
+        hit_tokens: Tokens that can be loaded.
+        tier_tokens: The part of ``hit_tokens`` from each tier, by name.
+    """
+
+    prompts: int = 0
+    whole: int = 0
+    partly: int = 0
+    tokens: int = 0
+    reusable_tokens: int = 0
+    hit_tokens: int = 0
+    tier_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Return the share of the reusable tokens that can be loaded; 1 if there are none."""
+        return self.hit_tokens / self.reusable_tokens if self.reusable_tokens else 1.0
+
+    def add(self, prompt: PromptCoverage) -> None:
+        """Count one prompt."""
+        self.prompts += 1
+        self.tokens += prompt.tokens
+        self.reusable_tokens += prompt.reusable_tokens
+        self.hit_tokens += prompt.hit_tokens
+        if prompt.is_stored:
+            self.whole += 1
+        elif prompt.hit_tokens:
+            self.partly += 1
+        for name, tokens in zip(self.tier_tokens, prompt.tier_tokens, strict=True):
+            self.tier_tokens[name] += tokens
+
+
+class _Found:
+    """Which chunks of one prompt are stored, for :meth:`HitRules.longest`."""
+
+    def __init__(self, keys: Iterable[ChunkKey], present: Iterable[bool]) -> None:
+        self._present = dict(zip(keys, present, strict=True))
+
+    def lead(self, keys: Sequence[ChunkKey]) -> int:
+        return next((at for at, key in enumerate(keys) if not self.has(key)), len(keys))
+
+    def has(self, key: ChunkKey) -> bool:
+        return self._present.get(key, False)
+
+
+class CoverageReader:
+    """Looks prompts up in the stores of an engine.
+
+    Args:
+        rules: How the engine makes keys.
+        stores: The keys of each persistent tier, by name, fastest first.
+        lora_paths: Path of each LoRA adapter, by name, as the engine is told.
+        name_chunk: Makes keys of a LoRA adapter; None if ``stores`` lack adapters' digests.
+    """
+
+    def __init__(
+        self,
+        rules: KeyRules,
+        stores: Mapping[str, StoredKeys],
+        *,
+        lora_paths: Mapping[str, str] | None = None,
+        name_chunk: NameChunk | None = None,
+    ) -> None:
+        self._stores = stores
+        self._lora_paths = lora_paths or {}
+        self._name_chunk = name_chunk
+        self._hasher = BlockHasher(
+            rules.tokens_per_hash, algorithm=rules.algorithm, seed=rules.seed
+        )
+        self._groups = rules.groups
+        self._steps = [each.chunk_tokens // rules.tokens_per_hash for _, each in rules.groups]
+        self._hits = HitRules([reach for _, reach in rules.groups])
+        counted = counting_group(
+            {number: reach.reach is Reach.PREFIX for number, reach in rules.groups}
+        )
+        self._counted = [number for number, _ in rules.groups].index(counted)
+
+    def totals(self) -> Coverage:
+        """Return the coverage of no prompts."""
+        return Coverage(tier_tokens=dict.fromkeys(self._stores, 0))
+
+    def cover(self, prompt: Prompt) -> PromptCoverage:
+        """Return how far ``prompt`` would hit."""
+        keys = self._keys(prompt)
+        listed = list(chain.from_iterable(keys))
+        hashes = np.fromiter(map(hash_key, listed), np.uint64, count=len(listed))
+        in_tier = [stored.has(hashes) for stored in self._stores.values()]
+        present = np.logical_or.reduce([np.zeros(len(listed), np.bool_), *in_tier])
+        # vLLM always computes the last token of a prompt.
+        limit = max(len(prompt.tokens) - 1, 0)
+        best = limit - limit % self._hits.alignment_tokens
+        found = _Found(listed, present.tolist())
+        hit = self._hits.longest(hits.Prompt(keys, 0, limit), found)
+        wanted = self._wanted(keys, best)
+        missing = ~present[wanted]
+        return PromptCoverage(
+            line=prompt.line,
+            tokens=len(prompt.tokens),
+            tail_tokens=len(prompt.tokens) % self._groups[self._counted][1].chunk_tokens,
+            reusable_tokens=best,
+            hit_tokens=hit,
+            tier_tokens=self._by_tier(keys, in_tier, hit),
+            key_hashes=hashes[wanted],
+            is_missing=missing,
+            is_stored=self._is_stored(missing, hit=hit, best=best),
+        )
+
+    def _keys(self, prompt: Prompt) -> list[list[ChunkKey]]:
+        """Return the keys of the whole chunks of ``prompt``, group by group."""
+        path = self._lora_paths.get(prompt.lora, "")
+        hashes = self._hasher.hashes(prompt.tokens, Scope(prompt.lora, path, prompt.cache_salt))
+        keys = [
+            [make_key(each, number) for each in hashes[step - 1 :: step]]
+            for (number, _), step in zip(self._groups, self._steps, strict=True)
+        ]
+        if prompt.lora and self._name_chunk is not None:
+            name = self._name_chunk(prompt.lora)
+            keys = [[name(key) for key in group] for group in keys]
+        return keys
+
+    def _wanted(self, keys: Sequence[Sequence[ChunkKey]], best: int) -> npt.NDArray[np.intp]:
+        """Return the positions, among all keys, of the chunks that should be stored."""
+        wanted: list[int] = []
+        first = 0
+        for (_, reach), group in zip(self._groups, keys, strict=True):
+            chunks = range(len(group))
+            if reach.reach is not Reach.PREFIX:
+                size = reach.chunk_tokens
+                chunks = range(max(reach.first_token(best), 0) // size, best // size)
+            wanted += [first + chunk for chunk in chunks]
+            first += len(group)
+        return np.array(wanted, dtype=np.intp)
+
+    def _is_stored(self, missing: npt.NDArray[np.bool_], *, hit: int, best: int) -> bool:
+        """Return whether a prompt needs no computation that could be stored.
+
+        An engine with windows or states stores those that a hit needs, and may leave out the
+        last place where a hit could end.
+        """
+        if all(reach.reach is Reach.PREFIX for _, reach in self._groups):
+            return not missing.any()
+        return hit >= best - self._hits.alignment_tokens
+
+    def _by_tier(
+        self,
+        keys: Sequence[Sequence[ChunkKey]],
+        in_tier: Sequence[npt.NDArray[np.bool_]],
+        hit: int,
+    ) -> tuple[int, ...]:
+        """Return how many of the ``hit`` tokens each tier holds, counted in one group."""
+        first = sum(map(len, keys[: self._counted]))
+        size = self._groups[self._counted][1].chunk_tokens
+        left = np.ones(hit // size, dtype=np.bool_)
+        tokens = []
+        for present in in_tier:
+            held = left & present[first : first + hit // size]
+            tokens.append(int(held.sum()) * size)
+            left &= ~held
+        if tokens:  # chunks of windows that a hit skips are in no tier
+            tokens[-1] += hit - sum(tokens)
+        return tuple(tokens)

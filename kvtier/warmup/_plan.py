@@ -1,0 +1,112 @@
+"""Chooses the prompts to compute: those that are not stored yet, as far as there is room."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kvtier.warmup._coverage import Coverage, CoverageReader, PromptCoverage
+from kvtier.warmup._prompts import Prompt
+
+__all__ = ["Plan", "Room", "make_plan", "pick"]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a warm-up may store.
+
+    Attributes:
+        capacity_chunks: Chunks that a tier holds.
+        budget_chunks: Chunks that may be written.
+    """
+
+    capacity_chunks: float = math.inf
+    budget_chunks: float = math.inf
+
+
+@dataclass(slots=True)
+class Plan:
+    """The prompts to compute, in order.
+
+    Attributes:
+        before: The coverage of all prompts before the warm-up.
+        ids: Ids of the prompts in the spool.
+        chunks: For each of ``ids``, the chunks that it adds.
+        tokens: For each of ``ids``, the tokens that it adds.
+        stored: Prompts that are stored already.
+        shared: Prompts that others of the file contain.
+        short: Prompts shorter than one chunk, which no tier stores.
+        left_out: Prompts for which there is no room.
+    """
+
+    before: Coverage
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    chunks: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    stored: int = 0
+    shared: int = 0
+    short: int = 0
+    left_out: int = 0
+
+    @property
+    def new_chunks(self) -> int:
+        """Return how many chunks will be stored."""
+        return sum(self.chunks)
+
+    @property
+    def new_tokens(self) -> int:
+        """Return how many tokens will be computed, if every shared prefix is computed once."""
+        return sum(self.tokens)
+
+
+def make_plan(
+    prompts: Iterable[tuple[int, Prompt]], reader: CoverageReader, room: Room
+) -> Plan:
+    """Choose what to compute.
+
+    A prompt needs its stored chunks to stay stored, so they count for the capacity too.
+
+    Args:
+        prompts: Id and content of each prompt, in the order in which to compute them.
+        reader: Knows what is stored.
+        room: How much may be stored.
+    """
+    plan = Plan(reader.totals())
+    wanted: set[int] = set()
+    budget = room.budget_chunks
+    for number, prompt in prompts:
+        found = reader.cover(prompt)
+        plan.before.add(found)
+        hashes, missing = found.key_hashes.tolist(), found.is_missing.tolist()
+        if not hashes:
+            plan.short += 1
+            continue
+        added = set(hashes) - wanted
+        new = sum(key in added for key, is_new in zip(hashes, missing, strict=True) if is_new)
+        if len(wanted) + len(added) > room.capacity_chunks or new > budget:
+            plan.left_out += not found.is_stored
+            continue
+        wanted |= added
+        if found.is_stored:
+            plan.stored += 1
+        elif not new and found.is_missing.any():
+            plan.shared += 1
+        else:
+            budget -= new
+            plan.ids.append(number)
+            plan.chunks.append(new)
+            plan.tokens.append(_new_tokens(found, new))
+    return plan
+
+
+def _new_tokens(found: PromptCoverage, new_chunks: int) -> int:
+    """Return how many tokens of a prompt are computed if it adds ``new_chunks`` chunks."""
+    whole = found.tokens - found.tail_tokens
+    return whole * new_chunks // len(found.key_hashes) + found.tail_tokens
+
+
+def pick(plan: Plan, prompts: Iterator[Prompt]) -> Iterator[tuple[Prompt, int, int]]:
+    """Yield each prompt of ``plan`` with the chunks and the tokens that it adds."""
+    return zip(prompts, plan.chunks, plan.tokens, strict=True)

@@ -1,0 +1,73 @@
+"""Sorts prompts so that each shared prefix is computed once.
+
+Prompts are ordered by priority, then by what limits sharing, then by their tokens. So prompts
+with a common prefix follow each other, and a prompt comes before those that continue it. The
+prompts may not fit in memory: SQLite sorts them in a temporary file, which it removes itself.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+
+from kvtier.warmup._prompts import Prompt
+
+__all__ = ["PromptSpool"]
+
+_CREATE: Final = """
+CREATE TABLE prompts(
+    id INTEGER PRIMARY KEY, line INTEGER, priority INTEGER, lora TEXT, salt TEXT, tokens BLOB
+)
+"""
+_COLUMNS: Final = "id, line, priority, lora, salt, tokens"
+_ORDER: Final = "ORDER BY priority, lora, salt, tokens, line"
+
+
+class PromptSpool:
+    """Prompts in a temporary database; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        # The empty name makes a private file that SQLite keeps in memory while it is small.
+        self._connection = sqlite3.connect("", check_same_thread=False)
+        self._connection.execute(_CREATE)
+        self.tokens = 0
+        self.prompts = 0
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Add ``prompts``, in any order."""
+        rows = []
+        for prompt in prompts:
+            self.prompts += 1
+            self.tokens += len(prompt.tokens)
+            # Big-endian numbers of one width compare byte by byte like the tokens.
+            packed = np.array(prompt.tokens, dtype=">u4").tobytes()
+            rows.append((prompt.line, prompt.priority, prompt.lora, prompt.cache_salt, packed))
+        self._connection.executemany(
+            "INSERT INTO prompts(line, priority, lora, salt, tokens) VALUES (?,?,?,?,?)", rows
+        )
+
+    def in_order(self) -> Iterator[tuple[int, Prompt]]:
+        """Yield the id and content of every prompt, in the order in which to compute them."""
+        for row in self._connection.execute(f"SELECT {_COLUMNS} FROM prompts {_ORDER}"):
+            yield row[0], _prompt(row)
+
+    def pick(self, ids: Iterable[int]) -> Iterator[Prompt]:
+        """Yield the prompts ``ids``, in that order."""
+        for number in ids:
+            (row,) = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM prompts WHERE id = ?", (number,)
+            )
+            yield _prompt(row)
+
+    def close(self) -> None:
+        """Remove the temporary file. Idempotent."""
+        self._connection.close()
+
+
+def _prompt(row: tuple[int, int, int, str, str, bytes]) -> Prompt:
+    _, line, priority, lora, salt, packed = row
+    tokens = tuple(np.frombuffer(packed, dtype=">u4").tolist())
+    return Prompt(line, tokens, priority, lora, salt)

@@ -1,0 +1,1 @@
+"""How fast a cache is exported and imported, beside what the disk can do."""

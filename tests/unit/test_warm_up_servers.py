@@ -1,0 +1,230 @@
+"""``kvtier warmup --server`` over servers without a model and real stores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.keys import make_key
+from kvtier.os.iopool import IoPool
+from kvtier.testing.tier_harness import make_sources
+from kvtier.types import Purpose
+from kvtier.warmup import (
+    BlockHasher,
+    Finished,
+    Planned,
+    WarmupEvent,
+    WarmupJob,
+    WarmupOptions,
+    WarmupReport,
+)
+from kvtier.warmup import _server as servers
+from tests.unit.stores import BLOCK_TOKENS, SLOTS, Store
+
+URL = "http://one:8000"
+MODEL = "some/model"
+
+
+class Rank:
+    """An engine of a server, with a store of its own."""
+
+    def __init__(self, root: Path, pool: IoPool) -> None:
+        self.store = Store(root, pool)
+        self.store.start(slots=4 * SLOTS)
+        self.slots: dict[bytes, int] = {}
+        self.computed: list[int] = []
+        self.dirty = 0
+        self.has_reported = False
+        self.has_kvtier = True
+
+    async def compute(self, tokens: list[int]) -> int:
+        keys = [make_key(each, 0) for each in BlockHasher(BLOCK_TOKENS).hashes(tokens)]
+        new = [key for key in keys if key not in self.slots]
+        places = [len(self.slots) + number for number in range(len(new))]
+        self.slots.update(zip(new, places, strict=True))
+        sources = make_sources(new, self.store.tier.slot_nbytes)
+        if new:
+            await self.store.tier.write(new, places, sources, purpose=Purpose.STORE)
+        self.computed.append(tokens[0])
+        self.has_reported = self.has_kvtier
+        return len(tokens) - len(new) * BLOCK_TOKENS
+
+    def metrics(self, number: int) -> Iterator[str]:
+        yield f'vllm:num_requests_running{{engine="{number}"}} 0'
+        if self.has_reported:
+            place = f'namespace="{self.store.directory.name}",path="{self.store.root}"'
+            labels = f'engine="{number}",version="1"'
+            yield f'kvtier_info{{{labels},tier="ram",namespace="",path=""}} 1'
+            yield f'kvtier_info{{{labels},tier="nvme",{place}}} 1'
+            yield f'kvtier_dirty_chunks{{engine="{number}",tier="ram"}} {self.dirty}'
+            yield f'kvtier_capacity_chunks{{engine="{number}",tier="ram"}} 8'
+            yield f'kvtier_capacity_chunks{{engine="{number}",tier="nvme"}} 64'
+
+
+class Servers:
+    """The client of a warm-up, which is also the server that answers."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        self.ranks = ranks
+        self.refused: set[int] = set()
+        self.looks = 0
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Servers]:
+        yield self
+
+    async def get(self, url: str) -> str:
+        if not url.startswith(URL):
+            raise KvtierError(f"{url}: no answer; check that the server runs")
+        if url == f"{URL}/metrics":
+            self.looks += 1
+            for rank in self.ranks:
+                rank.dirty = max(rank.dirty - 1, 0)
+            lines = (line for at, rank in enumerate(self.ranks) for line in rank.metrics(at))
+            return "\n".join(lines) + "\n"
+        assert url == f"{URL}/v1/models"
+        base = {"id": "name", "root": MODEL, "parent": None, "max_model_len": 200}
+        return json.dumps({"data": [base, {"id": "fr", "root": "/fr", "parent": "name"}]})
+
+    async def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+        if url == f"{URL}/tokenize":
+            text = body.get("prompt") or body["messages"][0]["content"]
+            return {"tokens": list(text.encode())}
+        assert url == f"{URL}/v1/completions"
+        tokens = body["prompt"]
+        assert (body["model"], body["max_tokens"]) == ("name", 1)
+        if tokens[0] in self.refused:
+            raise ConfigError(f"{url}: 400 no")
+        rank = self.ranks[int(headers["X-data-parallel-rank"])]
+        cached = await rank.compute(tokens)
+        rank.dirty = 2
+        return {
+            "usage": {
+                "prompt_tokens": len(tokens),
+                "prompt_tokens_details": {"cached_tokens": cached},
+            }
+        }
+
+
+@pytest.fixture
+def world(tmp_path: Path, pool: IoPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    monkeypatch.setattr(servers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(servers, "_FIRST_REPORT_S", 0.1)
+    world = Servers(*(Rank(tmp_path / f"store{number}", pool) for number in range(2)))
+    yield world
+    for rank in world.ranks:
+        rank.store.stop()
+
+
+def write(path: Path, *lines: Mapping[str, Any]) -> None:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    shared = list(range(2 * BLOCK_TOKENS))
+    path = tmp_path / "prompts.jsonl"
+    write(path, *({"prompt_token_ids": [own, *shared, 1]} for own in range(5)))
+    return path
+
+
+def job(world: Servers, prompts: Path, url: str = URL, **options: Any) -> WarmupJob:
+    return WarmupJob(
+        prompts.with_name("kvtier.yaml"),
+        model=options.pop("model", MODEL),
+        prompts=prompts,
+        arguments=options.pop("arguments", ()),
+        options=WarmupOptions(servers=(url,), **options),
+        open_client=world.open,
+    )
+
+
+async def events_of(job: WarmupJob) -> list[WarmupEvent]:
+    async with asyncio.timeout(60):
+        return [event async for event in job]
+
+
+async def report_of(job: WarmupJob) -> WarmupReport:
+    last = (await events_of(job))[-1]
+    assert isinstance(last, Finished)
+    return last.report
+
+
+async def test_every_rank_of_a_server_computes_every_prompt(
+    world: Servers, prompts: Path
+) -> None:
+    report = await report_of(job(world, prompts))
+    assert report.is_complete
+    assert report.prompts + 2 == 10  # one was sent to each rank for its first report
+    for rank in world.ranks:
+        assert sorted(set(rank.computed)) == list(range(5))
+        assert rank.dirty == 0
+    assert report.coverage is not None
+    assert (report.coverage.prompts, report.coverage.whole) == (10, 10)
+
+
+async def test_what_is_stored_is_not_sent_again(world: Servers, prompts: Path) -> None:
+    await report_of(job(world, prompts))
+    for rank in world.ranks:
+        rank.computed.clear()
+    report = await report_of(job(world, prompts))
+    assert [rank.computed for rank in world.ranks] == [[], []]
+    assert (report.planned.stored, report.is_complete) == (10, True)
+
+
+async def test_a_dry_run_computes_nothing(world: Servers, prompts: Path) -> None:
+    await report_of(job(world, prompts))
+    *_, planned = await events_of(job(world, prompts, dry_run=True))
+    assert isinstance(planned, Planned)
+    assert (planned.prompts, planned.stored) == (0, 10)
+
+
+async def test_texts_are_turned_into_tokens_by_the_server(
+    world: Servers, prompts: Path
+) -> None:
+    write(prompts, {"prompt": "a long text " * 9})
+    report = await report_of(job(world, prompts))
+    assert report.is_complete
+    assert report.planned.before.tokens == 2 * 108
+
+
+async def test_a_prompt_that_the_server_refuses_is_reported(
+    world: Servers, prompts: Path
+) -> None:
+    world.refused = {3}
+    report = await report_of(job(world, prompts))
+    assert [bad.line for bad in report.failed] == [4, 4]
+    assert not report.is_complete
+
+
+async def test_a_server_of_another_model_is_refused(world: Servers, prompts: Path) -> None:
+    with pytest.raises(ConfigError, match="serves name; write that as --model"):
+        await events_of(job(world, prompts, model="other"))
+
+
+async def test_a_server_without_kvtier_is_named(world: Servers, prompts: Path) -> None:
+    world.ranks[1].has_kvtier = False
+    with pytest.raises(ConfigError, match=f"{URL}: an engine reports no kvtier; start it"):
+        await events_of(job(world, prompts))
+
+
+async def test_a_server_that_does_not_answer_is_named(world: Servers, prompts: Path) -> None:
+    with pytest.raises(KvtierError, match="http://two:1/v1/models: no answer"):
+        await events_of(job(world, prompts, "http://two:1"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"retain_s": 9.0}, {"arguments": ["--x"]}], ids=["retain", "arguments"]
+)
+async def test_what_has_no_effect_on_a_server_is_refused(
+    world: Servers, prompts: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="not with --server"):
+        await events_of(job(world, prompts, **options))
