@@ -71,6 +71,7 @@ class Manifest:
             "model": self.layout.model,
             "slot_nbytes": self.layout.slot_nbytes,
             "fingerprint": dict(self.layout.fingerprint.fields),
+            "groups": [dict(group) for group in self.layout.fingerprint.groups],
             "parts": [part._asdict() for part in self.parts],
         }
         return _dump({**document, "checksum": _checksum(document)})
@@ -96,7 +97,9 @@ class Manifest:
         whole = _dump({**document, "checksum": checksum})
         if checksum != _checksum(document) or whole != text:
             raise ManifestError("its bytes are not those written")
-        fingerprint = LayoutFingerprint(document["fingerprint"], document["model"])
+        fingerprint = LayoutFingerprint(
+            document["fingerprint"], document["model"], tuple(document["groups"])
+        )
         layout = Layout(fingerprint, document["slot_nbytes"])
         return cls(layout, [PartEntry(**part) for part in document["parts"]])
 

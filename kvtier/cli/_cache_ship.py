@@ -29,10 +29,12 @@ from kvtier.cli._cache_ship_render import (
     MergeReport,
     VerifyReport,
 )
+from kvtier.cli._coverage import EngineArguments, needed_by
 from kvtier.cli._options import AsJson, BadLimit, Only, Store, quantity
 from kvtier.cli._progress import show_bars
 from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
 from kvtier.printable import printable
 from kvtier.tiers.slab.explain import explained
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
@@ -65,6 +67,7 @@ class _Report(Protocol):
 def export_cache(  # noqa: PLR0913 - each is an option of the command
     directory: Store,
     out: Out,
+    arguments: EngineArguments = None,
     *,
     keys: Annotated[
         Path | None,
@@ -73,6 +76,17 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
             help="Export only these chunks: a key per line, as ls shows it.",
             readable=False,
         ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Export only the chunks of these prompts, JSON Lines as warmup reads them.",
+            readable=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The engine's --model, for --prompts.")
     ] = None,
     zstd: Zstd = False,
     namespace: Only = None,
@@ -86,6 +100,11 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
     """
     space = _one_of(find_namespaces(directory, namespace), directory)
     chosen = None if keys is None else KeyList.read(keys)
+    wanted: Callable[[ChunkKey], bool] = chosen.take if chosen else lambda _: True
+    if prompts is not None:
+        if chosen or model is None:
+            raise ConfigError("--prompts needs --model and excludes --keys; give these two")
+        wanted = needed_by(prompts, space, model, arguments or ())
     location = open_location(out)
     slots = nbytes_of(space.directory / SLOTS) // space.layout.slot_nbytes
     began_s = time.monotonic()
@@ -94,7 +113,7 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
             space,
             location,
             compression=_compression(zstd=zstd),
-            wanted=chosen.take if chosen else lambda _: True,
+            wanted=wanted,
             on_progress=advance,
         )
     missing = chosen.missing() if chosen else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +14,22 @@ import typer
 from kvtier.cli._options import AsJson, choice, numpy_needed
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey, strip_adapter
+from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.units import approximate_size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtier.tiers.slab.inspect import StoredNamespace
-    from kvtier.warmup import Coverage, EngineSetup, Prompt, PromptCoverage
+    from kvtier.warmup import (
+        Coverage,
+        CoverageReader,
+        EngineSetup,
+        Prompt,
+        PromptCoverage,
+        StoredKeys,
+    )
 
 __all__ = [
     "BAD_LINES",
@@ -30,6 +39,7 @@ __all__ = [
     "coverage",
     "coverage_document",
     "coverage_rows",
+    "needed_by",
     "show_rows",
 ]
 
@@ -151,16 +161,40 @@ async def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
     return found
 
 
-def _answer(space: StoredNamespace, prompts: Sequence[Prompt], setup: _Setup) -> _Answer:
-    from kvtier.warmup import CoverageReader, KeyRules, StoredKeys  # noqa: PLC0415 - as above
+def needed_by(
+    prompts: Path, space: StoredNamespace, model: str, arguments: Sequence[str]
+) -> Callable[[ChunkKey], bool]:
+    """Return what tells whether a chunk of a store is needed by any of the prompts of a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or numpy or vLLM is missing for it.
+    """
+    with numpy_needed("kvtier cache export --prompts", "sim"):
+        import kvtier.warmup  # noqa: F401, PLC0415 - imports asyncio and numpy
+
+    setup = _Setup(model, arguments)
+    reader = _reader(space, setup, {})
+    needed: set[int] = set()
+    for prompt in asyncio.run(_read(prompts, setup, skips=False)):
+        needed.update(reader.cover(prompt).key_hashes.tolist())
+    return lambda key: hash_key(strip_adapter(key)) in needed
+
+
+def _reader(
+    space: StoredNamespace, setup: _Setup, stores: Mapping[str, StoredKeys]
+) -> CoverageReader:
+    from kvtier.warmup import CoverageReader, KeyRules  # noqa: PLC0415 - as above
 
     given = setup.given
     rules = KeyRules.of(space, algorithm=given.algorithm) if given else KeyRules.of(space)
-    reader = CoverageReader(
-        rules,
-        {"stored": StoredKeys.read(space, with_adapters=False)},
-        lora_paths=given.lora_paths if given else {},
-    )
+    return CoverageReader(rules, stores, lora_paths=given.lora_paths if given else {})
+
+
+def _answer(space: StoredNamespace, prompts: Sequence[Prompt], setup: _Setup) -> _Answer:
+    from kvtier.warmup import StoredKeys  # noqa: PLC0415 - as above
+
+    stored = StoredKeys.read(space, with_adapters=False)
+    reader = _reader(space, setup, {"stored": stored})
     total, covered = reader.totals(), []
     for prompt in prompts:
         one = reader.cover(prompt)

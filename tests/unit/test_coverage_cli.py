@@ -94,6 +94,36 @@ def test_coverage_beside_an_engine_sees_what_is_written(
     assert coverage(shell, warm, prompts)["share"] == 1
 
 
+def test_an_export_may_take_the_chunks_of_prompts_only(
+    shell: Shell, warm: Store, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "p", [tokens(2, own=9), tokens(1, own=5)])
+    choice = ["--prompts", prompts, "--model", MODEL]
+    for command in (
+        ["export", warm.root, tmp_path / "archive", *choice],
+        ["import", tmp_path / "archive", tmp_path / "copy"],
+    ):
+        ran = shell(*command)
+        assert (ran.code, ran.err) == (0, "")
+    (answer,) = shell.json("coverage", tmp_path / "copy", *choice)
+    assert (answer["whole"], answer["hit_tokens"]) == (1, 2 * BLOCK_TOKENS)
+    everything = write(tmp_path / "all", [tokens(6)])
+    (answer,) = shell.json(
+        "coverage", tmp_path / "copy", "--prompts", everything, "--model", MODEL
+    )
+    assert answer["hit_tokens"] == 0
+
+
+def test_an_export_of_prompts_needs_the_model(
+    shell: Shell, warm: Store, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "p", [tokens(1)])
+    ran = shell("export", warm.root, tmp_path / "archive", "--prompts", prompts)
+    assert ran.code == 2
+    assert "--prompts needs --model and excludes --keys" in ran.err
+    assert not (tmp_path / "archive").exists()
+
+
 def test_another_model_has_nothing_there(shell: Shell, warm: Store, tmp_path: Path) -> None:
     prompts = write(tmp_path / "p", [tokens(6)])
     ran = shell("coverage", warm.root, "--prompts", prompts, "--model", "org/other")
