@@ -351,6 +351,9 @@ class CacheService:
 
     def statistics(self) -> EngineStatistics:
         """Return all current figures of this engine."""
+        # The engine asks once a second. The next step ends the retention of chunks, and no
+        # other step has to look for them.
+        self.is_idle = False
         storage = self._storage
         return collect_statistics(
             self._manager.snapshot(),

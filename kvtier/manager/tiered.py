@@ -269,7 +269,10 @@ class TieredOffloadingManager:
 
     @property
     def is_idle(self) -> bool:
-        """Whether :meth:`end_step` has nothing to do until another method is called."""
+        """Whether :meth:`end_step` has nothing to do until another method is called.
+
+        Retained chunks do not count: whenever a step comes, those whose time is over are freed.
+        """
         stack = self._stack
         return not (
             self._demoter.queued
@@ -278,7 +281,6 @@ class TieredOffloadingManager:
             or self.has_output
             or self._grants
             or self._demoter.is_reclaiming
-            or any(stack.retentions)
             or stack.events.is_freeing
             or any(gaps.is_changed for gaps in stack.gaps)
         )

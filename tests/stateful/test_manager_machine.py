@@ -566,7 +566,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.collect()
         if self.manager.is_idle:
             before = self.picture(), self.manager.snapshot()
-            self.now += 1.0
             self.manager.end_step(now=self.now)
             assert (self.picture(), self.manager.snapshot()) == before, "it was not at rest"
             assert self.manager.is_idle

@@ -124,6 +124,18 @@ def test_a_request_of_an_id_that_is_used_again_has_its_own_hints() -> None:
     assert retained(cache) == 2
 
 
+def test_a_retained_chunk_needs_one_step_a_second_only() -> None:
+    cache = make_cache()
+    service = cache.service
+    store(cache, Context("a", KEPT), 2, ends_first=True)
+    for _ in range(3):
+        list(service.take_events())
+        service.end_step(started=(), preempted=())
+    assert service.is_idle, "so most steps that only generate are passed over"
+    assert retained(cache) == 2
+    assert not service.is_idle, "the engine has asked for figures, as it does once a second"
+
+
 def hold_in_nvme(cache: SteppedCache, chunks: int) -> None:
     """Let the slower tier alone hold the first chunks, as after a restart."""
     cache.bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(chunks))])
