@@ -88,7 +88,7 @@ def warmup(  # noqa: PLR0913 - each is an option of the command
 
     Runs vLLM with FILE and the arguments after --, which must be those of the deployment, and
     computes every prompt that is not stored yet. With --server, running servers compute them.
-    Stop it with Ctrl-C; the same command goes on.
+    Stop it with Ctrl-C; run it again to continue.
     Exits with 1 if a prompt could not be stored.
     """
     with numpy_needed("kvtier warmup", "vllm"):

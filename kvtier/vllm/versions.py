@@ -11,9 +11,10 @@ release  what it added, and what kvtier does without it
 0.32     ``CacheHitSource``: before, vLLM's own metrics do not tell where hits came from
 =======  ================================================================================
 
-Every new release changes three files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
-``[tool.kvtier.vllm]``, the releases that nox runs), ``versions.py`` (``NEWEST``) and
-``docs/reference/versions.md``. Which other files change depends on what vLLM changed:
+Every new release changes these files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
+``[tool.kvtier.vllm]``, the releases that nox runs), ``versions.py`` (``NEWEST``),
+``docs/reference/versions.md``, and the release that ``Containerfile`` and ``.ci/gpu_wheels``
+install. Which other files change depends on what vLLM changed:
 
 ==========================  ============================================================
 vLLM changed                file
