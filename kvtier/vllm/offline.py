@@ -25,7 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from kvtier.connector.figures import StoreInfo
-from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.errors import ConfigError, KvtierError, UnsupportedError
 from kvtier.keys import ChunkKey
 from kvtier.printable import printable
 from kvtier.vllm.adapters import AdapterContents
@@ -125,15 +125,18 @@ class EngineSetup:
         """Start the engine. This call takes minutes for a large model.
 
         Raises:
-            KvtierError: kvtier refuses to start, for example with the store.
+            KvtierError: kvtier refuses to start, for example with the store, or vLLM does.
         """
-        engine = LLMEngine(
-            self._config,
-            Executor.get_class(self._config),
-            log_stats=self._logs_statistics,
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            multiprocess_mode=False,
-        )
+        try:
+            engine = LLMEngine(
+                self._config,
+                Executor.get_class(self._config),
+                log_stats=self._logs_statistics,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                multiprocess_mode=False,
+            )
+        except (RuntimeError, ValueError) as error:  # a worker's own error is in the log
+            raise KvtierError(f"{_of_vllm(error)}; see its log above") from error
         return OfflineEngine(engine, self._loras)
 
     def close(self) -> None:
