@@ -26,6 +26,7 @@ EXAMPLES: Final = {
     "demo": "half a gigabyte of memory and two of disk",
     "ram": "memory only",
     "ram_nvme": "every key with its default",
+    "ram_nvme_gds": "chunks are read from the disk straight into GPU memory",
 }
 """The examples, by name, with their purpose."""
 _EXAMPLES_HELP: Final = "; ".join(f"{name}: {text}" for name, text in EXAMPLES.items())

@@ -547,6 +547,7 @@ class BytesWorld:
         self._lag = 0
         self._come_to_rest(turns)
         self.stage.now_s += PATIENCE_S  # longer than anything is retained
+        self._service.statistics()  # as once a second; the next step ends what is over
         self._come_to_rest(turns)
         self._check_rest()
         for worker in self._workers:
