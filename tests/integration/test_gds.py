@@ -20,7 +20,7 @@ def require_gds(scenario: Scenario) -> Scenario:
     return scenario
 
 
-@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+@pytest.mark.parametrize("blocks_per_chunk", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_restarted_engine_reads_the_store_past_ram_with_every_token_equal(
     reference: Reference, site: Site, monkeypatch: pytest.MonkeyPatch, blocks_per_chunk: int
 ) -> None:
