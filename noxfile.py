@@ -7,6 +7,7 @@ and look green.
 from __future__ import annotations
 
 import hashlib
+import os
 import pathlib
 import shutil
 import sys
@@ -130,8 +131,8 @@ def coverage(session: nox.Session) -> None:
 def _run_tests(session: nox.Session, *options: str) -> None:
     suites = ["tests/unit", "tests/contract", "tests/stateful", "tests/crash"]
     suites += ["tests/docs", "tests/support", "kvtier"]
-    # Half the time of these tests is spent waiting for processes, so a worker per core pays.
-    workers = ("-n", "auto", "--dist", "worksteal")
+    # These tests wait for processes, so one worker more than there are cores is faster.
+    workers = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
     chosen = ("-m", "not slow and not integration")
     session.run("pytest", *workers, *chosen, "--hypothesis-profile=ci", *options, *suites)
 

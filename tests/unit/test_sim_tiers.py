@@ -208,7 +208,7 @@ SMALL = ROOT / "tests/data/small_chat.jsonl"
 MOST_REFERENCES = 3000
 # All of them take minutes; the others run at night.
 QUICK = {"trace": "mooncake_synthetic", "l1_fraction": "0.05", "l2_fraction": "0.2"}
-QUICK_SCHEMES = ("exclusive", "demote_keep")
+QUICK_SCHEMES = ("exclusive",)
 
 
 @cache
