@@ -82,7 +82,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now; a later allocation would delay requests or kill the engine."""
+    """Allocate every page now; allocating pages later could delay requests or run out of memory."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 
@@ -98,7 +98,7 @@ def _require_memory(nbytes: int) -> None:
     """Check that this host and its control group have enough memory.
 
     Raises:
-        CapacityError: There is too little; the message names the limit and its free bytes.
+        CapacityError: There is too little memory; the message names the limit that is too low.
     """
     for limit in memory_limits(_PROC, _SYS):
         if nbytes > limit.free_bytes:

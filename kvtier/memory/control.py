@@ -1,29 +1,30 @@
 """The control block: the status of each slot, written by workers and read by the scheduler.
 
-An acknowledgement names a job, and ``WorkerOutput.failed_loads`` names the loads that failed.
-Neither tells which slots are whole in every rank, which slots a worker may still touch after a
-reset, or when a promoted chunk has arrived. So a worker writes each slot's status here, in
-memory that both sides map, *before* it acknowledges a job:
+Workers acknowledge jobs and report failed loads in messages. These messages do not show which
+slots are complete in every rank, which slots a worker may still access after a reset, or when a
+promoted chunk has arrived. So a worker writes each slot's status to the control block, which
+both sides map, *before* it acknowledges a job:
 
 ``generation[rank, slot]``
-    Generation of the write that filled this rank's part of the slot. Every write to a slot has
-    a new generation, a number, so bytes of an earlier write never count as whole.
+    Generation of the write that filled this rank's part of the slot. Every write to a slot gets
+    a new number, its *generation*, so bytes of an earlier write never count as complete.
 ``acknowledged[rank, slot]``
-    Jobs on this slot that the rank has finished, successful or not. The scheduler counts the
-    jobs it issued; while the numbers differ, a worker may still touch the slot.
+    Number of jobs on this slot that the rank has finished, successful or not. The scheduler
+    counts the jobs it issued. While the numbers differ, a worker may still access the slot.
 ``failed[rank, slot]``
     Generation that the rank last failed to load. This word is separate from ``generation``,
-    which others may write at the same moment. If the bytes were only late, the scheduler clears
-    the word after the load.
+    which other processes may write at the same moment. If the bytes only arrived too late, the
+    scheduler clears the word after the load.
 ``pageable[rank]``
     Whether the rank could not page-lock the RAM tier. Written once, at start.
 ``hash[rank, slot]`` and ``hashed[rank, slot]``
-    Hash of what this rank wrote to its part of the slot (:mod:`kvtier.memory.part_hashes`), and
-    the generation of that write. Only ranks that may do GDS reads write both, before
-    ``generation``.
+    Hash of the bytes that this rank wrote to its part of the slot
+    (:mod:`kvtier.memory.part_hashes`), and the generation of that write. Only ranks that may do
+    GDS reads write these two words, and write them before ``generation``.
 ``gds[rank]``
-    Number of the rank's part of every slot, plus 1, if the rank can read chunks from the NVMe
-    tier into its GPU; else 0. Written at start, and cleared when such reads keep failing.
+    1 plus the number of the rank's part of every slot, if the rank can read chunks from the
+    NVMe tier into its GPU (GDS reads); else 0. Written at start, and cleared when a rank gives
+    up GDS reads.
 
 Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
 slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
@@ -31,11 +32,11 @@ worker writes before the engine reports the job as finished, and the scheduler r
 report. Only acknowledgements are incremented. The increments need a lock, because two loads of
 one slot may end at the same time in two threads of a rank.
 
-The storage engine writes ``generation`` when a chunk was promoted or the promotion failed, and
-workers may be polling that word. The chunk's bytes are written before the word; if another
-process writes them, its reply passes through a system call. A worker reads the bytes after the
-word, on another thread and after a lock. So no access to the bytes is reordered around the
-word.
+The storage engine, which moves chunks between tiers, writes ``generation`` when a chunk was
+promoted or the promotion failed. Workers may be polling that word. The chunk's bytes are
+written before the word; if another process writes the bytes, its reply passes through a system
+call. A worker reads the word first and then the bytes, on another thread and after taking a
+lock. So no access to the bytes is reordered with the access to the word.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _LOST = np.uint64(1 << 63)
 
 
 class ControlBlock:
-    """A view of the control words at the end of the host region.
+    """The status words of all slots, at the end of the host region.
 
     Implements :class:`kvtier.manager.SlotStatus` for the scheduler. The counts of issued jobs
     are not shared: they are in the scheduler's own memory.
@@ -107,7 +108,7 @@ class ControlBlock:
         self._generation[rank, _index(slots)] = generation
 
     def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Remove this rank's ``generations`` from ``slots``: their bytes are incomplete."""
+        """Record that this rank's bytes of ``generations`` in ``slots`` are incomplete."""
         index = np.asarray(slots, np.intp)
         # Other generations stay: since a reset the slot may belong to another chunk.
         is_same = self._generation[rank, index] == _words(generations)
@@ -122,7 +123,7 @@ class ControlBlock:
     def has_generations(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> bool:
-        """Return whether every slot has its generation in this rank, so it may be loaded."""
+        """Return whether every slot holds its generation in this rank and may be loaded."""
         return bool((self._generation[rank, _index(slots)] == _words(generations)).all())
 
     def record_failed_loads(
@@ -147,7 +148,7 @@ class ControlBlock:
     def set_hashes(
         self, rank: int, slots: Sequence[int], hashes: Words, generation: int
     ) -> None:
-        """Record the hash of what this rank wrote to each of ``slots`` in ``generation``."""
+        """Record the hash of the bytes that this rank wrote to each slot in ``generation``."""
         index = _index(slots)
         self._hash[rank, index] = hashes
         self._hashed[rank, index] = generation
@@ -155,11 +156,11 @@ class ControlBlock:
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have their generation and which slots will never get it.
+        """Return which slots have received their generation and which slots never will.
 
         Returns:
-            Per slot, whether its bytes are whole, and whether they are lost because the write
-            failed or the slot has another generation.
+            Two flags per slot: whether its bytes are complete, and whether its bytes are lost
+            because the write failed or the slot has another generation.
         """
         # A copy: a word published between two reads would look like another generation.
         words = self._generation[rank, _index(slots)].copy()
@@ -182,7 +183,7 @@ class ControlBlock:
         """Return the hashes of the parts of ``slots``, one row for each slot.
 
         A row is 0 if a rank has not hashed this generation. If several ranks write one part,
-        the hash of the part is the sum of theirs.
+        the hash of the part is the sum of the hashes of these ranks.
         """
         index = _index(slots)
         gds = self._gds.tolist()
@@ -198,12 +199,12 @@ class ControlBlock:
     # -- scheduler ----------------------------------------------------------------------------
 
     def gds_parts(self) -> int:
-        """Return the number of parts of a slot, or 0 if a rank cannot read into its GPU."""
+        """Return the number of parts of a slot; 0 if a rank cannot do GDS reads."""
         gds = self._gds.tolist()
         return max(gds) if all(gds) else 0
 
     def gds_ranks(self) -> int:
-        """Return how many ranks can read chunks into their GPUs."""
+        """Return how many ranks can do GDS reads."""
         return int(np.count_nonzero(self._gds))
 
     def issue(self, slots: Sequence[int]) -> None:
@@ -216,7 +217,7 @@ class ControlBlock:
             self._generation[:, _index(slots)] = 0
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether it has its generation in all ranks."""
+        """Return for each slot whether all ranks have written its generation."""
         if not slots:
             return []
         return _in_every_rank(self._generation[:, _index(slots)] == _words(generations))
@@ -230,8 +231,8 @@ class ControlBlock:
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget the failed loads of ``slots``; no load of these slots may be in progress.
 
-        Those loads were too early. The bytes may still arrive under the same generation, and a
-        later load of the slot must not count as failed then.
+        These loads failed because the bytes arrived too late. The bytes may still arrive with
+        the same generation. A later load of the slot then must not count as failed.
         """
         if slots:
             self._failed[:, _index(slots)] = 0
@@ -297,10 +298,7 @@ def _words(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
 
 
 def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each slot whether the answers of all ranks are true.
-
-    Each row of ``answers`` is a rank, and each column is a slot.
-    """
+    """Return for each column of ``answers``, a slot, whether all rows, the ranks, are true."""
     # For one row, the common case, the reduction would cost more than the comparison.
     listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
     return listed

@@ -1,4 +1,4 @@
-"""Opens what fits a rank's device: the copier for RAM slots, and the loader for GDS reads."""
+"""Open the copier for RAM slots and the loader for GDS reads that fit a rank's device."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def open_gds(
     blocks_per_chunk: int,
     files: DirectFiles | None = None,
 ) -> GdsLoader | None:
-    """Return what reads chunks from an NVMe tier into a rank's blocks, if that is possible.
+    """Return the loader that reads chunks from an NVMe tier into a rank's blocks.
 
     Args:
-        mode: Whether to look for it, and whether it must be there.
+        mode: ``off``, ``auto`` (use GDS reads if possible) or ``require``.
         kv: The rank's KV memory.
         region: The RAM slots, which have the shape of the tier's slots.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
-        files: Opens the tier's file; None for kvikio.
+        files: Opens the tier's slot file; None to use kvikio.
 
     Returns:
-        The loader; None if ``mode`` is ``off``, or ``auto`` and something is missing.
+        The loader; None if ``mode`` is ``off``, or if it is ``auto`` and GDS reads cannot work.
 
     Raises:
         ConfigError: kvikio is installed for another version of CUDA than torch.
-        UnsupportedError: ``mode`` is ``require``, and something is missing.
+        UnsupportedError: ``mode`` is ``require``, and GDS reads cannot work.
     """
     if mode == "off":
         return None

@@ -1,7 +1,7 @@
 """Copies between an engine's KV blocks and RAM slots.
 
-A slot holds one chunk for all ranks, as a place for each of its ``blocks_per_chunk`` blocks. A
-place holds every rank's part of each page of the block, in order
+A slot holds one chunk for all ranks. It is divided into ``blocks_per_chunk`` places, one for
+each block of the chunk. A place holds every rank's part of each page of the block, in order
 (:mod:`kvtier.memory.slot_layout`).
 
 The engine keeps these pages layer by layer. Copying page by page would take one call per
@@ -92,7 +92,7 @@ class Slots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupCopy:
-    """The blocks of one KV cache group to copy, ordered by ``subs`` and then by ``slots``.
+    """The blocks of one KV cache group to copy, sorted by ``subs`` and then by ``slots``.
 
     Attributes:
         group: Index of the group.
@@ -107,7 +107,7 @@ class GroupCopy:
     subs: Indices
 
     def part(self, which: slice | Flags) -> GroupCopy:
-        """Return the copies that ``which`` selects, without changing their order."""
+        """Return the blocks that the index ``which`` selects, in the same order."""
         return GroupCopy(self.group, self.blocks[which], self.slots[which], self.subs[which])
 
 
@@ -124,7 +124,7 @@ class BlockCopyPlan:
     slots: Sequence[int]
 
     def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
-        """Return the part of this plan for ``slots``, which are some of the plan's slots."""
+        """Return the part of this plan for ``slots``, a subset of the plan's slots."""
         wanted = np.asarray(slots, np.int64)
         parts = []
         for copy in self.groups:
@@ -134,14 +134,14 @@ class BlockCopyPlan:
         return BlockCopyPlan(parts, slots)
 
     def places(self, copy: GroupCopy) -> Indices:
-        """Return the position in :attr:`slots` of each slot of ``copy``, one of the groups."""
+        """Return the index in :attr:`slots` of each slot of ``copy``, one of :attr:`groups`."""
         slots = np.asarray(self.slots, np.int64)
         order = np.argsort(slots, kind="stable")
         places: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
         return places
 
     def with_slots(self, slots: Sequence[int]) -> BlockCopyPlan:
-        """Return the same copies with ``slots[i]`` in place of the plan's slot ``i``."""
+        """Return this plan with its ``i``-th slot replaced by ``slots[i]``."""
         numbers = np.asarray(slots, np.int64)
         groups = []
         for copy in self.groups:
@@ -153,7 +153,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, slots)
 
     def joined_with(self, others: Sequence[BlockCopyPlan]) -> BlockCopyPlan:
-        """Return one plan with the copies of this one and ``others``."""
+        """Return one plan that copies the blocks of this plan and of ``others``."""
         if not others:
             return self
         plans = (self, *others)
@@ -167,10 +167,10 @@ class BlockCopyPlan:
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
         """Return the slots that certainly receive every block of their chunk in a store.
 
-        The first chunk of a group may lack its head; the index of the group's first block shows
-        this. If other blocks are missing, the engine does not say which. The later blocks then
-        move up into wrong places, and the group's last chunk lacks its end. In this case no
-        slot of the group counts as filled.
+        The first chunk of a group may lack its first blocks; the index of the group's first
+        block shows this. If the engine leaves out other blocks, it does not say which. The
+        later blocks are then copied to wrong places, and the group's last chunk lacks blocks
+        at its end. In this case no slot of the group counts as filled.
         """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots
@@ -262,21 +262,24 @@ class Copier(ABC):
     def mark(self) -> Fence | None:
         """Return the current point of the compute stream; called on the engine's thread.
 
-        Copies that are submitted now must follow this point. A store reads blocks that the
+        Copies that are submitted now must start after this point. A store reads blocks that the
         forward pass has just written, and a load overwrites blocks that the engine may still be
-        clearing. None where the engine has finished computing when it submits a copy.
+        clearing.
+
+        Returns:
+            The point; None on a CPU, where the engine has finished computing by now.
         """
 
     @abstractmethod
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy blocks to slots after ``after``; return when the bytes are there.
+        """Copy blocks to slots after the fence ``after``; return when all bytes are copied.
 
         When this raises, no copy is running any more.
         """
 
     @abstractmethod
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy slots to blocks after ``after``; return when the bytes are there.
+        """Copy slots to blocks after the fence ``after``; return when all bytes are copied.
 
         When this raises, no copy is running any more.
         """
@@ -297,8 +300,9 @@ class BlockCopier(Copier):
         region: The slots.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
-        staging_nbytes: Bytes of the staging buffer on a GPU, allocated at once; a longer block
-            makes it longer. 0 on a CPU, where the buffer grows.
+        staging_nbytes: Bytes of the staging buffer on a GPU, allocated by the constructor. If a
+            block is longer, the buffer gets the block's length. 0 on a CPU, where the buffer
+            grows as needed.
 
     Raises:
         UnsupportedError: A group's block does not fit its place in the slot.
@@ -341,9 +345,9 @@ class BlockCopier(Copier):
     def _views(
         self, host: torch.Tensor, pages: Sequence[int], geometry: RegionGeometry
     ) -> list[tuple[slice, torch.Tensor]]:
-        """Return pairs of matching parts: of a staged row, and of all places in the slots.
+        """Return pairs of a range of a staged row and a view of its destination in all slots.
 
-        The view of the places has the shape (slots, blocks, pages, words).
+        The view has the shape (slots, blocks, pages, words).
         """
         unit = self._word.itemsize
         slot, place = geometry.slot_nbytes // unit, geometry.block_nbytes // unit
@@ -381,7 +385,7 @@ class BlockCopier(Copier):
         self._places = []
 
     def _pieces(self, plan: BlockCopyPlan, *, stores: bool) -> Iterator[GroupCopy]:
-        """Yield this rank's copies of a plan in pieces that fit the staging tensor."""
+        """Yield the blocks that this rank copies, in pieces that fit the staging tensor."""
         for copy in plan.groups:
             written = self._share.written(copy.blocks) if stores else None
             whole = copy if written is None else copy.part(written)
@@ -393,7 +397,7 @@ class BlockCopier(Copier):
     def _placed(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views: a part of ``staged``, and its place in the slots."""
+        """Yield pairs of views: a part of ``staged``, and the same blocks' bytes in the slots."""
         runs = list(_runs(copy))
         for columns, places in self._places[copy.group]:
             parts = staged[:, columns].view(len(staged), *places.shape[2:])
@@ -416,7 +420,7 @@ class BlockCopier(Copier):
         blocks = torch.from_numpy(copy.blocks)
         if self._device.type == "cpu":
             return blocks
-        # From memory that is not page-locked torch would copy at once, and wait for the fence.
+        # If this memory were not page-locked, torch would block until the fence is reached.
         return blocks.pin_memory().to(self._device, non_blocking=True)
 
     def _gather(self, copy: GroupCopy) -> torch.Tensor:
@@ -443,12 +447,12 @@ class BlockCopier(Copier):
 
 
 def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between device and host, without waiting for the copy where that is safe.
+    """Copy a tensor between device and host; return before the copy ends where that is safe.
 
     If one side is not contiguous, torch copies in two steps through its own memory, which on
     the host is not page-locked. That is slow, so long contiguous ranges are copied one by one,
-    and only shorter ranges are copied in two steps. Such a copy waits, because otherwise the
-    second step might use bytes that the first has not delivered.
+    and only shorter ranges are copied in two steps. A copy in two steps blocks, because the
+    second step must not start before the first has ended.
 
     Args:
         destination: A tensor on the device or the host.
@@ -466,7 +470,7 @@ def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _contiguous_elements(tensor: torch.Tensor) -> int:
-    """Return how many elements are contiguous, counted from the last dimension."""
+    """Return the number of elements in each contiguous range of ``tensor``."""
     elements = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size > 1 and stride != elements:
@@ -476,7 +480,7 @@ def _contiguous_elements(tensor: torch.Tensor) -> int:
 
 
 def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
-    """Return int64 if all sizes and addresses are multiples of eight bytes, else int8.
+    """Return the element type to copy with: int64 if all is aligned to 8 bytes, else int8.
 
     torch moves elements one by one to scattered rows, so single bytes take seven times as long
     as words of eight bytes.
@@ -490,9 +494,9 @@ def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
-    """Yield each run of rows that have consecutive slots and the same place in the chunk.
+    """Yield the runs of ``copy``: rows with consecutive slots and the same place in the chunk.
 
-    Each run has its rows, its slots, and that place (``sub``).
+    Each run is a tuple of its rows, its slots and that place (``sub``).
     """
     slots, subs = copy.slots, copy.subs
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1

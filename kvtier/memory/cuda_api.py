@@ -1,11 +1,12 @@
-"""The calls of the CUDA driver that kvtier makes itself, through ctypes.
+"""The functions of the CUDA driver that kvtier calls directly, through ctypes.
 
-torch offers no batch of copies. It does offer page-locking, but through the CUDA runtime, where
-an error stays latched until somebody reads it: the next unrelated call of torch would raise it.
-The driver's own functions latch nothing.
+torch has no function that queues many copies in one call. torch can page-lock memory, but only
+through the CUDA runtime. The runtime remembers an error of such a call, and the next unrelated
+torch call would raise it. The driver's functions remember no errors.
 
-Entry points are those of CUDA 12.8, which later drivers keep. ``cuMemcpyBatchAsync`` has
-another signature since CUDA 13.0, without ``failIdx``, so it is looked up by version.
+The functions are those of CUDA 12.8, which later drivers keep. Since CUDA 13.0,
+``cuMemcpyBatchAsync`` has another signature without ``failIdx``, so the function is looked up
+by version.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ class SourceOrder(enum.IntEnum):
 
 
 class _Location(ctypes.Structure):
-    """``CUmemLocation``; zero says nothing."""
+    """CUDA's ``CUmemLocation``; all zero means that no location is given."""
 
     _fields_ = (("type", c_int), ("id", c_int))  # type: ignore[mutable-override]
 
 
 class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes``."""
+    """CUDA's ``CUmemcpyAttributes``: options of a batch of copies."""
 
     _fields_ = (  # type: ignore[mutable-override]
         ("source_order", c_int),
@@ -111,7 +112,7 @@ class CudaApi:
         self._batch = self._find_batch()
 
     def bind(self) -> None:
-        """Make the device's context current in the calling thread; the other calls need it."""
+        """Make the device's context current in the calling thread, before other methods."""
         self._call("cuCtxSetCurrent", self._context)
 
     @property
@@ -149,8 +150,8 @@ class CudaApi:
         """Queue copies on a stream; they run in any order among themselves.
 
         Args:
-            destinations: Where to.
-            sources: Where from.
+            destinations: Address to which each copy writes.
+            sources: Address from which each copy reads.
             nbytes: Bytes of each copy.
             order: When the sources may be read.
             stream: The stream's handle.
@@ -180,7 +181,7 @@ class CudaApi:
         self._check(f"cuMemcpyBatchAsync of {copies} copies", result)
 
     def _find_batch(self) -> _Call | None:
-        """Return the function for batches of copies, if the driver has it."""
+        """Return the driver's function for batches of copies; None if there is none."""
         address, status = c_void_p(), c_int()
         result = self._calls["cuGetProcAddress_v2"](
             b"cuMemcpyBatchAsync", byref(address), _BATCH_SINCE, 0, byref(status)

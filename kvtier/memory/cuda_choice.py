@@ -1,9 +1,9 @@
-"""Tries ways to copy at start, and chooses one for each direction.
+"""Tries the methods of copying at start, and chooses one for stores and one for loads.
 
-How fast a way is depends on the size of the engine's fragments, the bus and the driver. So each
-way copies some MiB between a scratch buffer on the device and RAM slots, in fragments of the
-engine's own sizes and places. The slots are still empty, and KV memory is not touched. A way is
-not used if it fails in any manner, or does not deliver the right bytes.
+A *fragment* is a contiguous range to copy. The rate of a method depends on the size of the
+engine's fragments, the bus and the driver. So each method copies some MiB between a scratch
+buffer on the device and RAM slots, in fragments like the engine's. The slots are still empty,
+and KV memory is not touched. A method is not used if it fails or copies wrong bytes.
 
 Stores are copied in batches. Loads are copied in batches too, or by a kernel if fragments are
 short and the kernel is faster.
@@ -40,7 +40,7 @@ _LONGEST_FOR_KERNEL_NBYTES: Final = 64 << 10
 
 
 class Choice(NamedTuple):
-    """The method for each direction; None if no method works."""
+    """The methods for stores and for loads; None where no method works."""
 
     store: Method | None
     load: Method | None
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """A method that works, and its rate."""
+    """A method that copied the right bytes, and its measured rate."""
 
     method: Method
     bytes_per_s: float
@@ -58,7 +58,7 @@ class _Rated:
 
 
 def choose_methods(driver: Driver, places: Fragments) -> Choice:
-    """Return the best methods for copies like ``places``, and log why.
+    """Return the fastest methods for copying fragments like ``places``, and log the reasons.
 
     Args:
         driver: The GPU.
@@ -89,7 +89,7 @@ def choose_methods(driver: Driver, places: Fragments) -> Choice:
 
 
 class _Trial:
-    """Copies between scratch memory on the device and empty slots.
+    """Measures methods by copies between scratch memory on the device and empty slots.
 
     Args:
         driver: The GPU.
@@ -119,7 +119,7 @@ class _Trial:
     def rate(
         self, name: str, make_method: Callable[[], Method], *, stores: bool
     ) -> _Rated | None:
-        """Return a method with its rate; None if it does not work, which is logged."""
+        """Measure a method; return None and log the reason if the method does not work."""
         try:
             method = make_method()
             self._require_right_bytes(method, stores=stores)

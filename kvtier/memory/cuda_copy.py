@@ -1,19 +1,20 @@
 """Copies between KV blocks on a CUDA device and RAM slots.
 
 A job's blocks are many *fragments*: ranges that are contiguous in a block and in a slot
-(:mod:`kvtier.memory.fragments`). Copying each with a call of torch would take longer than the
-copy, so all of a job's fragments are queued at once. How, is chosen at start
+(:mod:`kvtier.memory.fragments`). One torch call per fragment would take longer than the copy
+itself, so all fragments of a job are queued at once. The method is chosen at start
 (:mod:`kvtier.memory.cuda_choice`).
 
 **Order.** Stores and loads have a stream each, so a load waits neither for stores nor for their
 fences. On each stream, a job's copies begin after the job's fence, the point in the compute
-stream when the job was submitted. A job ends when an event after its last copy was waited for;
-only then are its bytes in RAM or in the blocks. So a stream never has work of two jobs. Nothing
-orders a store and a load; :mod:`kvtier.connector.device` says why nothing must.
+stream when the job was submitted. A job ends when the thread has waited for an event after its
+last copy. So a stream never has work of two jobs. The streams do not order a store and a load;
+:mod:`kvtier.connector.device` explains why this is correct.
 
-**Torch as a fallback.** A kernel cannot reach memory that is not page-locked, and nothing says
-that batches of copies can. Then, and if the driver has no batches, torch copies, through a
-staging buffer on the device for each direction (:class:`~kvtier.memory.copy.BlockCopier`).
+**Torch as a fallback.** Kernels cannot access memory that is not page-locked, and CUDA does not
+guarantee that batches of copies can. If the slots are not page-locked, or the driver has no
+batches, torch copies through a staging buffer on the device for each direction
+(:class:`~kvtier.memory.copy.BlockCopier`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MOST_SAMPLED: Final = 4096
 
 
 class CudaCopier(Copier):
-    """Copies blocks between KV memory on a GPU and RAM slots that are page-locked if possible.
+    """Copies blocks between KV memory on a GPU and RAM slots; page-locks the slots if possible.
 
     A store and a load may run at the same time, in two threads.
 
@@ -126,13 +127,13 @@ class CudaCopier(Copier):
 
 
 class _Lane:
-    """The copies in one direction, on a stream of their own.
+    """Runs the copies in one direction, on a separate stream.
 
     Args:
         stream: The stream.
         planner: Finds the fragments of a plan.
-        edges: Where one page-locked piece of the slots ends and the next begins.
-        method: How to copy.
+        edges: Addresses where one page-locked piece of the slots ends and the next begins.
+        method: The method of copying.
         stores: Whether to copy from the device to the host, else from the host.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 Streams, events and memory come from torch, the rest from :mod:`kvtier.memory.cuda_api`.
 
-Events are blocking ones. A thread that waits for another kind of event, or for a stream, spins
-and takes a processor from the model for as long as a copy lasts.
+Events are created as blocking events, so a waiting thread sleeps. A thread that waits for
+another kind of event, or for a stream, would busy-wait on a processor that the model needs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CudaDriver(Driver):
 
 
 class _CudaFence(Fence):
-    """A point in a stream that an event marks."""
+    """A point in a stream, marked by an event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -82,7 +82,7 @@ class _CudaFence(Fence):
 
 
 class _CudaStream(CopyStream):
-    """A stream of torch's."""
+    """A copy stream that uses a torch stream."""
 
     def __init__(self, device: torch.device, api: CudaApi) -> None:
         self._device = device
@@ -92,8 +92,8 @@ class _CudaStream(CopyStream):
     @override
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        # A thread begins on the first device. Leaving the stream would return there and create
-        # a context, which takes memory of another rank's GPU.
+        # A new thread uses the first device. Leaving the stream would switch back to that
+        # device and create a context there, which takes memory of another rank's GPU.
         torch.cuda.set_device(self._device)
         self._api.bind()
         with torch.cuda.stream(self._stream):
@@ -137,7 +137,7 @@ class _CudaStream(CopyStream):
 
     @contextlib.contextmanager
     def _kernels(self) -> Iterator[None]:
-        """Raise UnsupportedError if the body cannot import a kernel, or a kernel cannot run."""
+        """Raise UnsupportedError if the body fails to import or to run a kernel."""
         if not self._api.uses_host_addresses:
             raise UnsupportedError("the device does not use the host's addresses")
         try:

@@ -1,8 +1,8 @@
 """A Triton kernel that hashes many ranges of GPU memory at once.
 
-It computes what :func:`kvtier.memory.part_hashes.hash_words` computes. Each program hashes one
-range, and writes one number to page-locked memory. The host adds the numbers up, so no program
-waits for another.
+It computes the same hash as :func:`kvtier.memory.part_hashes.hash_words`. Each instance of the
+kernel (a Triton *program*) hashes one range and writes its sum to page-locked memory. The host
+adds up the sums, so the instances need not wait for each other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _SECOND_SHIFT = tl.constexpr(part_hashes.SECOND_SHIFT)
 # Triton reads every annotation as code of the kernel.
 @triton.jit(do_not_specialize=["table", "sums"])  # type: ignore[untyped-decorator]
 def hash_ranges(table, sums, STEP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    """Hash one range for each program.
+    """Hash one range of the table in each instance of the kernel.
 
     Args:
-        table: Address of rows of an address, a position, a number of words, and a fourth word.
-        sums: Address of one word for each range.
+        table: Address of the table. Row i has the address of range i, the position of its first
+            word in the slot, its number of words, and a word that the kernel ignores.
+        sums: Address of one word for each range, which receives the range's hash.
         STEP: Words to hash at a time.
     """
     row = tl.program_id(0)

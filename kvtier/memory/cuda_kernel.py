@@ -30,11 +30,11 @@ _STEP_WORDS: Final = 1024
 def copy_ranges(table, copies, STEP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
     """Copy the ranges that the first rows of a table describe.
 
-    The table is in host memory, so a row takes its time to arrive. Each program therefore asks
-    for its next row before it copies the range of this one.
+    The table is in host memory, so reading a row is slow. Each instance of the kernel therefore
+    requests its next row before it copies the range of the current row.
 
     Args:
-        table: Address of rows of a destination, a source and a number of bytes, in words.
+        table: Address of the table. A row has three words: destination, source, bytes.
         copies: Number of rows.
         STEP: Words to copy at a time.
     """
@@ -63,7 +63,7 @@ def launch(table: Addresses, copies: int) -> None:
     """Queue the kernel on torch's current stream.
 
     Args:
-        table: Page-locked memory with a row for each copy: destination, source, bytes.
+        table: Page-locked memory. A row has three words: destination, source, bytes.
         copies: Number of rows to use, at least 1.
     """
     grid = (min(_PROGRAMS, copies),)

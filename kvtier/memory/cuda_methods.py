@@ -1,4 +1,4 @@
-"""Ways to copy fragments between a CUDA device and page-locked slots."""
+"""Methods of copying fragments (contiguous ranges) between a CUDA device and RAM slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORD_NBYTES: Final = 8
 
 
 class Method(ABC):
-    """One way to copy fragments.
+    """A method of copying fragments.
 
     Attributes:
         name: Name for the log.
@@ -41,16 +41,16 @@ class Method(ABC):
             stores: Whether to copy from the device to the host, else from the host.
 
         Raises:
-            KvtierError: The copies cannot be queued; some may be.
+            KvtierError: Not all copies could be queued; some may have been.
         """
 
 
 class BatchMethod(Method):
-    """One call of the driver for many copies by the copy engines.
+    """Queues many copies with one driver call; the GPU's copy engines carry them out.
 
-    A load's source may be read at any time, because the slots of a load do not change. A store
-    must read its source in stream order: otherwise the copy engines may read the blocks
-    before the fence, and so before the model has written them.
+    The source of a load may be read at any time, because the slots of a load do not change. The
+    source of a store must be read in stream order: otherwise the copy engines may read the
+    blocks before the model has written them.
     """
 
     name = "batch"
@@ -68,14 +68,15 @@ class BatchMethod(Method):
 
 
 class KernelMethod(Method):
-    """A kernel for many short loads; :class:`BatchMethod` for everything else.
+    """Copies with a kernel where a load has many short fragments, else with the copy engines.
 
-    The kernel reads a table of copies in page-locked memory when its turn comes. So the table
-    is filled again only after the kernel before it has ended.
+    The kernel reads a table of copies from page-locked memory when it runs. So the table is
+    filled again only after the previous kernel has ended.
 
     Args:
         driver: The GPU.
-        batch: Copies few fragments, and those that are not whole words.
+        batch: Copies the fragments of stores, of loads with few fragments, and fragments whose
+            bytes are not whole words.
 
     Raises:
         RuntimeError: There is no page-locked memory for the table.
@@ -90,7 +91,7 @@ class KernelMethod(Method):
 
     @staticmethod
     def suits(fragments: Fragments) -> bool:
-        """Return whether ``fragments`` are many, and all their bytes whole words."""
+        """Return whether to use the kernel: many fragments, all of whole words."""
         if len(fragments.host) < _FEWEST:
             return False
         words = (fragments.device, fragments.host, fragments.nbytes)

@@ -1,10 +1,11 @@
-"""Files that are read straight into the memory of a device.
+"""Read files straight into the memory of a device.
 
-:class:`DirectFiles` opens them: kvikio for a GPU (:mod:`kvtier.memory.kvikio_files`), and
-:class:`PosixFiles` for memory of this process, in tests and in ``kvtier replay``.
+:class:`DirectFiles` opens the files. One implementation uses kvikio and reads into a GPU
+(:mod:`kvtier.memory.kvikio_files`). The other, :class:`PosixFiles`, reads into memory of this
+process; tests and ``kvtier replay`` use it.
 
-The tier's process has the file open and may be replaced by another one. A worker opens the file
-by its path, so it checks that it got the tier's file and not another one of that name.
+The tier's process also has its slot file open. A worker opens the slot file by its path, so the
+worker checks that the path does not lead to a different file.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class DirectRead(NamedTuple):
     """A read of consecutive bytes.
 
     Attributes:
-        offset: Where they begin in the file.
-        into: Contiguous int8 memory on the device; as many bytes are read.
+        offset: Byte offset in the file.
+        into: Contiguous int8 memory on the device; the read fills all of it.
     """
 
     offset: int
@@ -52,8 +53,8 @@ class DirectFile(ABC):
         """Read everything in ``reads``.
 
         Returns:
-            For each read an error message, or an empty string if all its bytes are there. No
-            read is in progress any more.
+            For each read an error message, or an empty string if all its bytes were read. When
+            this returns, every read has ended.
         """
 
     @abstractmethod
@@ -83,14 +84,14 @@ class DirectFiles(ABC):
 
     @abstractmethod
     def release(self, memory: torch.Tensor) -> None:
-        """Undo what :meth:`staging_memory` did besides allocating the memory."""
+        """Prepare ``memory``, which :meth:`staging_memory` returned, for being freed."""
 
 
 def open_slot_file(files: DirectFiles, wanted: SlotFileId) -> DirectFile:
     """Open the slot file of a tier.
 
     Raises:
-        TierUnavailableError: It cannot be opened, or another file has its path.
+        TierUnavailableError: The file cannot be opened, or its path leads to another file.
     """
     try:
         with _opened(wanted.path) as descriptor:

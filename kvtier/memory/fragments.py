@@ -1,7 +1,7 @@
-"""The contiguous ranges to copy between device memory and RAM slots.
+"""Compute *fragments*: the contiguous ranges to copy between device memory and RAM slots.
 
-A copy engine for a device takes addresses and lengths, and each range costs it the same time,
-however short it is. So ranges that are adjacent in both memories are merged into one.
+A GPU's copy engine takes addresses and lengths, and needs a fixed time for each range, however
+short the range. So ranges that are adjacent in both memories are merged into one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Pages:
 
     Attributes:
         first: Address of the page of block 0.
-        step: Bytes from the page of a block to that of the next block.
-        offset: Where the rank's part of the page begins in a block's place.
+        step: Distance in bytes between the pages of consecutive blocks.
+        offset: Byte offset of the rank's part of the page, from the start of the block's place
+            in a slot.
         nbytes: Bytes of the page.
         blocks: Blocks that all tensors of the group have.
     """
@@ -55,11 +56,11 @@ class Pages:
 
 
 class FragmentPlanner:
-    """Finds the ranges of a rank's copies.
+    """Converts a plan of block copies into the contiguous ranges that one rank must copy.
 
     Args:
         kv: The rank's KV memory.
-        host_address: Where this process maps the host region.
+        host_address: Address at which this process maps the host region.
         geometry: The region's shape.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
@@ -85,11 +86,12 @@ class FragmentPlanner:
         self._groups = [locate_pages(kv, pages, share) for pages in kv.groups]
 
     def plan(self, plan: BlockCopyPlan, *, stores: bool) -> Fragments:
-        """Return the ranges of all copies in ``plan``.
+        """Return the ranges to copy for all blocks of ``plan``.
 
         Args:
-            plan: The copies.
-            stores: Whether to leave out the blocks that another rank stores.
+            plan: The blocks and slots.
+            stores: Whether this is a store. A store leaves out the blocks that another rank
+                stores.
 
         Raises:
             UnsupportedError: A block or a slot does not exist.
@@ -118,7 +120,7 @@ class FragmentPlanner:
 
 
 def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
-    """Return the mean bytes of the ranges of one block, in the group with the longest blocks.
+    """Return the mean length in bytes of one block's ranges, in the group with the most bytes.
 
     Args:
         kv: The rank's KV memory.
@@ -134,7 +136,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShare) -> Pages:
-    """Return the pages of a block.
+    """Return where the pages of one KV cache group's blocks are, in KV memory and in slots.
 
     Args:
         kv: The rank's KV memory.
@@ -153,7 +155,7 @@ def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShar
 
 
 def _merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
-    """Merge ranges whose successors are adjacent in both memories."""
+    """Merge consecutive ranges that are adjacent in both memories."""
     if not len(nbytes):
         return Fragments(device, host, nbytes)
     ends = (device[1:] == device[:-1] + nbytes[:-1]) & (host[1:] == host[:-1] + nbytes[:-1])

@@ -1,12 +1,12 @@
 """GDS reads: chunks from an NVMe tier's slot file into a rank's blocks, without RAM.
 
-GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes lie in other places than
-the engine's blocks, and nobody has verified them. So slots are read into staging memory on the
-device, hashed there, and copied to blocks by the copier that also copies RAM slots.
+GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes are laid out differently
+from the engine's blocks, and must be verified first. So slots are read into staging memory on
+the device, hashed there, and copied to blocks by the same copier as RAM slots.
 
-Several ranks need different parts of a slot. Each reads its own ranges only; if it read whole
-slots, every byte would leave the disk once for each rank. Short ranges would take longer one by
-one than a slot takes through RAM, so there are no GDS reads then.
+If several ranks need different parts of a slot, each rank reads only its own ranges. If every
+rank read whole slots, the disk would read every byte once per rank. GDS reads are not used if
+the ranges are short, because loading slots through RAM is faster then.
 
 There are two staging buffers, so that one is filled while the other is emptied. The caller
 orders the steps of each buffer: read, verify, copy.
@@ -49,17 +49,17 @@ _TRIAL_NBYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class _StagedSlots:
-    """A staging buffer, as slots."""
+    """A staging buffer on the device, divided into slots."""
 
     geometry: RegionGeometry
     payload: torch.Tensor
 
 
 class GdsStoreHasher:
-    """Hashes what a rank stores, so that a later GDS read of it can be verified.
+    """Hashes the blocks that a rank stores, so that later GDS reads can be verified.
 
     Args:
-        planner: Finds the ranges.
+        planner: Finds the ranges to hash.
         driver: The GPU; None on a CPU.
     """
 
@@ -69,12 +69,12 @@ class GdsStoreHasher:
         self._has_failed = False
 
     def hash(self, plan: BlockCopyPlan) -> Hashes | None:
-        """Return the hash of what this rank stores in each of ``plan.slots``.
+        """Return the hash of the bytes that this rank stored in each of ``plan.slots``.
 
-        Call it after the store of ``plan`` has ended, while its blocks are unchanged.
+        Call this after the store of ``plan`` has ended, while its blocks are unchanged.
 
         Returns:
-            The hashes; None if the device could not hash, which is logged once.
+            The hashes; None if the device failed to hash (logged once).
         """
         try:
             return self._hasher.hash(self._planner.of_blocks(plan), len(plan.slots))
@@ -88,7 +88,7 @@ class GdsStoreHasher:
 class GdsLoader:
     """Reads slots of a tier into staging buffers, verifies them and copies them to blocks.
 
-    Reads, and everything else, are each called by one thread at a time.
+    One thread at a time may call :meth:`read`, and one thread at a time the other methods.
 
     Args:
         kv: The rank's KV memory.
@@ -107,7 +107,7 @@ class GdsLoader:
         part: Number of this rank's part of every slot.
         buffers: Number of staging buffers.
         slots_per_buffer: Slots that a buffer holds.
-        store_hasher: Hashes what this rank stores.
+        store_hasher: Hashes the blocks that this rank stores.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class GdsLoader:
     def read(
         self, staged: range, file: SlotFileId, slots: Sequence[int], groups: Sequence[int]
     ) -> list[str]:
-        """Read slots of the tier into staging slots, adjacent ones with one call.
+        """Read slots of the tier into staging slots; read adjacent slots with one call.
 
         Args:
             staged: The staging slots, as many as ``slots``.
@@ -171,7 +171,7 @@ class GdsLoader:
             groups: KV cache group of each slot's chunk.
 
         Returns:
-            For each slot an error message, or an empty string if its bytes are there.
+            For each slot an error message, or an empty string if all its bytes were read.
 
         Raises:
             TierUnavailableError: The file cannot be opened.
@@ -185,7 +185,7 @@ class GdsLoader:
         for run, error in zip(runs, errors, strict=True):
             if not error or len(run) == 1:
                 found += [error] * len(run)
-            else:  # one unreadable sector must not fail its neighbours
+            else:  # one unreadable sector must not fail the adjacent slots
                 singles = [range(at, at + 1) for at in run]
                 found += opened.read([self._read_of(staged, slots, at) for at in singles])
         return found
@@ -214,7 +214,7 @@ class GdsLoader:
     def verify(
         self, staged: range, groups: Sequence[int], expected: Sequence[int]
     ) -> list[bool]:
-        """Return for each staging slot whether this rank's part is as it was stored.
+        """Return for each staging slot whether this rank's part has the expected hash.
 
         Args:
             staged: The staging slots.
@@ -229,10 +229,10 @@ class GdsLoader:
         return [int(has) == wants for has, wants in zip(found, expected, strict=True)]
 
     def copy(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy staging slots to blocks after ``after``; return when the bytes are there.
+        """Copy staging slots to blocks after the fence ``after``; return when this is done.
 
         Args:
-            plan: The copies, from staging slots.
+            plan: The staging slots and the blocks.
             after: Point in the compute stream that the copies must follow; None on a CPU.
         """
         if self._stream is None:
@@ -244,11 +244,11 @@ class GdsLoader:
                     self._stream.follow(after)
                 self._copier.load(plan, after=None)
             finally:
-                # Also after an error: what was queued still uses the buffer and blocks.
+                # Also after an error: queued copies still use the buffer and blocks.
                 self._stream.record().wait()
 
     def close(self) -> None:
-        """Close the file and release the buffers. Idempotent; nothing may be running."""
+        """Close the file and release the buffers. Idempotent; no other call may be running."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -272,7 +272,7 @@ class GdsLoader:
         return DirectRead(slots[run.start] * nbytes, into)
 
     def _try_hasher(self, stream: CopyStream) -> None:
-        """Raise UnsupportedError unless the device hashes as this process does."""
+        """Raise UnsupportedError unless the device computes the same hashes as this process."""
         words = min(_TRIAL_NBYTES, self._memory.numel()) // 8
         content = torch.from_numpy(np.arange(words, dtype=np.int64) * 0x2545F491_4F6CDD1D)
         with stream.active():
@@ -287,7 +287,7 @@ class GdsLoader:
 
 
 def _require_long_ranges(kv: KVBlocks) -> None:
-    """Raise UnsupportedError unless a rank's ranges of a slot are long."""
+    """Raise UnsupportedError if a rank's ranges of a slot are too short for fast GDS reads."""
     shortest = min(nbytes for pages in kv.groups for _, nbytes in pages)
     if shortest < SHORTEST_NBYTES:
         raise UnsupportedError(

@@ -1,10 +1,10 @@
 """Hand the region's descriptor from an engine's first worker to its other processes.
 
-vLLM's processes are not kvtier's children, so they inherit nothing. The descriptor is sent
-through a Unix socket in a directory that only this user may enter, below the directory for
-temporary files. So the file system keeps out other users, and containers that have another
-directory for temporary files. An abstract socket would be open to everybody in the same network
-namespace.
+The *region* is the memory of the RAM tier. vLLM's processes are not kvtier's children, so they
+cannot inherit its descriptor. The descriptor is sent through a Unix socket in a directory that
+only this user may enter, below the directory for temporary files. So the file system keeps out
+other users, and containers with another directory for temporary files. An abstract socket would
+be open to every process in the same network namespace.
 
 A process that is killed while it serves leaves only the socket's file. The next server removes
 this file, and locks the directory while it does so.
@@ -125,7 +125,7 @@ class RegionServer:
     def close(self) -> None:
         """Stop serving."""
         self._stopping = True
-        # A connection wakes a thread that waits in accept.
+        # A connection wakes the server's thread, which waits in accept().
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
             with contextlib.suppress(OSError):
                 knock.connect(str(self._listener.path))
@@ -257,7 +257,7 @@ def _remove_dead(directory: Path) -> None:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
             except OSError:
-                continue  # its server is busy
+                continue  # the socket's server is alive but busy
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class HostRegion:
         self.geometry = geometry
         # The file may be longer than the region: huge pages are unmapped as a whole.
         self._map = map_shared(descriptor)
-        # After the calls that may fail, because an open descriptor keeps the memory.
+        # After the calls that may fail, because an open descriptor keeps the memory allocated.
         self._descriptor = os.dup(descriptor)
         self._view = memoryview(self._map)[: geometry.nbytes]
         self.control = ControlBlock(
@@ -134,7 +134,7 @@ class HostRegion:
 
     @property
     def shared(self) -> SharedMemory:
-        """Memory of all slots, for another process to map."""
+        """The memory of all slots, as another process needs it to map the slots."""
         return SharedMemory(self._descriptor, self._address, self.geometry.shared_nbytes)
 
     def map_pages(self) -> None:
@@ -166,6 +166,6 @@ class HostRegion:
             os.close(descriptor)
         self.control.release()
         self._view.release()
-        # Tensors of a worker that is being torn down keep the mapping until they are freed.
+        # When a worker is torn down, its tensors keep the mapping until they are freed.
         with contextlib.suppress(BufferError):
             self._map.close()

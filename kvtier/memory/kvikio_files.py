@@ -1,11 +1,13 @@
-"""Reads files into GPU memory with kvikio: by GPUDirect Storage, or through its own buffers.
+"""Read files into GPU memory with the library kvikio.
 
-kvikio decides for each file. Where the driver or the file system has no GPUDirect Storage it
-reads through page-locked buffers of its own, and still past the page cache.
+kvikio decides for each file how to read it. It uses GPUDirect Storage if the driver and the
+file system support that. Otherwise kvikio reads through its own page-locked buffers, which also
+bypasses the page cache.
 
-Two facts about kvikio shape this module. A read keeps neither the buffer nor the file alive, so
-:meth:`_KvikioFile.read` waits for every read that it began, also after an error. And a read
-first waits for the default CUDA stream, in the calling thread; nothing turns that off.
+Two properties of kvikio matter here. A read in progress keeps neither the buffer nor the file
+alive, so :meth:`_KvikioFile.read` waits for every read that it began, also after an error. A
+read first waits for the default CUDA stream, in the calling thread, and no option disables
+this.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ _PAGE_NBYTES: Final = 4096
 
 
 def open_direct_files(device: torch.device) -> DirectFiles:
-    """Return what reads files into the memory of ``device``.
+    """Return an object that opens files for reading into the memory of ``device``.
 
     Raises:
-        ConfigError: kvikio is there for another major version of CUDA than torch.
+        ConfigError: kvikio is installed for another major version of CUDA than torch.
         UnsupportedError: There is no GPU, or kvikio cannot be used.
     """
     if device.type != "cuda":
@@ -50,13 +52,14 @@ def open_direct_files(device: torch.device) -> DirectFiles:
 
 
 def check_packages(major: str) -> None:
-    """Check that kvikio is installed for version ``major`` of CUDA, and for no other.
+    """Check that kvikio is installed for version ``major`` of CUDA, and for no other version.
 
-    kvikio for another version loads a second CUDA runtime, and fails late or not at all.
+    A kvikio for another version would load a second CUDA runtime, and could fail late or
+    silently.
 
     Raises:
-        ConfigError: It is installed for another version.
-        UnsupportedError: It is not installed.
+        ConfigError: kvikio is installed for another version.
+        UnsupportedError: kvikio is not installed.
     """
     wanted = KVIKIO_PACKAGES.get(major)
     installed = installed_kvikio()
@@ -96,14 +99,14 @@ class KvikioFiles(DirectFiles):
     def staging_memory(self, nbytes: int) -> torch.Tensor:
         whole = torch.empty(nbytes + _PAGE_NBYTES, dtype=torch.int8, device=self._device)
         memory = aligned(whole, nbytes)
-        # Without the driver this fails, and kvikio reads through its own buffers.
+        # Without the GDS driver this call fails, and kvikio reads through its own buffers.
         with contextlib.suppress(RuntimeError):
             self._kvikio.memory_register(memory)
         return memory
 
     @override
     def release(self, memory: torch.Tensor) -> None:
-        with contextlib.suppress(RuntimeError):  # it was not registered
+        with contextlib.suppress(RuntimeError):  # the memory was not registered
             self._kvikio.memory_deregister(memory)
 
 
@@ -131,7 +134,7 @@ class _KvikioFile(DirectFile):
 
 
 def _end(future: Any, read: DirectRead) -> str:  # noqa: ANN401 - untyped
-    """Wait for a read; return an error message, or an empty string."""
+    """Wait until ``read`` has ended; return an error message, or an empty string."""
     if isinstance(future, Exception):
         return str(future)
     try:

@@ -1,4 +1,4 @@
-"""Paged KV memory with a checkable content, for engines without a model."""
+"""Paged KV memory whose content can be verified, for tests and benchmarks without a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _LAYER_STEP: Final = 0x2545F491_4F6CDD1D
 
 
 class PagedMemory:
-    """Blocks of several layers; a number, the seed, determines a block's content.
+    """KV memory of several layers; the content of a block is computed from a number, its seed.
 
     Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64. So bytes of
-    another block, or in the wrong place, are detected. Blocks are filled and compared in the
-    caller's thread, because torch's threads would busy-wait on the processors of a tier's
-    threads.
+    another block, and bytes in the wrong place, are detected. Blocks are filled and compared in
+    the caller's thread: torch's own threads would busy-wait on processors that the tiers need.
 
     Args:
         layers: Number of layers; each has its own tensor, as in engines.
@@ -56,7 +55,7 @@ class PagedMemory:
         self.kv = KVBlocks(tensors, [pages])
 
     def fill(self, blocks: Sequence[int], seeds: Sequence[int]) -> None:
-        """Write into each of ``blocks`` the content that its seed determines."""
+        """Fill each of ``blocks`` with the content for its seed."""
         for layer, memory in enumerate(self._words):
             for block, seed in zip(blocks, seeds, strict=True):
                 np.add(self._places, _first_word(layer, seed), out=memory[block])

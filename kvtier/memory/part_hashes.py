@@ -1,13 +1,13 @@
-"""Hashes of a rank's part of a slot, equal on a GPU and on a CPU.
+"""Hashes of a rank's part of a slot; a GPU and a CPU compute the same hash.
 
-A tier's checksum covers a whole slot, and the tier computes it in RAM. A rank that reads its
-part of a slot straight into GPU memory cannot use it. So each rank hashes its part when the
-chunk is stored, and compares when it reads the chunk.
+A tier's checksum covers a whole slot, and the tier computes the checksum in RAM. A rank that
+reads its part of a slot straight into GPU memory (a GDS read) cannot use this checksum. So each
+rank hashes its part when the chunk is stored, and compares the hash when it reads the chunk.
 
 The hash of a part is the sum of one number for each word of eight bytes, modulo 2**64. The
-number depends on the word and on its position in the slot. A sum does not depend on the order,
-so any number of GPU programs can share the work. If several ranks write one part, the sums of
-what each wrote add up to the hash of the part.
+number depends on the word and on the word's position in the slot. A sum does not depend on the
+order, so many instances of a GPU kernel can share the work. If several ranks write one part,
+the sums over their words add up to the hash of the part.
 
 For a given position the number is a bijection of the word. So a change within one word always
 changes the hash; any other change goes unnoticed with probability 2**-64.
@@ -60,7 +60,7 @@ _AT_ONCE: Final = 4096
 
 
 class HashPlanner:
-    """Finds the ranges to hash, in an engine's blocks or in slots.
+    """Finds the ranges of a rank's part to hash, in an engine's blocks or in slots.
 
     Args:
         kv: The rank's KV memory.
@@ -104,7 +104,7 @@ class HashPlanner:
 
         Args:
             address: Where the first slot begins.
-            groups: KV cache group of each slot's chunk; places count these slots.
+            groups: KV cache group of each slot's chunk, slot by slot.
         """
         rows = []
         for place, group in enumerate(groups):
@@ -116,7 +116,7 @@ class HashPlanner:
         return _cut(np.concatenate(rows) if rows else _NONE)
 
     def extents(self, group: int) -> list[range]:
-        """Return the pages of 4 KiB of a slot that have the rank's part, as ranges of bytes."""
+        """Return the rank's byte ranges of a slot, extended to whole pages of 4 KiB."""
         pages = self._groups[group]
         starts = self._subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
         ends = starts + pages.nbytes
@@ -132,7 +132,7 @@ class HashPlanner:
     def _rows(
         self, pages: Pages, address: Indices, subs: Indices, places: Indices
     ) -> HashRanges:
-        """Return a row for each page; ``address`` has a line for each block."""
+        """Return one range for each KV page of each block, from the blocks' addresses."""
         at = subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
         rows = np.empty((address.size, 4), np.int64)
         rows[:, 0] = address.ravel()
@@ -143,7 +143,7 @@ class HashPlanner:
 
 
 def hash_words(words: Hashes, position: int) -> int:
-    """Return the sum of the numbers of ``words``, the first of which is at ``position``.
+    """Return the hash of consecutive ``words``; ``position`` is that of the first word.
 
     >>> words = np.arange(6, dtype=np.uint64)
     >>> parts = hash_words(words[:2], 10) + hash_words(words[2:], 12)
@@ -182,11 +182,11 @@ def _sum_ranges(ranges: HashRanges, sums: Hashes, chunks: int) -> Hashes:
 
 
 class Hasher(ABC):
-    """Hashes ranges of memory. One thread at a time may call it."""
+    """Hashes ranges of memory. One thread at a time may call the methods."""
 
     @abstractmethod
     def hash(self, ranges: HashRanges, chunks: int) -> Hashes:
-        """Return the hash of each of ``chunks`` chunks; blocks until it is known.
+        """Return the hash of each of ``chunks`` chunks; block until all hashes are known.
 
         Raises:
             KvtierError: The device cannot hash.
@@ -202,7 +202,7 @@ class HostHasher(Hasher):
 
 
 class DeviceHasher(Hasher):
-    """Hashes memory of a GPU, on a stream of its own.
+    """Hashes memory of a GPU, on a separate stream.
 
     Args:
         driver: The GPU.
@@ -228,7 +228,7 @@ class DeviceHasher(Hasher):
 
 
 def open_hasher(driver: Driver | None) -> Hasher:
-    """Return what hashes memory of a GPU, or of this process if there is no GPU."""
+    """Return a hasher for the memory of a GPU, or of this process if there is no GPU."""
     return HostHasher() if driver is None else DeviceHasher(driver)
 
 
@@ -245,7 +245,7 @@ def _require_words(groups: Sequence[Pages], geometry: RegionGeometry) -> None:
 
 
 def _cut(ranges: HashRanges) -> HashRanges:
-    """Cut ranges that are longer than one program should hash."""
+    """Split long ranges, so that one instance of the GPU kernel hashes only a short range."""
     pieces = -(-ranges[:, 2] // _LONGEST_WORDS)
     cut = np.repeat(ranges, pieces, axis=0)
     ends = np.cumsum(pieces)

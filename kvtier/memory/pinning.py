@@ -1,13 +1,13 @@
 """Page-locks the RAM tier's slots for a GPU.
 
-The copy engines and kernels of a GPU reach page-locked memory themselves; other memory they
-reach through a buffer of the driver's, which is slower. The slots are page-locked in
-*pieces*, for drivers since R580 refuse to page-lock 512 GiB or more at once.
+A GPU's copy engines and kernels access page-locked memory directly. Other memory is copied
+through a buffer of the driver, which is slower. The slots are page-locked in *pieces*, because
+drivers since R580 refuse to page-lock 512 GiB or more at once.
 
-A piece ends where a slot ends. A copy must lie in one piece, but adjacent slots are copied as
-one range where the blocks are adjacent too. So :func:`cut` cuts ranges where a piece ends.
+A piece ends where a slot ends. A copy must lie within one piece. But adjacent slots are copied
+as one range if the blocks are adjacent too. So :func:`cut` cuts ranges where a piece ends.
 
-If the driver refuses a piece, the other pieces are released and the engine goes on with memory
+If the driver refuses a piece, the other pieces are released and the engine runs with memory
 that is not page-locked.
 """
 
@@ -76,7 +76,7 @@ class PinnedSlots:
 
     @property
     def is_locked(self) -> bool:
-        """Whether the slots are page-locked, all of them."""
+        """Whether all slots are page-locked."""
         return bool(self._locked)
 
     def close(self) -> None:
@@ -90,11 +90,11 @@ class PinnedSlots:
 
 
 def cut(fragments: Fragments, edges: Addresses) -> Fragments:
-    """Return ``fragments`` such that none crosses one of ``edges`` in host memory.
+    """Split ``fragments`` at ``edges``, so that each lies within one page-locked piece.
 
     Args:
-        fragments: Each has at least one byte.
-        edges: Host addresses, ascending.
+        fragments: The ranges to copy; each has at least one byte.
+        edges: Host addresses where one piece ends and the next begins, ascending.
     """
     host, nbytes = fragments.host, fragments.nbytes
     following = np.searchsorted(edges, host, side="right")

@@ -14,9 +14,10 @@ before layers (vLLM's ``BHLNC``), a block is one page, so a rank's part of it is
 range. If layers come before heads (``LBHNC``, ``BLHNC``), a range is the rank's part of one
 layer.
 
-One rank has all of a place. So have all ranks whose KV is equal, as with multi-head latent
-attention; such KV is stored once. Where the ranks' pages do not form a canonical page, as with
-tokens outermost, the layout is the same, but only an engine with as many ranks can read it.
+If there is only one rank, its part is the whole place. If all ranks have the same KV, as with
+multi-head latent attention, the KV is stored once and every rank's part is the whole place. If
+tokens are the outermost dimension, the layout is the same, but only an engine with the same
+number of ranks can read the slot.
 :mod:`kvtier.vllm.pages` knows which case applies.
 """
 
@@ -84,10 +85,10 @@ class RegionGeometry:
 
 
 class PageRun(NamedTuple):
-    """Consecutive pages of a block, and where one rank's part of them is in a place.
+    """Consecutive pages of a block, and the position of one rank's part of them in a place.
 
     Attributes:
-        offset: Start of the first page, counted over the rank's own pages.
+        offset: Start of the first page, in bytes from the start of the rank's own block.
         place_offset: Start of the rank's part of the first page in a place. The part of the
             next page begins one canonical page later.
         pages: Number of pages.
@@ -117,7 +118,7 @@ class RankShare:
     writer: int = 0
 
     def written(self, blocks: Indices) -> Flags | None:
-        """Return which of ``blocks`` this rank stores; None if it stores all of them."""
+        """Return which of ``blocks`` this rank stores; None if this rank stores all blocks."""
         if self.writers == 1:
             return None
         written: Flags = blocks % self.writers == self.writer
@@ -133,13 +134,13 @@ class RankShare:
         return (np.cumsum(nbytes) - nbytes) * self.parts + self.part * nbytes
 
     def runs(self, pages: Sequence[int]) -> Iterator[PageRun]:
-        """Yield the rank's ranges of a place, as few runs as possible.
+        """Yield the rank's ranges of a place, in as few runs of pages as possible.
 
         Args:
             pages: Bytes of each page of a block, in the rank's own memory.
         """
         if self.parts == 1:
-            yield PageRun(0, 0, 1, sum(pages))  # its pages follow one another
+            yield PageRun(0, 0, 1, sum(pages))  # the pages are adjacent
             return
         offset = 0
         places = zip(pages, self.part_offsets(pages).tolist(), strict=True)
@@ -155,7 +156,7 @@ def require_room(
     share: RankShare,
     blocks_per_chunk: int,
 ) -> None:
-    """Check that the blocks of a rank fit their places, and the places a slot.
+    """Check that a rank's blocks fit their places, and that the places fit a slot.
 
     Args:
         groups: Bytes of each page of a block, for each KV cache group.
@@ -164,7 +165,7 @@ def require_room(
         blocks_per_chunk: Blocks of a chunk.
 
     Raises:
-        UnsupportedError: They do not fit.
+        UnsupportedError: The blocks or the places do not fit.
     """
     room = geometry.block_nbytes // share.parts
     for group, pages in enumerate(groups):

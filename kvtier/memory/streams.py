@@ -1,17 +1,18 @@
-"""Copy streams: where copies run, and which point in the compute stream they must follow.
+"""Copy streams: queues of copies for a GPU, and the order of copies and computation.
 
-On a GPU, copies are queued on streams of their own and run after a fence in the engine's
+On a GPU, copies are queued on separate streams and run after a fence, a point in the engine's
 compute stream. The thread that queued a job's copies then waits for them. On a CPU the engine's
 thread has finished computing when it submits a copy, so there are no streams and fences.
 
-A :class:`Driver` is all that copies need of a GPU: :mod:`kvtier.memory.cuda_driver` is the real
-one, and tests have one that runs queued work late and in any allowed order.
+A :class:`Driver` has all functions of a GPU that copies need. The real driver is in
+:mod:`kvtier.memory.cuda_driver`. The driver for tests runs queued work late and in any allowed
+order.
 
 **One torch thread.** torch spreads an operation over OpenMP threads, and every calling thread
 gets its own team of threads. Two teams have more threads than the machine has processors, and
-GNU's OpenMP then disables spinning. So threads sleep and wake in each of the model's few
-hundred parallel loops per step. Steps of a small model took 1.5 times as long. One thread is
-enough for a copy, because memory limits its speed.
+GNU's OpenMP then disables spinning. The threads of the model then sleep and wake in each of a
+few hundred parallel loops per step, and steps of a small model took 1.5 times as long. One
+thread is enough for a copy, because memory limits its speed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["CopyStream", "Driver", "Fence", "use_one_torch_thread"]
 
 
 class Fence(ABC):
-    """A point in a stream."""
+    """A point in a stream that the device reaches after all work queued before."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -53,11 +54,11 @@ class CopyStream(ABC):
 
     @abstractmethod
     def follow(self, fence: Fence) -> None:
-        """Let the work that is queued from now on begin after ``fence``."""
+        """Make work that is queued from now on wait for ``fence``."""
 
     @abstractmethod
     def record(self) -> Fence:
-        """Return the point after all work that is queued now."""
+        """Return the point after all work that has been queued so far."""
 
     @abstractmethod
     def copy_batch(
@@ -73,17 +74,18 @@ class CopyStream(ABC):
         The arrays may be reused when this returns.
 
         Raises:
-            KvtierError: The driver cannot, or refuses. Some copies may have been queued.
+            KvtierError: The driver has no batches of copies, or refuses this batch. Some copies
+                may have been queued.
         """
 
     @abstractmethod
     def copy_by_kernel(self, table: Addresses, copies: int) -> None:
-        """Queue copies by a kernel; they run in any order among themselves.
+        """Queue copies that a kernel carries out; they run in any order among themselves.
 
         Args:
             table: Page-locked memory of :meth:`Driver.pinned_words`. Row i has a destination,
                 a source and a number of bytes, all multiples of 8. The device reads the rows
-                when the kernel's turn comes.
+                when the kernel runs.
             copies: How many rows to use.
 
         Raises:
@@ -96,8 +98,9 @@ class CopyStream(ABC):
 
         Args:
             table: Page-locked memory of :meth:`Driver.pinned_words`: rows of
-                :data:`kvtier.memory.part_hashes.HashRanges`, read when the kernel's turn comes.
-            sums: Such memory with a row of one word for each range; gets the hashes.
+                :data:`kvtier.memory.part_hashes.HashRanges`. The device reads the rows when the
+                kernel runs.
+            sums: Page-locked memory with one word for each range, which receives the hash.
             ranges: How many rows to use, at least 1.
 
         Raises:
@@ -106,7 +109,7 @@ class CopyStream(ABC):
 
 
 class Driver(ABC):
-    """One GPU. Any thread may call it."""
+    """The functions of one GPU that copies need. Any thread may call the methods."""
 
     @abstractmethod
     def mark(self) -> Fence:
@@ -114,7 +117,7 @@ class Driver(ABC):
 
     @abstractmethod
     def open_stream(self) -> CopyStream:
-        """Return a new stream whose kernels give way to all others."""
+        """Return a new stream with the lowest priority."""
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:
@@ -134,7 +137,7 @@ class Driver(ABC):
 
     @abstractmethod
     def pinned_words(self, rows: int, columns: int) -> Addresses:
-        """Return page-locked host memory, freed with the array.
+        """Return page-locked host memory as an array; freeing the array frees the memory.
 
         Raises:
             RuntimeError: There is not enough memory.
@@ -142,7 +145,7 @@ class Driver(ABC):
 
     @abstractmethod
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Return int8 memory on the device, freed with the tensor.
+        """Return int8 memory on the device; freeing the tensor frees the memory.
 
         Raises:
             RuntimeError: There is not enough memory.
@@ -152,8 +155,9 @@ class Driver(ABC):
 def use_one_torch_thread() -> None:
     """Limit torch operations of the calling thread to one thread.
 
-    torch keeps a limit per thread, but also applies this one to threads that have not computed
-    yet. So this function starts a thread that restores the old limit for those threads.
+    torch keeps a limit per thread, but also applies a new limit to threads that have not run
+    any torch operation yet. So this function starts a thread that restores the old limit for
+    them.
     """
     others = torch.get_num_threads()
     set_num_threads(1)

@@ -5,10 +5,10 @@ engine. So a chunk that moves between two storage tiers is first read into a bou
 verified, then written from there. Bounce slots are no part of the RAM tier: the manager counts
 no RAM for such a move and evicts nothing, and a full RAM tier cannot make the move fail.
 
-The buffer has two lanes, groups of slots for one I/O piece each. So one piece is written while
-the next is read. A job uses one lane per piece, and frees the lane when neither tier touches it
-any more. A disk that hangs therefore blocks only the moves between storage tiers, which no
-request waits for.
+The buffer has two *lanes*. A lane is a group of bounce slots for one I/O piece, so one piece is
+written while the next is read. A job uses one lane per piece, and frees the lane when neither
+tier accesses it any more. A disk that hangs therefore blocks only the moves between storage
+tiers, and no request waits for these.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
     """Return how many bounce slots the tiers of ``config`` need.
 
     Returns:
-        The number of slots; 0 if no chunk moves between storage tiers. That is the case if
-        there is at most one storage tier, or if RAM writes through to all of them.
+        The number of slots; 0 if no chunk moves between storage tiers. Chunks do not move if
+        there is at most one storage tier, or if RAM writes through to all storage tiers.
     """
     if config.placement.writes_through or len(config.tiers) <= 2:
         return 0
@@ -43,7 +43,7 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
 
 
 class BounceBuffer:
-    """Lends bounce slots, in groups called lanes, to the pairs of storage tiers of an engine.
+    """Lends lanes, groups of bounce slots, to the routes between storage tiers.
 
     Only one event loop may use a buffer.
 

@@ -1,4 +1,4 @@
-"""Channels of a transfer engine: one per (source, destination) pair of tiers."""
+"""Channels of a transfer engine: a channel has the state of one (source, destination) pair."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class Breaker:
 
     @property
     def tripped(self) -> bool:
-        """Whether so many calls failed in a row that only a probe may follow."""
+        """Whether the breaker has opened, so that only a probe may start."""
         return self._failures >= self._limit
 
     def is_open(self, now: float) -> bool:
-        """Return whether calls other than a probe are refused at ``now``."""
+        """Return whether jobs other than a probe are refused at ``now``."""
         return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
-        """Return whether a call may start at ``now``; after a trip, only a probe may start.
+        """Return whether a job may start at ``now``; an open breaker allows only a probe.
 
         An allowed probe counts as running until its end is recorded.
         """
@@ -94,7 +94,7 @@ class Breaker:
         return True
 
     def record(self, *, failed: bool, now: float) -> None:
-        """Record how an allowed call ended."""
+        """Record whether an allowed job failed."""
         self._probing = False
         if not failed:
             self._failures = 0
@@ -103,9 +103,9 @@ class Breaker:
         self._closed_again_s = now + self._backoff_s
 
     def discount(self) -> None:
-        """Record that an allowed call ended without showing whether the tier works.
+        """Record that an allowed job ended without showing whether the tier works.
 
-        If it was the probe, the next call becomes the probe.
+        If the job was the probe, the next job becomes the probe.
         """
         self._probing = False
 

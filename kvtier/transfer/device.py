@@ -1,4 +1,4 @@
-"""Worker-side routes between the device's KV blocks and RAM slots."""
+"""Worker-side routes, which copy between the device's KV blocks and RAM slots."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class GdsReads:
 
     Attributes:
         file: The tier's slot file.
-        positions: Positions of the chunks in the load. There the plan has numbers of its own,
-            which are no slots.
+        positions: Positions of the chunks in the load. At these positions the load's plan has
+            placeholder numbers instead of RAM slots.
         slots: Slots of the chunks in the tier.
         hashes: Hash of this rank's part of each chunk.
     """
@@ -56,15 +56,15 @@ class GdsReads:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Payload of a load job.
+    """Payload of a load job, which copies RAM slots or an NVMe tier's slots to KV blocks.
 
     Attributes:
         plan: The block copies.
         after: Point in the compute stream that the copies must follow; None on a CPU.
         generations: Required generation per slot; 0 for a chunk without a slot, whose load
             fails.
-        wait_s: How long to wait until the slots have their generations, and for GDS reads.
-        gds: The chunks to read from an NVMe tier.
+        wait_s: Longest time to wait until the slots have their generations, and for GDS reads.
+        gds: The chunks to read from an NVMe tier; None if all chunks are in RAM slots.
     """
 
     plan: BlockCopyPlan
@@ -110,9 +110,9 @@ class StoreRequest:
 class DeviceStore(_DeviceRoute):
     """Copies KV blocks to RAM slots and sets their generation before the job settles.
 
-    A job's payload is a sequence of :class:`StoreRequest`, for example those of all prompts of
-    a step. One call copies the blocks of all of them, because each call takes interpreter time
-    that the model needs. If that call fails, all of them fail.
+    A job's payload is a sequence of :class:`StoreRequest`, for example the stores of all
+    prompts of a step. A single call of the copier copies the blocks of all stores, because each
+    call takes interpreter time that the model needs. If this call fails, all stores fail.
 
     A chunk that lacks blocks gets no generation, because a later hit would load the slot's
     former content. An engine may offer such a chunk if a sliding window is shorter than a
@@ -120,7 +120,7 @@ class DeviceStore(_DeviceRoute):
     generation either, unless only the head of the first chunk is missing.
 
     Args:
-        hasher: Hashes the stored chunks for GDS reads; None if there will be none.
+        hasher: Hashes the stored chunks for GDS reads; None if GDS reads are not used.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DeviceStore(_DeviceRoute):
         return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
 
     def _record(self, stores: Sequence[StoreRequest], hashes: Hashes) -> None:
-        """Record the hashes of all chunks; those of incomplete ones get no generation."""
+        """Record the hashes of all stored chunks in the control block."""
         at = 0
         for store in stores:
             slots = store.plan.slots
@@ -199,7 +199,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Stop waiting: chunks that have not arrived fail, in running and in later loads."""
+        """Make running and later loads fail for chunks that have not arrived yet."""
         self._waits = False
 
     @override
@@ -246,7 +246,7 @@ class DeviceLoad(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return two lists of positions from ``waiting``: arrived chunks and lost chunks."""
+        """Return the positions in ``waiting`` of arrived chunks, and those of lost chunks."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
         generations = [payload.generations[at] for at in near]
@@ -269,7 +269,7 @@ class DeviceLoad(_DeviceRoute):
         *,
         priority: int,
     ) -> bool:
-        """Copy the chunks at positions ``ready``; return whether no slot was reused."""
+        """Copy the chunks at ``ready``; return False if a slot was reused during the copy."""
         part = payload.plan
         if len(ready) < len(part.slots):
             part = part.restricted_to([part.slots[at] for at in ready])

@@ -52,7 +52,7 @@ class TransferEngine:
     """Moves chunks between tiers on its own thread.
 
     Args:
-        name: Names the thread and log lines.
+        name: Name for the thread and for log lines.
         routes: How to move chunks, by (source tier, destination tier).
         chunk_nbytes: Bytes of one chunk.
         limits: The engine's limits.

@@ -1,15 +1,16 @@
-"""Worker-side route from an NVMe tier's slot file straight into the device's KV blocks.
+"""Worker-side route that reads chunks from an NVMe tier's slot file into the device's blocks.
 
-A load may have chunks in RAM slots too; the route for RAM slots loads these meanwhile.
+Such reads are called *GDS reads*. A load may also have chunks in RAM slots; the route for RAM
+slots loads these at the same time.
 
 The chunks are read in the order of their slots in the file, one staging buffer after the other.
 While one buffer is filled, the other is verified and copied to blocks. A buffer is filled again
-only when it is empty. The buffers are one set, so loads take turns.
+only when it is empty. All loads share the buffers, so loads take turns.
 
-**A read that hangs** does not keep the request: the load fails at its deadline, and so do later
-loads. The rank also reports that it can do no GDS reads any more, so the scheduler side plans
-none. The late read may still write to its buffer. One thread reads, so this has ended before
-the next read begins.
+**If a read hangs**, its request does not wait for it: the load fails at its deadline, and so do
+later loads. The rank also reports that it can do no more GDS reads, so the scheduler side plans
+none. The late read may still write to its buffer. All reads use one thread, so the late read
+has ended before the next read begins.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Load:
     has_failed_reads: bool = False
 
     def record(self, places: Sequence[int], outcome: Outcome, error: str = "") -> None:
-        """Record what became of some chunks."""
+        """Record the outcome of the chunks at ``places``, and the first error."""
         for place in places:
             self.outcomes[place] = outcome
         if places:
@@ -77,15 +78,15 @@ class _Load:
 
 
 class GdsLoad(Route):
-    """Reads chunks of a tier's slot file into KV blocks; the payload's ``gds`` names them.
+    """Reads the chunks that a load's ``gds`` names from a tier's slot file into KV blocks.
 
     Args:
-        loader: Reads, verifies and copies.
+        loader: Reads chunks into staging buffers, verifies them and copies them to blocks.
         ram: Loads the chunks in RAM slots.
-        control: Gets the report that this rank can do no GDS reads any more.
+        control: Receives the report that this rank can do no more GDS reads.
         rank: This rank.
-        reader: A pool with one thread, for reads.
-        pool: The pool of ``ram``.
+        reader: A pool with one thread, for reads of the slot file.
+        pool: The thread pool of ``ram``, for everything else that blocks.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class GdsLoad(Route):
         self._failures = 0
 
     def wait_no_more(self) -> None:
-        """Begin no further read: chunks that have not been read fail."""
+        """Begin no further read, so that all chunks that have not been read fail."""
         self._waits = False
 
     @override
@@ -168,7 +169,7 @@ class GdsLoad(Route):
         return SlotOutcomes(load.outcomes, load.error or late)
 
     async def _run(self, load: _Load) -> None:
-        """Read all pieces, and wait until what was read is in blocks."""
+        """Read all pieces, and wait until the chunks that were read are copied to blocks."""
         emptying: list[asyncio.Task[None] | None] = [None] * self._loader.buffers
         try:
             for number, piece in enumerate(self._pieces(load)):
@@ -220,7 +221,7 @@ class GdsLoad(Route):
     async def _empty(
         self, load: _Load, piece: _Piece, staged: range, errors: Sequence[str]
     ) -> None:
-        """Verify what was read, and copy the chunks that are right to their blocks."""
+        """Verify a staging buffer, and copy its correct chunks to their blocks."""
         if not errors:
             return
         try:
@@ -258,7 +259,7 @@ class GdsLoad(Route):
             self._withdraw(f"{_MOST_FAILURES} loads in a row had failed reads")
 
     def _withdraw(self, reason: str) -> None:
-        """Report that this rank can do no GDS reads any more."""
+        """Report that this rank can do no more GDS reads, and log the reason."""
         logger.warning("no GDS reads any more, chunks are loaded through RAM: %s", reason)
         self._control.withdraw_gds(self._rank)
 

@@ -70,7 +70,7 @@ class JobQueue:
         del self._queued[pending.job.job_id]
 
     def in_order(self) -> Iterator[Pending]:
-        """Yield the queued jobs, most urgent first; jobs that are not removed stay queued."""
+        """Yield the queued jobs, most urgent first; the caller may remove jobs meanwhile."""
         kept: list[Pending] = []
         queued = self._queued
         try:
@@ -146,7 +146,7 @@ class JobResults:
             self.changed.notify_all()
 
     def drop(self, pending: Pending, outcome: Outcome, *, error: str) -> None:
-        """Settle a job that never ran, and count it if it was refused."""
+        """Settle a job that never ran; count the job as refused if ``outcome`` says so."""
         pending.channel.route.abandon(pending.job)
         if outcome is Outcome.REFUSED:
             with self.changed:

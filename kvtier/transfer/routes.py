@@ -81,7 +81,7 @@ class Generations(Protocol):
 
 
 class PartHashStore(Protocol):
-    """Keeps the hashes by which ranks verify what they read from a tier themselves."""
+    """Keeps the hashes of ranks' parts of chunks, which verify GDS reads."""
 
     def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         """Return the hashes of the chunks in RAM slots, one row for each slot."""
@@ -93,15 +93,16 @@ class PartHashStore(Protocol):
 class ToTier(Route):
     """Writes RAM slots to a storage tier.
 
-    The job's payload has the generation of each RAM slot. A slot with another generation before
-    or after the write has bytes of another chunk, although the job pins it. Its chunk counts as
-    corrupt, and the tier forgets what was written. This guards against a lost pin.
+    The job's payload has the generation of each RAM slot. The job pins its slots, so nothing
+    should overwrite them. In case a pin was lost, the generations are checked before and after
+    the write. If a slot has another generation, it holds another chunk: the job's chunk counts
+    as corrupt, and the tier forgets what was written.
 
     Args:
         memory: The RAM slots.
         tier: The tier.
         generations: Generations of the RAM slots.
-        part_hashes: Keeps the hashes of what is written; None if nobody needs them.
+        part_hashes: Keeps the part hashes of written chunks; None if GDS reads are not used.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class ToTier(Route):
         chunks = len(job.source_slots)
         moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
         keeps = self._part_hashes
-        # Before the check, which then says whether the hashes are of these chunks.
+        # Get the hashes before the check, so that the check covers the hashes as well.
         hashes = keeps.of_ram(job.source_slots, job.payload) if keeps else None
         intact = self._intact(job)
         if keeps is not None and hashes is not None:
@@ -160,7 +161,7 @@ class ToTier(Route):
         return SlotOutcomes(outcomes, _REUSED)
 
     async def _write_intact(self, job: Job, intact: Sequence[bool]) -> SlotOutcomes:
-        """Write only the chunks in ``intact`` slots."""
+        """Write only the chunks whose flag in ``intact`` is true."""
         written = SlotOutcomes(())
         if any(intact):
             part = job._replace(
@@ -184,7 +185,7 @@ class _EndedParts:
     """The parts of a running job that have been read.
 
     Attributes:
-        parts: Each part and which of its chunks are whole, in the order of their ends.
+        parts: Each part, with a flag per chunk for success, in the order in which they ended.
         lost: How many of ``parts`` were marked lost later by :meth:`FromTier.abandon`.
     """
 
@@ -320,7 +321,7 @@ async def _returning(
 
 
 async def raise_later(error: Exception) -> NoReturn:
-    """Raise ``error`` when awaited."""
+    """Return a coroutine that raises ``error`` when it is awaited."""
     raise error
 
 

@@ -1,4 +1,4 @@
-"""Runs an engine's jobs on the engine's event loop."""
+"""Runs a transfer engine's jobs on the engine's event loop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Runner:
         return sorted(self._running)
 
     def enqueue(self, pending: Pending) -> None:
-        """Hand over a job; call :meth:`wake` afterwards."""
+        """Hand a job to the engine's thread; call :meth:`wake` afterwards."""
         self._inbox.append(pending)
 
     def cancel(self, job_id: JobId) -> None:
@@ -162,7 +162,7 @@ class Runner:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Queue submitted jobs and start those that may start.
+        """Queue submitted jobs and start the jobs whose channels have room.
 
         This is a callback and not a task, because each switch between tasks needs another
         iteration of the loop. While another thread runs Python code, an iteration waits 5 ms
@@ -260,7 +260,7 @@ class Runner:
         self._schedule()
 
     def _expire(self, pending: Pending) -> None:
-        """Answer a job whose deadline passed."""
+        """End the waiting for a job whose deadline passed: drop the job or post a result."""
         if pending.done:
             return
         channel, job = pending.channel, pending.job
@@ -287,7 +287,7 @@ class Runner:
         self._results.post_expired(pending, f"no answer after {job.timeout_s:.1f} s")
 
     def _record(self, pending: Pending, *, failed: bool, now: float) -> None:
-        """Record a job's end in its channel's breaker, and log when the breaker switches."""
+        """Record a job's end in its channel's breaker; log when the breaker opens or closes."""
         breaker = pending.channel.breaker
         was_tripped = breaker.tripped
         breaker.record(failed=failed, now=now)
