@@ -81,7 +81,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         track_reuse: Whether to record reuse gaps; if so, call ``take_reuse_gaps``.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
-        gds: The slots that workers can read from a tier; None if there are none.
+        gds: Reports which slots of a tier workers can read; None if GDS reads are not used.
 
     Raises:
         ConfigError: A placement or admission policy is not installed, or its constructor fails.

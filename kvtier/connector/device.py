@@ -1,7 +1,7 @@
 """Runs the jobs of one rank: copies between the rank's KV blocks and RAM slots.
 
-The connector's worker side and the worker of the offloading spec use it. They differ in how
-jobs arrive and in how failures are reported.
+Two entry points for vLLM use this module: the connector's worker side and the worker of the
+offloading spec. They differ in how jobs arrive and in how failures are reported.
 
 **Order of stores and loads.** On a GPU, stores and loads have a thread and a stream each, so
 that a load waits neither for a store nor for the computation that the store follows. The
@@ -121,12 +121,13 @@ class DeviceEngine:
 
     Args:
         kv: The rank's KV memory.
-        region: The RAM tier; closed with the engine.
+        region: The RAM tier; closed with this object.
         rank: This rank.
         share: The rank's part of every slot.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest that :meth:`close` may take.
-        gds: Reads chunks from an NVMe tier into blocks; closed with the engine.
+        gds: Reads chunks from an NVMe tier into blocks; closed with this object. None if GDS
+            reads are not used.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
@@ -146,7 +147,7 @@ class DeviceEngine:
         gds: GdsLoader | None = None,
     ) -> None:
         self._region = region
-        if share.parts == 1:  # or most pages are other ranks'
+        if share.parts == 1:  # otherwise other ranks use most of the pages
             region.map_pages()
         self._blocks_per_chunk = blocks_per_chunk
         self._close_timeout_s = close_timeout_s
@@ -180,7 +181,7 @@ class DeviceEngine:
         self._ended: list[DeviceResult] = []
 
     def _open_engine(self) -> TransferEngine:
-        """Return the engine that runs the copies."""
+        """Return a new transfer engine that runs the copies."""
         rank, control, gds = self._rank, self._control, self._gds
         reader, store, load = self._pools[0], self._pools[gds is not None], self._pools[-1]
         hasher = None if gds is None else gds.store_hasher
@@ -272,7 +273,7 @@ class DeviceEngine:
         self._engine.submit(job if gds is None else job._replace(source=_GDS))
 
     def _reads_of(self, gds: GdsSpec) -> GdsReads:
-        """Return the reads of this rank, with the hashes of its part of each chunk."""
+        """Convert ``gds`` to this rank's GDS reads, with the hashes of the rank's parts."""
         if self._gds is None:
             raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
         hashes = np.frombuffer(gds.hashes, np.uint64).reshape(len(gds.slots), -1)
@@ -289,7 +290,7 @@ class DeviceEngine:
         generations: Sequence[int],
         error: Exception,
     ) -> None:
-        """Report that a job failed, because it could not be started.
+        """Record that a job could not be started, so that :meth:`poll` returns it as failed.
 
         Args:
             job_id: The job; :meth:`poll` has not returned it.
@@ -329,10 +330,10 @@ class DeviceEngine:
         return found
 
     def wait(self, job_ids: Collection[JobId]) -> bool:
-        """Wait for the jobs ``job_ids`` whose blocks the engine is about to overwrite.
+        """Wait for the jobs ``job_ids``, whose blocks the engine is about to overwrite.
 
-        Unknown ids are ignored. A store that does not end in time is retracted: it is
-        acknowledged later and never counts as whole.
+        Unknown ids are ignored. A store that does not end in time is retracted: the store is
+        acknowledged later, but its chunks never count as complete.
 
         Returns:
             Whether every job ended. If not, a copy may still read the blocks.
@@ -390,7 +391,7 @@ class DeviceEngine:
         *,
         failed: bool,
     ) -> None:
-        """Record in the control block that ``slots`` are released and whether a load failed."""
+        """Record in the control block that a job on ``slots`` ended, and failed loads."""
         held = [slot for slot, generation in zip(slots, generations, strict=True) if generation]
         if failed and purpose is Purpose.LOAD:
             self._control.record_failed_loads(self._rank, held, list(filter(None, generations)))

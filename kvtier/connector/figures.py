@@ -1,4 +1,4 @@
-"""The table of all figures that kvtier reports: name, meaning, kind and source.
+"""The table of all figures (metrics) that kvtier reports: name, meaning, kind and source.
 
 Each figure is a field of a class in this module, and the field's annotation is the figure's row
 in the table. :mod:`kvtier.connector.metrics` makes the Prometheus metrics from the table, and
@@ -6,7 +6,7 @@ in the table. :mod:`kvtier.connector.metrics` makes the Prometheus metrics from 
 :class:`TierFigures` and a row to that page.
 """
 
-# Annotations are read when the program runs, so they must not be strings.
+# The annotations are read at run time, so they must not be strings.
 
 import enum
 import operator
@@ -356,14 +356,14 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
     recovered: Mapping[str, int],
     stores: Sequence[StoreInfo],
 ) -> EngineStatistics:
-    """Return the figures of the manager and the storage engine.
+    """Collect the figures of one engine from the objects that count them.
 
     Args:
         manager: The manager's snapshot.
         channels: Transfers between tiers, by (source, destination).
         tokens_per_chunk: Tokens of a chunk of the counting group.
         pageable_ranks: Workers that could not page-lock the RAM tier.
-        gds_ranks: Workers that read chunks from an NVMe tier straight into their GPU.
+        gds_ranks: Workers that can read chunks from an NVMe tier straight into their GPU.
         internal_errors: Unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recorder's figures, if there is one.

@@ -1,4 +1,7 @@
-"""The scheduler side of GDS reads: which slots of the NVMe tier workers can read and verify."""
+"""The scheduler side of GDS reads, in which workers read a tier's slots into their GPUs.
+
+Workers can verify a slot only if the hashes of all its parts are known.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,29 @@ __all__ = ["GdsSlots"]
 
 
 class _RankReports(Protocol):
-    """The part of the control block that tells what ranks can read, and have hashed."""
+    """The part of the control block that reports the ranks' GDS reads and part hashes."""
 
     def gds_parts(self) -> int:
-        """Return the number of parts of a slot, or 0 if a rank cannot read into its GPU."""
+        """Return the number of parts of a slot; 0 if a rank cannot do GDS reads."""
 
     def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         """Return the hashes of the parts of RAM slots; a row is 0 if they are unknown."""
 
 
 class GdsSlots:
-    """The hashes of one tier's slots, as arrays by slot.
+    """Keeps the part hashes of one tier's slots, which decide whether workers can read a slot.
 
-    Implements :class:`kvtier.manager.GdsSource` for the manager's thread, and
-    :class:`kvtier.transfer.routes.PartHashStore` for the storage engine's. The storage engine
-    sets the hashes of a slot before the manager learns that the slot has a chunk.
+    Implements :class:`kvtier.manager.GdsSource`, for the manager's thread, and
+    :class:`kvtier.transfer.routes.PartHashStore`, for the thread of the transfer engine that
+    moves chunks between tiers. That thread sets the hashes of a slot before the manager learns
+    that the slot has a chunk.
 
     Args:
         tier: Index of the tier.
         storage: The tier.
         keeper: The same tier.
-        file: Its slot file.
-        ranks: What the ranks report; all of them can do GDS reads.
+        file: The tier's slot file.
+        ranks: The ranks' reports in the control block.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class GdsSlots:
         return self._hashes[slots].tobytes()
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:
-        """Forget the hashes of ``slots``, which get other chunks."""
+        """Forget the hashes of ``slots``, because other chunks are about to be written."""
         self._hashes[slots] = 0
 
     def touch(self, slots: Sequence[int]) -> None:
@@ -86,7 +90,7 @@ class GdsSlots:
             self._storage.touch(slots)
 
     def spec(self, plan: GdsPlan) -> GdsSpec:
-        """Return the workers' part of a plan."""
+        """Convert the manager's plan to the message for the workers."""
         return GdsSpec(self._file, tuple(plan.positions), tuple(plan.slots), plan.hashes)
 
     # -- storage engine -----------------------------------------------------------------------
@@ -98,7 +102,7 @@ class GdsSlots:
     def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
         """Keep the part hashes of chunks that were written to ``slots`` of the tier."""
         if hashes.shape[1:] != (self._parts,):
-            return  # a rank has given up meanwhile
+            return  # a rank has given up GDS reads meanwhile
         known = (hashes != 0).all(1)
         if known.any():
             numbers = np.asarray(slots, np.int64)[known]

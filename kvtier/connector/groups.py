@@ -1,4 +1,4 @@
-"""KV cache groups as the scheduler side sees them: blocks, hashes and chunks."""
+"""KV cache groups for the scheduler side: how each group is divided into blocks and chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """The setup of an engine, for the scheduler side.
+    """The settings of an engine that the scheduler side needs.
 
     Attributes:
         groups: The KV cache groups that are stored.
@@ -118,7 +118,7 @@ def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
 def describe_groups(
     indices: Sequence[int], groups: Sequence[GroupReach], *, tokens_per_hash: int
 ) -> tuple[dict[str, str | int], ...]:
-    """Return KV cache groups as JSON values; :func:`parse_groups` reads them.
+    """Describe KV cache groups as JSON values, which :func:`parse_groups` can read.
 
     Args:
         indices: Number of each group in keys.
@@ -140,10 +140,13 @@ def describe_groups(
 def parse_groups(
     described: Collection[Mapping[str, str | int]],
 ) -> tuple[int, tuple[tuple[int, GroupReach], ...]]:
-    """Return the tokens of a hash, and each group's number in keys and reach.
+    """Read the values that :func:`describe_groups` wrote.
+
+    Returns:
+        The number of tokens per hash, and for each group its number in keys and its reach.
 
     Raises:
-        ValueError: The values are not those of :func:`describe_groups`.
+        ValueError: :func:`describe_groups` did not write the values.
     """
     try:
         groups = tuple(

@@ -168,7 +168,7 @@ class HintReader:
             # Pydantic cannot report a field whose name is invalid text.
             if name not in self._remedies:
                 self._warn_of(name, value, "no such field")
-            # Before every entry is checked: one client must not delay the others.
+            # This precedes the checks of entries, so that one client cannot delay the others.
             elif isinstance(value, list | tuple | Mapping) and len(value) > _MAX_ENTRIES:
                 self._warn_of(name, "...", f"{len(value)} entries")
             else:

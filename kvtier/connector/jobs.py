@@ -23,11 +23,11 @@ class JobState:
         keys: Its chunks.
         source_blocks: The engine's blocks that a store reads; empty for a load.
         is_store: Whether the job is a store.
-        load_id: Names a load to the cache; None for a store.
+        load_id: The cache's id of a load; None for a store.
         awaited: Number of ranks that have not acknowledged the job.
         has_failed: Whether a rank failed to load some chunks.
         gds_failed: Positions of chunks whose GDS read failed in a rank.
-        gds_wrong: Those of them whose bytes in the tier are unreadable or wrong.
+        gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
     """
 
     tracked: TrackedRequest
@@ -68,7 +68,7 @@ class WorkerJobs:
     def add_load(
         self, tracked: TrackedRequest, keys: Sequence[ChunkKey], load_id: int
     ) -> JobId:
-        """Begin a load and return its job id."""
+        """Record a new load and return its job id."""
         ranks = self._ranks
         return self._add(
             JobState(tracked, keys, frozenset(), is_store=False, awaited=ranks, load_id=load_id)
@@ -77,7 +77,7 @@ class WorkerJobs:
     def add_store(
         self, tracked: TrackedRequest, keys: Sequence[ChunkKey], blocks: Iterable[int]
     ) -> JobId:
-        """Begin a store that reads ``blocks``, and return its job id."""
+        """Record a new store that reads ``blocks``, and return its job id."""
         job = JobState(tracked, keys, frozenset(blocks), is_store=True, awaited=self._ranks)
         job_id = self._add(job)
         self._stores[job_id] = job

@@ -73,8 +73,7 @@ class SlotSpec:
     Attributes:
         slots: One per chunk.
         generations: One per slot; a store gives it to the slot, a load requires it.
-        wait_s: Longest time that a load waits for the slots to get these generations, and for
-            GDS reads.
+        wait_s: Longest time that a load waits for these generations and for GDS reads.
         gds: The chunks of a load that each rank reads from an NVMe tier; they have no RAM slot.
     """
 
@@ -128,7 +127,8 @@ class FailedLoad:
             KV from before that block.
         error: The error, for a log line.
         gds_failed: Positions of the chunks whose GDS read failed, for any reason.
-        gds_wrong: Those of them that the tier cannot read, or that are not as stored.
+        gds_wrong: The positions in ``gds_failed`` of chunks that the medium cannot read or that
+            have wrong hashes.
     """
 
     request_id: RequestId
@@ -139,7 +139,7 @@ class FailedLoad:
 
     def united(self, other: FailedLoad) -> FailedLoad:
         """Return one failure for two ranks' failures in the same job."""
-        # The smaller message, so that the order of the ranks does not matter.
+        # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(
             self.request_id,

@@ -1,4 +1,4 @@
-"""kvtier's figures as Prometheus metrics: names, labels, changes and reading times.
+"""Exports kvtier's figures as Prometheus metrics.
 
 Names come from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics`` and the manual
 use these names.
@@ -209,7 +209,7 @@ class Reporter:
         """Return whether :meth:`take` reads the source now. Cheap enough for every step.
 
         Args:
-            steps_follow: Whether the source is active for certain, so that it is not asked.
+            steps_follow: Whether the caller knows that the source is active.
         """
         return self._clock() >= self._due_s or not (steps_follow or self._source.is_active)
 

@@ -31,7 +31,7 @@ _CAUSES: Final = {
 
 
 class Notices:
-    """Logs each kind of message at most once a minute. The caller passes the time.
+    """Logs these messages, each kind at most once a minute. The caller passes the time.
 
     Args:
         tiers: The tiers' names, RAM first.

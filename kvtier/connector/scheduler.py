@@ -58,9 +58,9 @@ NOTHING_TO_DO: Final = ConnectorMetadata()
 
 
 class ConnectorScheduler:
-    """Drives a cache for one engine. Not thread-safe; the scheduler's thread calls it.
+    """Decides for one engine which chunks are loaded and stored. Not thread-safe.
 
-    No method waits, except :meth:`reset_cache`.
+    The scheduler's thread makes all calls. No method waits, except :meth:`reset_cache`.
 
     Args:
         cache: The cache. The caller reads the cache's figures and events, and shuts it down.
@@ -136,7 +136,7 @@ class ConnectorScheduler:
         if tracked is None:
             return 0, False
         if tracked.jobs:
-            return None, False  # its stores read blocks that it lost
+            return None, False  # its stores still read blocks that the request has lost
         tracked.extend_keys()
         tracked.offer_again()  # it has no blocks
         tracked.local_tokens = num_computed_tokens
@@ -220,7 +220,7 @@ class ConnectorScheduler:
         elif not self._cache.is_idle:
             self._cache.end_step(started=(), preempted=())
         if step.allocated:
-            # Before this step's stores are planned: they read what the step computes.
+            # Before this step's stores are planned, because they must not be flushed yet.
             self._jobs.flush_readers_of(step.allocated)
         self._offer_chunks(step)
         flush = self._jobs.take_flush()
@@ -315,7 +315,7 @@ class ConnectorScheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        if tracked is not None:  # or the step would store its keys from the other's blocks
+        if tracked is not None:  # else this step would store the wrong request's blocks
             self._forget(tracked)
         if not self._is_unannounced_logged:
             self._is_unannounced_logged = True
@@ -416,7 +416,7 @@ class ConnectorScheduler:
             gds_wrong=job.gds_wrong,
         )
         if job.has_failed:
-            tracked.offer_again()  # the cache has dropped what is computed instead
+            tracked.offer_again()  # the cache has dropped chunks that are now recomputed
             if self._requests.get(tracked.req_id) is tracked:
                 self._offers.add(tracked)
 

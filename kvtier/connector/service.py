@@ -1,9 +1,10 @@
 """The cache object that a scheduler calls; it joins the manager and the storage engine.
 
-It runs in the scheduler's thread, where an exception kills the engine and a wait stalls every
-request. So the service only passes values: results of the storage engine to the manager at the
-start and the end of a step, and the manager's new jobs to the storage engine. An unexpected
-error is counted and treated as a miss, and the first error of each kind is logged.
+The *storage engine* is the transfer engine that moves chunks between tiers, on its own thread.
+The service runs in the scheduler's thread, where an exception kills the engine and a wait
+stalls every request. So the service only passes values: results of the storage engine to the
+manager at the start and the end of a step, and the manager's new jobs to the storage engine. An
+unexpected error is counted and treated as a miss, and the first error of each kind is logged.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class CacheService:
         return plan
 
     def gds_spec(self, plan: GdsPlan) -> GdsSpec:
-        """Return the workers' part of the GDS reads of a load."""
+        """Convert the plan of a load's GDS reads to the message for the workers."""
         gds = self._storage.gds
         assert gds is not None
         return gds.spec(plan)
@@ -222,7 +223,7 @@ class CacheService:
             request: Its request, which may have ended.
             load_id: ``load_id`` of its plan; None for the oldest load of the request.
             gds_failed: Positions of the chunks whose GDS read failed in a rank.
-            gds_wrong: Those of them whose bytes in the tier are unreadable or wrong.
+            gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
         """
         self.is_idle = False
         self._waits.end(request.req_id)
@@ -316,7 +317,7 @@ class CacheService:
         The engine calls this method after each step.
         """
         events = self._manager.take_events()
-        self._steps_with_events = 0  # after that: an error at each step must not keep it busy
+        self._steps_with_events = 0  # last, so that repeated errors do not keep the engine busy
         return events
 
     # -- figures -------------------------------------------------------------------------------
@@ -351,8 +352,8 @@ class CacheService:
 
     def statistics(self) -> EngineStatistics:
         """Return all current figures of this engine."""
-        # The engine asks once a second. The next step ends the retention of chunks, and no
-        # other step has to look for them.
+        # The engine calls this once a second. So this call makes the next step end the
+        # retention of chunks whose time is over, and no other step looks for such chunks.
         self.is_idle = False
         storage = self._storage
         return collect_statistics(
@@ -452,7 +453,7 @@ class CacheService:
 
     @_or_else(None)
     def _submit_now(self) -> None:
-        """Submit the jobs of a load before its workers wait for them."""
+        """Submit a load's jobs now, because workers will wait for these jobs."""
         self._jobs.submit()
 
     @_or_else(None)

@@ -1,4 +1,7 @@
-"""Opens one engine's tiers, cache manager and storage engine."""
+"""Opens one engine's tiers, the cache manager, and the *storage engine*.
+
+The storage engine is the transfer engine that moves chunks between the tiers.
+"""
 
 from __future__ import annotations
 
@@ -53,20 +56,20 @@ _POOLS_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The opened tiers of one engine, with their manager and storage engine.
+    """One engine's open tiers, and the objects that move chunks between them.
 
     Attributes:
-        manager: Decides which chunks move.
-        engine: Moves chunks between the tiers.
+        manager: Decides which chunks move between tiers.
+        engine: The transfer engine that moves these chunks.
         tiers: The slower tiers, fastest first.
         pools: Threads for blocking calls, one pool for each of ``tiers``.
         region: The RAM tier.
         recorder: Writes the trace of requests; None if requests are not recorded.
         observer: Follows requests for the recorder and the shadow policies; None if there is
             neither a recorder nor a shadow policy.
-        recovered: Chunks of earlier engines, by tier name.
+        recovered: Number of chunks recovered from earlier engines, by tier name.
         stores: The places where the tiers keep chunks.
-        gds: The slots that workers can read from a tier; None if there are none.
+        gds: Reports which slots of a tier workers can read; None if GDS reads are not used.
     """
 
     manager: TieredOffloadingManager
@@ -110,7 +113,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     Args:
         config: The configuration.
         region: The RAM tier; owned by the result.
-        fingerprint: The identity of stored bytes.
+        fingerprint: Settings that a chunk's bytes depend on, such as the model.
         tokens_per_chunk: Tokens of a chunk of the counting group.
         groups: The part of a prefix that each KV cache group needs.
         record_events: Whether residency events have a listener.
@@ -193,7 +196,7 @@ def _open_tiers(
 def _open_gds(
     config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
 ) -> GdsSlots | None:
-    """Return the slots that workers can read from a tier, if the file asks for that."""
+    """Prepare GDS reads of a tier; return None if they are disabled or impossible."""
     ranks = region.control
     for number, tier in enumerate(tiers, start=1):
         if tier.name != config.gds_tier or not isinstance(tier, PartHashKeeper):
@@ -209,7 +212,7 @@ def _open_gds(
 
 
 def _close_pools(pools: Sequence[IoPool], deadline: Deadline) -> None:
-    for pool in pools:  # all at once: a pool that hangs leaves the others no time
+    for pool in pools:  # all at once, because a pool that hangs would use up the time
         pool.close(timeout_s=0.0)
     for pool in pools:
         if not pool.close(timeout_s=deadline.left_s()):
@@ -242,7 +245,7 @@ def _start_engine(
 def _routes(
     ram: str, region: HostRegion, tiers: Sequence[StorageTier], gds: GdsSlots | None
 ) -> dict[tuple[str, str], Route]:
-    """Return the routes of chunks: from RAM to each tier, back, and between tiers."""
+    """Return all routes of the storage engine: from RAM to each tier, back, between tiers."""
     routes: dict[tuple[str, str], Route] = {}
     for number, tier in enumerate(tiers, start=1):
         hashes = gds if gds is not None and gds.tier == number else None
@@ -269,7 +272,7 @@ def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
     for tier, thread in zip(tiers, threads, strict=True):
         try:
             start_thread(thread)
-        except CapacityError:  # possibly the error of the start as well
+        except CapacityError:  # the start may have failed with the same error
             _close(tier)
     for tier, thread in zip(tiers, threads, strict=True):
         if thread.ident is not None:
@@ -328,7 +331,10 @@ def _recover(
 def _retain(
     config: KvtierConfig, manager: TieredOffloadingManager, tiers: Sequence[StorageTier]
 ) -> None:
-    """Protect the chunks that stores ask to retain, the last to expire first, within quotas."""
+    """Protect recovered chunks that must not be evicted yet, within the tiers' quotas.
+
+    If there are too many, the chunks to be kept longest come first.
+    """
     now, now_s = int(datetime.now(UTC).timestamp()), time.monotonic()
     for number, (options, tier) in enumerate(
         zip(config.tiers[1:], tiers, strict=True), start=1

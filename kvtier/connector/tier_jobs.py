@@ -1,4 +1,4 @@
-"""Carries jobs from the manager to the storage engine, and their results back."""
+"""Carries jobs from the manager to the engine that moves chunks between tiers, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _RESET_TIMEOUT_S: Final = 10.0
 
 
 class TierJobs:
-    """Passes jobs from the manager to the storage engine. Only :meth:`drain` waits.
+    """Passes the manager's jobs to the engine that moves chunks between tiers.
+
+    Only :meth:`drain` and :meth:`reset_tiers` wait.
 
     Args:
         storage: The engine's tiers.
@@ -50,12 +52,12 @@ class TierJobs:
 
     def submit(self) -> list[Job]:
         """Submit the jobs planned since the last call; return the submitted jobs."""
-        self.forget_corrupt()  # first: the jobs may use those slots again
+        self.forget_corrupt()  # first, because the jobs may reuse the slots of corrupt chunks
         jobs = self._manager.take_jobs()
         try:
             if jobs:
                 self._engine.submit(*jobs)
-        except ClosedError as error:  # none is queued; after another error, some may run
+        except ClosedError as error:  # no job was queued; after other errors some may run
             self._report_error("submit", error)
             self._fail(jobs)
             return []
@@ -127,7 +129,7 @@ class TierJobs:
         """Report to the manager and to waiting workers that the unsubmitted ``jobs`` failed."""
         for job in jobs:
             try:
-                # First, as for any other job: afterwards the manager reuses the slots.
+                # Release the workers first, because afterwards the manager reuses the slots.
                 self._engine.abandon(job)
             except Exception as error:  # noqa: BLE001 - the other jobs must fail as well
                 self._report_error("abandon", error)

@@ -56,7 +56,7 @@ class StepClock:
 
 
 class LoadWaits:
-    """Measures how long requests wait for chunks before they can be computed.
+    """Measures how long each request waits for its chunks to be loaded.
 
     Args:
         clock: Seconds, monotonic.

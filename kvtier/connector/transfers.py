@@ -48,8 +48,8 @@ class Transfers:
         """Add one transfer.
 
         Args:
-            source: Where from, such as ``gpu``.
-            destination: Where to.
+            source: Name of the source, such as ``gpu``.
+            destination: Name of the destination, such as ``ram``.
             nbytes: Bytes that reached the destination.
             seconds: Run time, queueing excluded.
         """

@@ -175,7 +175,7 @@ class ConnectorWorker:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
     def _fail_lost(self, job_id: JobId, job: TransferJob) -> None:
-        """Report as failed a store whose blocks were overwritten before the store began."""
+        """Report a store as failed because its blocks were overwritten before it began."""
         slots = job.slots
         error = KvtierError(
             f"the blocks of {len(slots.slots)} chunks were overwritten before the store began"

@@ -1,9 +1,10 @@
-"""Memory files: allocate the pages of the RAM tier before it is used.
+"""Create the RAM tier's anonymous memory file and allocate all its pages in advance.
 
-Pages come in two sizes. Direct I/O pins every page it reads into, and a GiB is 262,144 pages of
-4 KiB or 512 huge ones. With huge pages, reads, writes and pinning for a GPU take a quarter as
-much processor time. Linux keeps huge pages in a pool that the administrator fills
-(``vm.nr_hugepages``). Huge pages are used if the pool has enough of them for the whole tier.
+A page has 4 KiB, or 2 MiB if it is a *huge page*. Direct I/O pins every page that it reads
+into; a GiB has 262,144 normal pages or 512 huge pages. With huge pages, reads, writes and
+pinning for a GPU take a quarter as much processor time. Linux keeps huge pages in a pool that
+the administrator fills (``vm.nr_hugepages``). Huge pages are used if the pool has enough of
+them for the whole tier.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now; allocating pages later could delay requests or run out of memory."""
+    """Allocate every page now; allocating pages later would delay or even kill the engine."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 

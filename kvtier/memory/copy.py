@@ -397,7 +397,7 @@ class BlockCopier(Copier):
     def _placed(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views: a part of ``staged``, and the same blocks' bytes in the slots."""
+        """Yield pairs of views: a part of ``staged``, and its source or target in the slots."""
         runs = list(_runs(copy))
         for columns, places in self._places[copy.group]:
             parts = staged[:, columns].view(len(staged), *places.shape[2:])

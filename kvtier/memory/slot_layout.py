@@ -8,11 +8,11 @@ together form the *canonical page*, and a place holds the canonical pages in ord
     slot  | place of block 0 | place of block 1 | ... | padding
     place | page 0 [part 0 | part 1 | ...] page 1 [part 0 | part 1 | ...] ... | padding
 
-If the engine keeps heads outermost in a page, the canonical page is the page of an engine with
-one rank. Then any number of ranks that divides the heads can read the slot. If heads come
-before layers (vLLM's ``BHLNC``), a block is one page, so a rank's part of it is one contiguous
-range. If layers come before heads (``LBHNC``, ``BLHNC``), a range is the rank's part of one
-layer.
+If the heads are the outermost dimension of a page, the canonical page equals the page of an
+engine with one rank. Then engines with any number of ranks that divides the heads can read the
+slot. If heads come before layers (vLLM's ``BHLNC``), a block is one page, so a rank's part of a
+block is one contiguous range. If layers come before heads (``LBHNC``, ``BLHNC``), a rank's part
+has one range per layer.
 
 If there is only one rank, its part is the whole place. If all ranks have the same KV, as with
 multi-head latent attention, the KV is stored once and every rank's part is the whole place. If

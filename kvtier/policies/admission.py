@@ -1,4 +1,4 @@
-"""Conditions for writing a chunk to a slower tier.
+"""Admission policies: conditions for writing a chunk to a slower tier.
 
 A refused chunk stays in its tier until it is evicted, and is then lost. So every condition
 reduces both the wear of the drive and the hits. On chat traffic ``second-touch`` writes a fifth
@@ -91,7 +91,7 @@ class SecondTouch(Admission):
             return True
         asked = self._asked.setdefault(tier, OrderedDict())
         last = asked.pop(copy.key, None)
-        # A copy asks several times if the tier has no room; that is not another use.
+        # If the tier has no room, the manager asks again for the same copy: no second use.
         again = last is not None and (last[0] != copy.generation or last[1])
         asked[copy.key] = (copy.generation, again)
         if len(asked) > self.capacity:

@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """Limits that the sender of a request sets; tiers are indices, 0 is RAM.
+    """Limits that a client sets for its request; tiers are indices, 0 is RAM.
 
     Attributes:
         load_tiers: Tiers to load from, None for any. Chunks in other tiers are misses.
@@ -53,7 +53,7 @@ class RequestTerms:
 
     @property
     def stores_nothing(self) -> bool:
-        """Whether no tier may keep new chunks."""
+        """Whether the request forbids storing its new chunks."""
         return self.store_tiers is not None and not self.store_tiers
 
     def may_store_in(self, tier: int | None) -> bool:

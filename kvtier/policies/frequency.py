@@ -1,4 +1,4 @@
-"""Counts recent uses by key, in a sketch.
+"""Estimates how often each key was used recently, in little memory.
 
 All counts are halved after a sample of uses, ten per slot of the tier, so that old uses fade.
 The sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows
@@ -22,7 +22,7 @@ _HALVED = bytes(count // 2 for count in range(256))
 
 
 class SketchFrequency:
-    """A count-min sketch with conservative update.
+    """A count-min sketch of recent uses, with conservative update.
 
     Args:
         capacity: Slots of the tier.

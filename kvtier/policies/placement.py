@@ -103,8 +103,8 @@ class TieredPlacement(Placement):
 class ConditionalPlacement(Placement):
     """A placement with conditions on writes to slower tiers.
 
-    So conditions, such as a write budget, work with any placement. Each condition sees only the
-    chunks that the placement and earlier conditions admitted.
+    This lets conditions, such as a write budget, work with any placement. Each condition sees
+    only the chunks that the placement and earlier conditions admitted.
 
     Args:
         placement: The placement, which makes all other decisions.

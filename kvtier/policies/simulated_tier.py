@@ -64,8 +64,8 @@ class SimulatedTier:
 
         Returns:
             The leading hits, all hits, and the stranded chunks, which are resident behind a
-            missing chunk. Stranded chunks are counted at arrival in reverse order, and at their
-            turn in forward order.
+            missing chunk. In reverse order, stranded chunks are counted when the request
+            arrives; in forward order, when they are accessed.
 
         Raises:
             NoVictimError: The policy picked no victim although every member is evictable.

@@ -49,8 +49,8 @@ class TierContext:
             moves at least one slot.
         memory: Shared memory that contains all buffers; None if the buffers are not shared.
         owner_pid: Process id of the engine; the store's lock names it as the holder.
-        was_reset: Whether the tier's process died and is started again, after this engine had
-            reset its cache.
+        was_reset: Whether this engine has reset its cache before. This is set only when the
+            tier's process died and is started again.
         hash_parts: How many parts of each chunk have a hash that the tier must keep
             (:mod:`kvtier.tiers.part_hashes`); 0 for none.
     """
@@ -90,7 +90,8 @@ class StoreExamination:
     Attributes:
         refusals: Reasons why the engine would not start.
         warnings: Warnings that the start would log.
-        notes: What an engine of another identity would do to the store.
+        notes: What an engine with another identity (such as another model) would do to the
+            store.
         holders: Human-readable names of the processes that have a part of the store open.
         free_nbytes: Free bytes of the file system; None if the file system reports no size.
         wanted_nbytes: Bytes of disk room that the slots and the index still need.
@@ -140,7 +141,7 @@ def check_outcomes(moved: SlotOutcomes, chunks: int, *, mover: str) -> SlotOutco
     Args:
         moved: The outcomes.
         chunks: Number of chunks.
-        mover: What moved the chunks, such as ``tier nvme``; the error names it.
+        mover: Name for the error of the object that moved the chunks, such as ``tier nvme``.
 
     Raises:
         TypeError: The number of outcomes is not ``chunks``, or a value is no
@@ -237,9 +238,9 @@ class StorageTier(ABC):
         """
 
     def retained(self) -> Mapping[int, int]:
-        """Return the slots of recovered chunks that must not be evicted yet, and until when.
+        """Return until when recovered chunks must not be evicted, by slot.
 
-        The times are seconds since the epoch. The manager counts the slots against
+        The times are seconds since the epoch. The manager counts these slots against
         ``retain_quota``, if :attr:`Options` has this field.
         """
         return {}

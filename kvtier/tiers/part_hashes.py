@@ -1,12 +1,13 @@
-"""The part of a storage tier that GDS reads need: its slot file, and hashes beside its chunks.
+"""The interface of storage tiers that support GDS reads: a slot file and part hashes.
 
-A rank that reads a slot of the tier itself cannot use the tier's checksum, which covers the
-whole slot. So ranks hash their parts of a chunk when they store it
-(:mod:`kvtier.memory.part_hashes`), and the tier keeps these hashes beside the chunk's row. A
-chunk may have none: those of earlier engines, and those that another tier wrote.
+In a *GDS read* a rank reads its part of a slot straight from the tier's slot file into its GPU.
+The rank cannot use the tier's checksum, which covers the whole slot. So ranks hash their parts
+of a chunk when they store the chunk (:mod:`kvtier.memory.part_hashes`), and the tier keeps
+these part hashes beside the chunk's row. Chunks of earlier engines and chunks that came from
+another tier may have no part hashes.
 
-A read verifies bytes against hashes. So hashes of another chunk, or of a chunk that is gone,
-make a read fail and never make it return wrong bytes.
+A GDS read verifies bytes against part hashes. So wrong or outdated hashes make a read fail, and
+never make it return wrong bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ PartHashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 class StoredPartHashes(NamedTuple):
-    """What a tier has kept.
+    """The part hashes that a tier has kept across restarts.
 
     Attributes:
-        slots: Slots of chunks.
-        hashes: One row for each of ``slots``.
+        slots: Slots of the chunks that have part hashes.
+        hashes: The part hashes; one row for each of ``slots``.
     """
 
     slots: npt.NDArray[np.int64]
@@ -44,25 +45,25 @@ NO_PART_HASHES = StoredPartHashes(np.empty(0, np.int64), np.empty((0, 0), np.uin
 class PartHashKeeper(ABC):
     """A storage tier that keeps part hashes and has a slot file.
 
-    It keeps them if :attr:`TierContext.hash_parts <kvtier.tiers.base.TierContext.hash_parts>`
-    is not 0, as many for each chunk.
+    The tier keeps :attr:`TierContext.hash_parts <kvtier.tiers.base.TierContext.hash_parts>`
+    hashes for each chunk; 0 means that it keeps none.
     """
 
     @property
     @abstractmethod
     def slot_file(self) -> SlotFileId | None:
-        """The file that has slot ``i`` at byte ``i * slot_nbytes``; None if there is none."""
+        """The tier's file with slot ``i`` at byte ``i * slot_nbytes``; None if it has none."""
 
     @abstractmethod
     def recovered_part_hashes(self) -> StoredPartHashes:
-        """Return the hashes that earlier runs left.
+        """Return the part hashes that earlier runs stored.
 
         Called once, before any other method, from the thread that opened the tier.
         """
 
     @abstractmethod
     def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        """Keep the hashes of ``slots``, whose chunks have just been written. Never blocks.
+        """Keep the part hashes of ``slots``, whose chunks were just written. Never blocks.
 
-        They are dropped with the chunk, and durable within a second or so.
+        The hashes are durable within about a second. They are dropped with their chunk.
         """

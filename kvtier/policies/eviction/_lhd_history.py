@@ -76,7 +76,7 @@ class Cohort:
         self.beyond = False
 
     def clear(self) -> None:
-        """Free the list of copies, which is empty and stays empty."""
+        """Free the memory of the list of copies, which is empty for good."""
         self.copies = _EMPTY
         self.first = 0
 
@@ -321,7 +321,7 @@ class History:
         return cohort
 
     def record_uses(self, count: int, depths: int) -> None:
-        """Record ``count`` uses; each use moved one copy to the newest cohort.
+        """Record ``count`` uses, each of which moved one copy to the newest cohort.
 
         Args:
             count: Number of uses.
@@ -335,7 +335,7 @@ class History:
         self.regret_budget.depths += depths
 
     def record_hits(self, source: Cohort, count: int) -> None:
-        """Record that the last ``count`` uses were uses of copies from the cohort ``source``.
+        """Record that the last ``count`` uses were hits on copies from the cohort ``source``.
 
         For new chunks ``source`` is :attr:`outside`.
         """

@@ -1,7 +1,7 @@
-"""The base class of policies that select victims one by one.
+"""The base class of eviction policies that select victims one by one.
 
-In a paper a policy names *the* victim. In a live tier that victim may be pinned, and the policy
-must name another one. So a policy has three methods:
+A policy in a paper selects exactly one victim. In a live tier that victim may be pinned, and
+the policy must select another one. So a derived class has three methods:
 
 * :meth:`~NextVictimEviction._take` removes and returns the next candidate.
 * :meth:`~NextVictimEviction._spare` inserts a candidate that must stay, as if just used.

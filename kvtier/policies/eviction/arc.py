@@ -24,7 +24,10 @@ __all__ = ["Arc"]
 
 
 class Arc(NextVictimEviction):
-    """The Adaptive Replacement Cache; the target length ``p`` of the recency list is a float.
+    """Adaptive Replacement Cache (ARC): evicts from a recency list or from a frequency list.
+
+    The target length ``p`` of the recency list decides which list loses a chunk; ``p`` is a
+    float.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, fig. 4.
     """

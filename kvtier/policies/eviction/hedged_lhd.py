@@ -87,7 +87,7 @@ class HedgedLhd(Eviction):
         if self._history.has_ghost(keys) or (is_known and not is_chain):
             followed = {*parents}
             for copy in copies:
-                if copy.key in followed:  # others may be in between
+                if copy.key in followed:  # other prompts' chunks may be in between
                     self._moves.expected_key = copy.key
                 self.on_insert(copy, ctx)
         elif is_chain:
@@ -196,7 +196,7 @@ class HedgedLhd(Eviction):
             moves.expected_key = parents[at - 1]
 
     def _insert_apart(self, copies: Sequence[ChunkCopy]) -> None:
-        """Insert new chunks of unknown prompts, as after a restart."""
+        """Insert new chunks whose prompts are unknown, for example after a restart."""
         moves = self._moves
         at = 0
         while at < len(copies):

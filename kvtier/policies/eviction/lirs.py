@@ -106,7 +106,7 @@ class Lirs(NextVictimEviction):
         self._stack.move_to_end(copy.key)
 
     def _raise(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` a LIR copy; if there are too many, make the one at the bottom HIR."""
+        """Make ``copy`` a LIR copy; if there are too many LIR copies, lower the bottom one."""
         copy.policy = _LOW
         self._low += 1
         self._use(copy)

@@ -95,7 +95,7 @@ class Lru(Eviction):
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
-        copy.queued += 1  # all its entries are stale now
+        copy.queued += 1  # all entries of this copy are stale now
         self._members -= 1
         self._bound()
 
@@ -204,7 +204,7 @@ class Lru(Eviction):
         self._prompts.clear()
 
     def _turn(self) -> bool:
-        """Refill the list of oldest entries; return whether the list has entries."""
+        """Refill the empty list of oldest entries; return whether it has entries now."""
         if self._newer or not self._prompts:
             self._older, self._newer = self._newer, self._older
             self._older.reverse()
@@ -213,7 +213,7 @@ class Lru(Eviction):
         return bool(self._older)
 
     def _bound(self) -> None:
-        """Drop stale entries when there are too many."""
+        """Rebuild the queue without stale entries if there are too many stale entries."""
         entries = len(self._newer) + len(self._older) + self._waiting
         if entries <= 2 * self._members + _SLACK:
             return

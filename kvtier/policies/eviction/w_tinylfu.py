@@ -1,4 +1,4 @@
-"""W-TinyLFU: keeps a new chunk only if it is more popular than the main part's victim.
+"""W-TinyLFU: keeps a new chunk only if the chunk is more popular than the next victim.
 
 New chunks enter a small LRU window. A chunk that leaves the window is a candidate for the main
 part, a segmented LRU. If the main part is full, the candidate is compared with the *resident*,

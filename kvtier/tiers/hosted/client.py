@@ -205,11 +205,11 @@ class HostedTier(StorageTier, PartHashKeeper):
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call.
 
-        Sending uses with the next call saves a message per job. When no call comes within a
-        second, a timer sends them, so that the index gets them with about the right time.
+        Sending uses with the next call saves a message per job. If no call follows within a
+        second, a timer sends the uses, so that their times in the index are about right.
         """
         lost = self._connection is not None and not self._connection.usable
-        if self._host is not None and not lost:  # a new host does not need it
+        if self._host is not None and not lost:  # a new host does not need this frame
             self._queue("touch", slots)
             self._send_queued_soon()
 
@@ -252,7 +252,7 @@ class HostedTier(StorageTier, PartHashKeeper):
             problem = str(error) or f"no answer within {_CLOSE_TIMEOUT_S:.0f} s"
             owed = _RESET_LOST if self._reset_due else ""
             logger.warning("tier %s: not closed cleanly: %s%s", self.name, problem, owed)
-        self._reset_due = False  # or a waiting call would start a host for it
+        self._reset_due = False  # else a waiting call would start a host for the reset
 
     def _move(
         self, op: str, batch: Batch, purpose: Purpose
@@ -265,7 +265,7 @@ class HostedTier(StorageTier, PartHashKeeper):
 
     @property
     def _ready(self) -> Connection | None:
-        """The connection if it can move chunks now; else None."""
+        """Return the connection if it can move chunks now; else None."""
         connection = self._connection
         if connection is None or not connection.usable or self._reset_due:
             return None
@@ -319,7 +319,7 @@ class HostedTier(StorageTier, PartHashKeeper):
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
-            await self._connection.wait_ended()  # until then the store is locked
+            await self._connection.wait_ended()  # the old host locks the store until then
             self._connection = self._host = None
         host = self._host or await self._start_wanted()
         connection = Connection(self.name, host)
@@ -327,7 +327,7 @@ class HostedTier(StorageTier, PartHashKeeper):
         try:
             await connection.open()
         except asyncio.CancelledError:
-            self._connection = connection  # it is open nevertheless
+            self._connection = connection  # the connection is open nevertheless
             raise
         self._connection = connection
         return connection
@@ -383,7 +383,7 @@ class HostedTier(StorageTier, PartHashKeeper):
         raise TierUnavailableError(self.name, "it is closed")
 
     def _is_over(self) -> bool:
-        """Return whether the tier was closed and no reset is due."""
+        """Return whether no host is needed any more: the tier is closed and no reset is due."""
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:

@@ -1,4 +1,4 @@
-"""A connection to a host: calls and their answers, on the loop that uses the tier.
+"""A connection to a tier's host process: calls and their answers, on the tier's event loop.
 
 In an engine that runs Python code, each turn of the loop costs time: whenever the loop waits or
 makes a system call, it releases the interpreter lock and gets it back 5 ms later. So a call is
@@ -31,7 +31,7 @@ _END_TIMEOUT_S: Final = 15.0
 
 
 class Connection(asyncio.Protocol):
-    """An open connection to a running host."""
+    """An open connection to a running host, the process of a hosted tier."""
 
     def __init__(self, tier: str, host: HostProcess) -> None:
         self._tier = tier
@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
             TierUnavailableError: The host has not ended and keeps its files open.
         """
         if self._ended.is_set():
-            return  # in Python 3.11 wait_for() with no time left always times out
+            return  # in Python 3.11, wait_for() with timeout 0 would always raise TimeoutError
         left_s = self._end_deadline_s - asyncio.get_running_loop().time()
         try:
             await asyncio.wait_for(self._ended.wait(), left_s)
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Handle the frames that are complete."""
+        """Handle the frames that ``data`` completes."""
         try:
             for frame in self._host.parser.feed(data):
                 self._take(frame)
@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the waiting calls once the host has ended."""
+        """Start a task that fails the waiting calls when the host has ended."""
         self._mark_gone()
         self._ending = asyncio.get_running_loop().create_task(self._end())
 
@@ -169,7 +169,10 @@ class Connection(asyncio.Protocol):
             self._end_deadline_s = asyncio.get_running_loop().time() + _END_TIMEOUT_S
 
     async def _end(self) -> None:
-        """Fail the waiting calls when the host's threads no longer use the callers' memory."""
+        """Wait until the host process has ended, then fail the waiting calls.
+
+        Until then the host's threads may access the memory of these calls.
+        """
         process = self._host.process
         try:
             if not await aend(process):
@@ -181,7 +184,7 @@ class Connection(asyncio.Protocol):
                 )
                 while not await aend(process):
                     pass
-        finally:  # also when the loop ends, after which nothing uses the memory
+        finally:  # also when the loop is ended: then no caller uses the memory any more
             error = f"its I/O process ended with exit code {process.returncode}"
             for answer in self._waiting.values():
                 if not answer.cancelled():

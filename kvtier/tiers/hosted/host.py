@@ -141,7 +141,7 @@ class _Server:
     async def _answer(self, frame: Frame, call: Callable[[], Awaitable[Frame]]) -> None:
         try:
             answer = await call()
-        # Nothing cancels this task: a cancellation comes from something the tier awaited.
+        # This task is never cancelled: a CancelledError comes from what the tier awaited.
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - raised in the engine
             answer = Frame({"error": encode_error(error)})
         self._send(_answer_to(frame, answer))
@@ -299,7 +299,7 @@ async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> No
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:
-    """Yield the recovered chunks in batches, to avoid fragmenting the heap."""
+    """Yield frames with the recovered chunks; small frames avoid fragmenting the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)
@@ -335,7 +335,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format=_STDERR)
-    # The engine goes first where processors are short, because its model computes.
+    # Lower the priority: if processors are scarce, the engine's model needs them first.
     os.nice(_NICENESS)
     set_malloc_mmap_threshold()
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])

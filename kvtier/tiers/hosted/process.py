@@ -45,7 +45,7 @@ class Opened(NamedTuple):
         recovered: Frames with the recovered chunks, least recently used first.
         part_hashes: A frame with the recovered part hashes, if there are any.
         slot_file: The tier's slot file, if it has one.
-        retained: Slots of chunks not to evict yet, and until when.
+        retained: Time before which a chunk must not be evicted, by slot.
     """
 
     capacity_slots: int
@@ -198,7 +198,7 @@ def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
 
 
 def _opening(options: TierConfig, context: TierContext) -> dict[str, Any]:
-    """Return options and context as JSON."""
+    """Return the options and the context of a tier as the JSON of an ``open`` frame."""
     return {
         "options": options.model_dump(mode="json"),
         "slot_nbytes": context.slot_nbytes,
@@ -265,12 +265,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 async def aend(process: subprocess.Popen[bytes]) -> bool:
-    """Wait a while for ``process`` to end, then kill it; uses no thread.
+    """Wait a while for ``process`` to end, then kill it. Awaits on the event loop.
 
-    The engine's threads may be closed by now, or hang on a disk.
+    No thread is used, because the engine's threads may be closed by now or hang on a disk.
 
     Returns:
-        Whether it ended; False means that it is stuck in a system call.
+        Whether the process ended; False means that it is stuck in a system call.
     """
     if await _has_ended_within(process, _EXIT_TIMEOUT_S):
         return True

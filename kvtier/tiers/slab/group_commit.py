@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 _USES_WORTH_A_COMMIT: Final = 4096
 _RECORDS_INTERVAL_S: Final = 1.0
-_LONG_LOG_NBYTES: Final = 256 << 20  # of a million rows, where a thousand pages are usual
+_LONG_LOG_NBYTES: Final = 256 << 20  # as after a million rows; usual are a thousand pages
 
 
 class GroupCommit:
@@ -134,7 +134,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Keep the hashes of each slot's chunk; committed within a second or so."""
+        """Keep the part hashes of each slot's chunk; committed within a second or so."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.part_hashes.update(zip(slots, hashes, strict=True))

@@ -276,15 +276,16 @@ class IndexDatabase:
             self.log_removals(RemovalReason.BEYOND, b"".join(marks))
 
     def retained(self) -> dict[int, int]:
-        """Return the slots of chunks not to evict yet, and until when; see :meth:`retain`."""
+        """Return until when chunks must not be evicted, by slot; see :meth:`retain`."""
         if not self._has_retained:
             return {}
         return dict(self._connection.execute(_RETAINED, (_now(),)).fetchall())
 
     def retain(self, chunks: Iterable[tuple[int, int]], until: int) -> None:
-        """Durably record that chunks are not to be evicted before ``until``.
+        """Durably record that chunks must not be evicted before ``until``.
 
-        The record of a chunk whose slot holds another chunk has no effect.
+        If a slot holds another chunk than the given one, the record for this slot has no
+        effect.
 
         Args:
             chunks: Slot and generation of each chunk.
@@ -299,9 +300,9 @@ class IndexDatabase:
             self._connection.execute("COMMIT")
 
     def load_part_hashes(self, capacity_slots: int, parts: int) -> StoredPartHashes:
-        """Return the hashes of chunks that have ``parts`` hashes each.
+        """Return the part hashes of the chunks that have ``parts`` hashes each.
 
-        From now on the index can keep hashes.
+        This call also creates the table of part hashes, so later changes can contain hashes.
 
         Raises:
             IndexDamagedError: The rows cannot be read.
@@ -358,7 +359,7 @@ class IndexDatabase:
         self._clear_is_due = True
 
     def log_removals(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
-        """Append to the removal log without changing the chunks' rows."""
+        """Append ``key_marks`` to the removal log without changing the chunks' rows."""
         records = LazyRecords()
         records.add_removals(reason, key_marks)
         self.apply(Change(records=records))
@@ -385,7 +386,7 @@ class IndexDatabase:
         """Bytes of the write-ahead log; 0 if the log is absent or not accessible."""
         try:
             return self._log_path.stat().st_size
-        except OSError:  # this must not fail a commit
+        except OSError:  # a failure here must not fail a commit
             return 0
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ def retain_chunks(
         quota_chunks: Chunks that may be retained in all.
 
     Returns:
-        The number of ``entries`` that are retained until then.
+        The number of ``entries`` that are now retained until ``until``.
 
     Raises:
         IndexDamagedError: The index cannot be used.

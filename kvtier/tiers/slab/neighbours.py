@@ -1,4 +1,4 @@
-"""Find and describe the namespaces of a store, for a starting engine and for commands.
+"""Find and describe the namespaces (model caches) of a store, for engines and commands.
 
 A starting engine locks the namespaces that it finds, but ``kvtier check`` locks none. So the
 callers check whether a namespace is locked, and this module only reads the files.

@@ -1,8 +1,8 @@
 """The table of part hashes in the index (:mod:`kvtier.tiers.part_hashes`).
 
-Only engines with GDS reads create it; others ignore it. A row belongs to the chunk with the
-same slot and generation, so a new chunk in the slot makes the row void. Nothing needs to be
-deleted then, and chunks are written as fast as without the table.
+Only engines that use GDS reads create the table; other engines ignore it. A row belongs to the
+chunk with the same slot and generation, so a new chunk in the slot makes the row invalid. No
+row needs to be deleted then, and chunks are written as fast as without the table.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def exists(connection: sqlite3.Connection) -> bool:
 
 
 def keep(hashes: Mapping[int, bytes]) -> tuple[str, tuple[str]]:
-    """Return the statement that keeps the hashes of slots; slots without a chunk get none."""
+    """Return the SQL statement that stores the part hashes of slots that hold a chunk."""
     rows = [(slot, packed.hex()) for slot, packed in hashes.items()]
     return _KEEP, (json.dumps(rows),)
 
 
 def load(connection: sqlite3.Connection, capacity_slots: int, parts: int) -> StoredPartHashes:
-    """Return the hashes of chunks that have ``parts`` hashes each.
+    """Return the part hashes of the chunks that have ``parts`` hashes each.
 
     Raises:
         ValueError: A row has no hashes.

@@ -1,4 +1,4 @@
-"""The removal log: why chunks are gone, for the operator who asks.
+"""The removal log: records for the operator why chunks were removed.
 
 It is a table in the index with a limit in bytes. A row has a reason and the marks of all keys
 that one commit removed for this reason, so evicting a thousand chunks writes one row of 8 KB. A
@@ -97,7 +97,7 @@ class MarkPattern:
         unknown_bits = 4 * (_MARK_DIGITS - len(digits))
         begin = self._begin()
         known = (begin & _BEHIND_GROUP) >> unknown_bits
-        # The digits behind the group differ for almost all marks, so they are compared first.
+        # Compare the digits after the group first, because they differ for almost all marks.
         likely = [mark for mark in marks if (mark & _BEHIND_GROUP) >> unknown_bits == known]
         return [mark for mark in likely if self._is_group((mark ^ begin) >> GROUP_SHIFT)]
 

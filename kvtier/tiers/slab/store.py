@@ -294,7 +294,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
 
     def _load_part_hashes(self, parts: int) -> StoredPartHashes:
-        """Return the stored hashes; none if the index cannot keep hashes, which is logged."""
+        """Return the stored part hashes; none (logged) if the index cannot keep part hashes."""
         self._keeps_part_hashes = False
         if not parts:
             return NO_PART_HASHES

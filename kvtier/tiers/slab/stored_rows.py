@@ -46,7 +46,8 @@ class StoredRows:
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row in another slot.
         clock: A logical time later than any in the index.
-        retained: Slots of chunks not to evict yet, and until when, in seconds since the epoch.
+        retained: Time before which a chunk must not be evicted, in seconds since the epoch, by
+            slot.
     """
 
     keys: KeyArray

@@ -108,7 +108,7 @@ def verify(
             on_progress(window.slots)
         found.seconds = time.monotonic() - began_s
         _classify(suspects, found, reader, checker, pause)
-        if file.is_removed():  # the results say nothing then
+        if file.is_removed():  # then the results are meaningless
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.path))
     finally:
         file.close()
