@@ -64,11 +64,11 @@ __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
-"""A copy between device and RAM takes milliseconds; a copy that takes this long has failed."""
+"""Seconds after which a copy has failed; a copy normally takes milliseconds."""
 _POOLS_S: Final = 1.0
-"""Seconds of closing reserved for the copying threads, after the transfer engine closed."""
+"""Seconds reserved for closing the copying threads, after the transfer engine."""
 _GDS: Final = "gds"
-"""Source of the jobs that read from an NVMe tier; their other chunks are in RAM."""
+"""Source tier of load jobs in which some chunks are read from an NVMe tier."""
 _UNBOUNDED: Final = 1 << 62
 """An engine cannot handle a refused job, so the queue accepts every job."""
 

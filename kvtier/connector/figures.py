@@ -34,9 +34,9 @@ class Kind(enum.Enum):
     """How a figure changes."""
 
     COUNTER = "counter"
-    """Grows while the engine lives."""
+    """Only grows while the engine runs."""
     GAUGE = "gauge"
-    """Has a current value."""
+    """Has a current value, which may rise and fall."""
     HISTOGRAM = "histogram"
     """Counts observations by size."""
 

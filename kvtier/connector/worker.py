@@ -44,7 +44,7 @@ __all__ = ["ConnectorWorker"]
 logger = get_logger(__name__)
 
 _FIRST_GDS_NUMBER: Final = -2
-"""Stands in a plan for the first chunk of a GDS read; -1 stands for a chunk without a slot."""
+"""Placeholder in a plan for the first chunk of a GDS read; -1 is a chunk without a slot."""
 _NOT_LOADED: Final = frozenset(Outcome) - {Outcome.DONE}
 _WRONG: Final = frozenset({Outcome.CORRUPT})
 

@@ -55,7 +55,7 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
 _LOST = np.uint64(1 << 63)
-"""Flag on the generation of a failed write, which ends the wait of workers."""
+"""Flag in the generation of a failed write; workers that see the flag stop waiting."""
 
 
 class ControlBlock:

@@ -28,7 +28,7 @@ Addresses = npt.NDArray[np.int64]
 """Addresses or sizes in bytes, contiguous: the driver reads them as 64-bit words."""
 
 _BATCH_SINCE: Final = 12080
-"""CUDA 12.8, as the driver counts versions."""
+"""CUDA 12.8, the first version with batches of copies, as the driver encodes versions."""
 _CAN_USE_HOST_POINTER: Final = 91
 
 _Call = Callable[..., int]
@@ -62,9 +62,9 @@ class SourceOrder(enum.IntEnum):
     """When the driver may read the source of a copy (``CUmemcpySrcAccessOrder``)."""
 
     STREAM = 1
-    """When the copy's turn on its stream comes."""
+    """After the earlier work on the copy's stream has ended."""
     ANY = 3
-    """At any time from the call until the copy has ended."""
+    """At any time between the call and the end of the copy."""
 
 
 class _Location(ctypes.Structure):

@@ -39,7 +39,7 @@ from kvtier.memory.streams import CopyStream, Driver, Fence
 __all__ = ["STAGING_NBYTES", "CudaCopier"]
 
 STAGING_NBYTES: Final = 32 << 20
-"""Device memory for each direction that torch copies, because the engine leaves little."""
+"""Size of torch's staging buffer for one direction; the engine leaves little memory free."""
 _MOST_SAMPLED: Final = 4096
 
 

@@ -18,7 +18,7 @@ from kvtier.memory.cuda_api import Addresses
 __all__ = ["launch"]
 
 _STEP_WORDS: Final = 1024
-"""Words of eight bytes that a program has on their way at a time."""
+"""Words of eight bytes that one instance of the kernel reads at a time."""
 
 _POSITION_STEP = tl.constexpr(part_hashes.POSITION_STEP)
 _FIRST_FACTOR = tl.constexpr(part_hashes.FIRST_FACTOR)

@@ -20,9 +20,9 @@ from kvtier.memory.cuda_api import Addresses
 __all__ = ["launch"]
 
 _PROGRAMS: Final = 12
-"""Multiprocessors that the kernel occupies; more of them are not faster."""
+"""Instances of the kernel, one per multiprocessor; more would not be faster."""
 _STEP_WORDS: Final = 1024
-"""Words of eight bytes that a program has on their way at a time."""
+"""Words of eight bytes that one instance of the kernel copies at a time."""
 
 
 # Triton reads every annotation as code of the kernel.

@@ -16,9 +16,9 @@ from kvtier.memory.streams import CopyStream, Driver, Fence
 __all__ = ["BatchMethod", "KernelMethod", "Method"]
 
 _BATCHED: Final = 65536
-"""Most copies of one call, because the driver may be locked while it takes them."""
+"""Most copies of one driver call, because a call may lock the driver for its duration."""
 _FEWEST: Final = 32
-"""Fragments from which on a kernel is faster than a batch, by vLLM's measurements."""
+"""Smallest number of fragments for which a kernel is faster, by vLLM's measurements."""
 _WORD_NBYTES: Final = 8
 
 
@@ -68,15 +68,14 @@ class BatchMethod(Method):
 
 
 class KernelMethod(Method):
-    """Copies with a kernel where a load has many short fragments, else with the copy engines.
+    """Copies loads with a kernel if there are many fragments, else with the copy engines.
 
     The kernel reads a table of copies from page-locked memory when it runs. So the table is
     filled again only after the previous kernel has ended.
 
     Args:
         driver: The GPU.
-        batch: Copies the fragments of stores, of loads with few fragments, and fragments whose
-            bytes are not whole words.
+        batch: Copies with the copy engines if fragments are few or not of whole words.
 
     Raises:
         RuntimeError: There is no page-locked memory for the table.

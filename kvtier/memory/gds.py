@@ -39,11 +39,11 @@ logger = get_logger(__name__)
 
 _BUFFERS: Final = 2
 BUFFER_NBYTES: Final = 16 << 20
-"""Bytes of a staging buffer; one that must hold a longer slot is as long as the slot."""
+"""Bytes of a staging buffer; if a slot is longer, the buffer has the length of the slot."""
 SHORTEST_NBYTES: Final = 64 << 10
-"""Shortest range that is read by itself."""
+"""Shortest range of a slot for which GDS reads are used."""
 _SCATTER_NBYTES: Final = 8 << 20
-"""Device memory of the copier that empties the buffers."""
+"""Staging memory of the copier that copies from the staging buffers to blocks."""
 _TRIAL_NBYTES: Final = 64 << 10
 
 

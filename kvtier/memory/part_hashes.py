@@ -43,7 +43,7 @@ __all__ = [
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 HashRanges: TypeAlias = npt.NDArray[np.int64]
-"""Rows of: address, position of the first word in its slot, words, and place of the chunk."""
+"""Rows of: address, position of the first word in its slot, word count, index of the chunk."""
 
 POSITION_STEP: Final = 0x9E3779B97F4A7C15
 FIRST_FACTOR: Final = 0xFF51AFD7ED558CCD
@@ -54,9 +54,9 @@ SECOND_SHIFT: Final = 29
 _WORD_NBYTES: Final = 8
 _PAGE_NBYTES: Final = 4096
 _LONGEST_WORDS: Final = 8192
-"""Words of a range: enough to keep a GPU program busy, and few enough for many programs."""
+"""Most words of a range: short enough to share the work between many kernel instances."""
 _AT_ONCE: Final = 4096
-"""Ranges of one launch; the tables take 160 KiB of page-locked memory."""
+"""Most ranges of one kernel launch; the tables take 160 KiB of page-locked memory."""
 
 
 class HashPlanner:

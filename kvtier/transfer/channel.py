@@ -125,9 +125,9 @@ class Channel:
     refused: int = 0
     expired: int = 0
     late: int = 0
-    """Jobs whose deadline passed while one of their system calls still runs."""
+    """Number of jobs whose deadline passed while one of their system calls still runs."""
     pauses: int = 0
-    """Exclusive actions in progress, which jobs wait for."""
+    """Number of exclusive actions in progress; jobs wait until these end."""
     quiet_until_s: float = 0.0
     """Failures before this time are not logged while the breaker is tripped."""
 

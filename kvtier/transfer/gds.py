@@ -41,7 +41,7 @@ __all__ = ["GdsLoad"]
 logger = get_logger(__name__)
 
 _MOST_FAILURES: Final = 5
-"""Loads in a row with a failed read after which a rank does no more GDS reads."""
+"""Number of consecutive loads with failed reads after which a rank stops GDS reads."""
 _LATE: Final = "the deadline of a GDS read passed"
 
 

@@ -74,7 +74,7 @@ class RemovalReason(enum.Enum):
     RESET = "reset"
     """The cache was reset."""
     AFTER_RESET = "after-reset"
-    """A chunk stored after a reset, perhaps from other weights than the next engine loads."""
+    """The chunk was stored after a reset, perhaps with other weights than the next engine's."""
     DAMAGED = "damaged"
     """The index could not be read; the keys are unknown, so the row has no marks."""
 

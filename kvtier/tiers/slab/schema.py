@@ -42,7 +42,7 @@ the reset. On disk the log is less than twice this size.
 """
 
 RESET_METADATA: Final = "reset"
-"""Name of the metadata that records a reset, because later chunks may be of other weights.
+"""Name of the metadata that records a reset; later chunks may come from other weights.
 
 Its value is the time of the reset in seconds since the epoch.
 :mod:`kvtier.tiers.slab.opening` explains this.

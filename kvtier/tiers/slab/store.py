@@ -60,7 +60,7 @@ __all__ = ["SlabTier"]
 logger = get_logger(__name__)
 
 _LEAST_PIECE_NBYTES: Final = 512 << 10
-"""Smallest piece when a read is split between threads; a smaller one is not worth a call."""
+"""Smallest piece of a read that is split between threads; smaller pieces cost too much."""
 
 
 @dataclass(frozen=True, slots=True)
