@@ -2,24 +2,26 @@
 
 ::
 
-    <archive>/manifest.json                the parts that there must be; written last
+    <archive>/manifest.json                names and sizes of all parts; written last
     <archive>/5f0c1d2e3a4b5c6d.kvtier      a part: keys, checksums, and the slots of some chunks
     ...
 
 An archive is a directory, or a prefix of a bucket. It has parts of some 16 MiB instead of one
-long file, because a part is the unit of everything:
+long file, for three reasons:
 
-* **Resuming.** A part is there as a whole or not at all. An interrupted export or merge finds
-  the parts that it wrote, and writes the others. Object stores cannot resume a long upload.
-* **Memory.** Threads handle a part each, so memory does not depend on the size of the archive.
+* **Resuming.** A part exists completely or not at all. A repeated export or merge finds the
+  parts of the interrupted one, and writes the others. Object stores cannot resume a long
+  upload.
+* **Memory.** Each thread handles one part at a time, so the use of memory does not depend on
+  the size of the archive.
 * **Damage.** A part is named by the digest of its header, and the header has the checksum of
-  every slot. A flipped bit, a part cut short or a missing part costs the chunks that it hits.
+  every slot. So damage costs only the chunks in the damaged record or part.
 
-A slot has the same bytes in an archive as in a store. So engines of another number of ranks can
-read it where they could read the store: where the fingerprint says ``ranks: any``.
+A slot has the same bytes in an archive as in a store. An engine with another number of ranks
+can use both if the fingerprint says ``ranks: any``.
 
-An archive has no signature. Whoever can write it decides what the engines answer that import
-it, as with a store.
+An archive has no signature. As with a store, whoever can write an archive can change the
+answers of every engine that uses its chunks.
 """
 
 from __future__ import annotations

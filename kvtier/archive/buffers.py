@@ -1,7 +1,7 @@
 """Memory and compression that the threads of an export, an import or a merge share.
 
-All of them work part by part. A part has at most 16 MiB of slots, or one slot if that is
-larger, and few parts are in flight. So memory does not depend on the size of the archive.
+All three work part by part. A part has at most 16 MiB of slots, or one larger slot. Few parts
+are in memory at a time. So the use of memory does not depend on the size of the archive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LEVEL: Final = 1
 
 
 class BufferPool:
-    """Buffers at page boundaries, which are used again.
+    """Page-aligned buffers that several threads lease and return.
 
     Args:
         count: How many buffers can be leased at once.
@@ -69,11 +69,11 @@ def slots_per_part(slot_nbytes: int) -> int:
 
 
 def threads_for(slot_nbytes: int, *, buffers: int = 1) -> int:
-    """Return how many parts to handle at once.
+    """Return how many parts to handle at once, each on its own thread.
 
     Args:
         slot_nbytes: Bytes of one slot.
-        buffers: Buffers of a part's size that each of them needs.
+        buffers: Buffers of a part's size that each part in work needs.
     """
     part_nbytes = slots_per_part(slot_nbytes) * slot_nbytes * buffers
     return max(1, min(_MOST_THREADS, 2 * _IN_FLIGHT_NBYTES // (part_nbytes + 1)))
@@ -95,12 +95,12 @@ def require_compression(compression: str) -> None:
 
 
 def record_room_nbytes(compression: str, slot_nbytes: int) -> int:
-    """Return the bytes that a record takes at most."""
+    """Return the largest number of bytes that a record can have."""
     return slot_nbytes if compression == "none" else slot_nbytes + (slot_nbytes >> 8) + 64
 
 
 def compress(slots: list[memoryview], into: memoryview) -> list[int]:
-    """Compress each slot by itself into ``into``, one behind the other; return their bytes."""
+    """Compress each slot by itself into ``into``, without gaps; return the new sizes."""
     compressor = _zstandard().ZstdCompressor(level=_LEVEL)
     sizes, end = list[int](), 0
     for slot in slots:

@@ -1,8 +1,9 @@
-"""Export: copy chunks of a store into an archive, also beside a running engine.
+"""Export: copy chunks of a store into an archive, even while an engine uses the store.
 
-Chunks are read in the order of their slots, a part at once, and each is compared with its
-checksum. An engine may replace a chunk meanwhile: such a chunk is left out. A chunk is bad if
-its row is the same a moment later.
+The chunks of one part are read together, in the order of their slots. Each chunk is compared
+with its checksum. If a checksum does not match, the engine may just have replaced the chunk. So
+the chunk's index row is read again a moment later. If the row has changed, the chunk is left
+out. If not, the chunk is bad.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Exported:
     Attributes:
         chunks: Chunks that were written.
         present: Chunks that the archive had already.
-        changed: Chunks that an engine replaced meanwhile.
-        bad: Bad chunks, which are not in the archive, and what is wrong with each.
+        changed: Chunks that an engine replaced during the export.
+        bad: Bad chunks, which are not in the archive, each with its problem.
         archive_chunks: Chunks in the whole archive.
         archive_nbytes: Bytes of the whole archive.
     """
@@ -80,16 +81,17 @@ def export_chunks(
 
     Args:
         space: The namespace.
-        location: Where the archive is, or will be.
+        location: The place of the archive, which is created if it does not exist.
         compression: ``none`` or ``zstd``.
         wanted: Returns whether to export the chunk of a key.
         on_progress: Called with the number of slots finished since the last call.
         pause: Sleeps for the given seconds.
 
     Raises:
-        ConfigError: The store's chunks are doubtful, or the archive cannot be written.
+        ConfigError: The store was reset, so its chunks may be of other weights; or the archive
+            cannot be written.
         IndexDamagedError: The store's index cannot be used.
-        OSError: The files of either failed.
+        OSError: The medium of the store or of the archive failed.
         sqlite3.Error: The store's index cannot be read now.
     """
     slot_nbytes = space.layout.slot_nbytes
@@ -114,7 +116,7 @@ def export_chunks(
 
 
 class _Export:
-    """One export; its state belongs to the caller's thread."""
+    """One export; only the caller's thread changes its state."""
 
     def __init__(
         self, reader: IndexReader, file: SlotFile, writer: ArchiveWriter, slot_nbytes: int
@@ -161,7 +163,7 @@ class _Export:
             on_progress(len(part))
 
     def classify(self, pause: Callable[[float], None]) -> None:
-        """Tell bad chunks from those that an engine replaced meanwhile."""
+        """Distinguish bad chunks from chunks that an engine replaced during the export."""
         if self._suspects and self._reader.live:
             pause(_SETTLE_S)
         for entry, problem in self._suspects:

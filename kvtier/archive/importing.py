@@ -1,7 +1,7 @@
 """Import: copy the chunks of an archive into a store that no engine uses.
 
-A payload is written before its row, as by an engine. So a killed import leaves a store that an
-engine can open, and another import goes on: chunks that the store has are not copied again.
+As in an engine, a chunk is written before its row in the index. So a killed import leaves a
+store that an engine can open. A repeated import copies only the chunks that the store lacks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Imported:
     """Result of an import.
 
     Attributes:
-        directory: The namespace.
+        directory: Directory of the namespace.
         chunks: Chunks that were copied.
         present: Chunks that the store had already.
         left_out: Chunks for which the store has no room, the least recently used ones.
-        damaged: What is damaged in the archive.
+        damaged: Damaged parts and records of the archive.
     """
 
     directory: Path
@@ -72,15 +72,15 @@ def import_chunks(
     Args:
         archive: The archive.
         directory: The path of a tier, or the archive's namespace in it; its parent must exist.
-        capacity_bytes: What the slots of this model may take; None keeps an existing store's
-            size, and makes a new store as large as the archive.
+        capacity_bytes: Bytes that the slots of this model may take. None keeps the size of an
+            existing store, and makes a new store as large as the archive.
         on_progress: Called with the number of chunks finished since the last call.
 
     Raises:
-        ConfigError: The store is of another cache, in use, or cannot be written; the message
-            says what to do.
+        ConfigError: The store belongs to another cache, is in use, or cannot be written; the
+            message has a remedy.
         IndexDamagedError: The store's index cannot be used.
-        OSError: The files of either failed.
+        OSError: The medium of the archive or of the store failed.
         sqlite3.Error: The index cannot be written.
     """
     with open_target(archive.manifest, directory, capacity_bytes) as target:
@@ -91,7 +91,7 @@ def import_chunks(
 
 
 class _Import:
-    """One import; its state belongs to the caller's thread."""
+    """One import; only the caller's thread changes its state."""
 
     def __init__(self, archive: Archive, target: Target, found: Imported) -> None:
         self._archive = archive
@@ -112,7 +112,11 @@ class _Import:
             on_progress(loaded.records)
 
     def _least_use(self) -> int:
-        """Return the least last use of the chunks that the store has room for."""
+        """Return the logical time since which a chunk must have been used to be imported.
+
+        The store has room for the chunks used at this time or later. If all chunks fit, the
+        time is 0.
+        """
         room = self._target.free_count
         if self._archive.manifest.chunks <= room:
             return 0
@@ -141,7 +145,7 @@ class _Import:
                 yield partial(_load, self._reader, self._target.file, header, assigned)
 
     def _assign(self, header: PartHeader, least_use: int) -> list[_Assigned]:
-        """Return a slot for each record of a part that the store lacks and has room for."""
+        """Return the records of a part to import, each with a free slot."""
         assigned = list[_Assigned]()
         for number, record in enumerate(header.records):
             if self._target.has(record.key):

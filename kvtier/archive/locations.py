@@ -1,7 +1,8 @@
 """Where an archive is: a directory, or a prefix of a bucket in an object store.
 
-A location holds named objects that are written once, as a whole. A reader never finds half an
-object: a file gets its name when all of it is written, and object stores work like that.
+A location holds named objects, each written once and completely. A reader never finds an
+incomplete object: a file gets its name after its last byte was written, and an object store
+shows an object only after its upload.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Location(ABC):
         """Return the bytes of each object, by name.
 
         Raises:
-            ConfigError: The location has objects of something else than an archive.
+            ConfigError: The location has objects that do not belong to an archive.
         """
 
     @abstractmethod
@@ -49,11 +50,11 @@ class Location(ABC):
         """Read the beginning of an object into ``into``; return the number of bytes read.
 
         Args:
-            name: The object, which is not empty.
-            into: Memory at a page boundary, of whole pages.
+            name: Name of the object, which must not be empty.
+            into: Page-aligned memory of whole pages.
 
         Returns:
-            Fewer than ``len(into)`` only if the object ends there.
+            The number of bytes; less than ``len(into)`` only if the object is shorter.
         """
 
     @abstractmethod
@@ -61,15 +62,15 @@ class Location(ABC):
         """Write the first ``nbytes`` of ``source`` as the object ``name``, whole or not at all.
 
         Args:
-            name: The object; an existing one is replaced.
-            source: Memory at a page boundary, of whole pages.
+            name: Name of the object; an existing object is replaced.
+            source: Page-aligned memory of whole pages.
             nbytes: Bytes of the object.
         """
 
     @abstractmethod
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Create the location and keep other writers out in the body, where the medium can.
+        """Create the location; lock out other writers in the ``with`` block if the medium can.
 
         Raises:
             ConfigError: The location cannot be written, or another process writes it.
@@ -167,10 +168,10 @@ class Directory(Location):
 
     @contextlib.contextmanager
     def _open(self, path: Path, flags: int) -> Iterator[int]:
-        """Open ``path`` in the body.
+        """Yield a descriptor of ``path``, open in the ``with`` block.
 
         Raises:
-            _NotDirectError: With O_DIRECT: the file system does not have it.
+            _NotDirectError: ``flags`` have O_DIRECT, which the file system does not support.
         """
         try:
             fd = self._io.open(path, flags)
@@ -196,14 +197,15 @@ class Directory(Location):
 
 
 class _NotDirectError(Exception):
-    """The file system does not have O_DIRECT."""
+    """The file system does not support O_DIRECT."""
 
 
 def open_location(text: str) -> Location:
     """Return the location that a user names by a path or a URL.
 
     Raises:
-        ConfigError: The URL is not one of an object store, or the package for them is missing.
+        ConfigError: The URL does not name an object store, or the package for object stores is
+            missing.
     """
     scheme, separator, _ = text.partition("://")
     if not separator:

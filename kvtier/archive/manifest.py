@@ -1,7 +1,7 @@
 """The manifest of an archive: its layout, and the parts that it is made of.
 
-It is written when all parts are there, so an archive without it is not complete. A part names
-its own bytes; the manifest says which parts there must be.
+The manifest is written after all parts, so an archive without a manifest is not complete. A
+part's name covers only the bytes of that part. The manifest shows whether a part is missing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PartEntry(NamedTuple):
     """A part of an archive.
 
     Attributes:
-        name: Its name.
-        nbytes: Its bytes.
-        chunks: Number of its chunks.
+        name: The part's name.
+        nbytes: Bytes of the part.
+        chunks: Number of chunks in the part.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Manifest:
     """Content of a manifest.
 
     Attributes:
-        layout: Meaning of the bytes of a slot.
+        layout: Describes the bytes of a slot.
         parts: The parts, in the order of their export.
     """
 
@@ -81,7 +81,7 @@ class Manifest:
         """Parse and verify the text of a manifest.
 
         Raises:
-            ManifestError: It is damaged or of another version.
+            ManifestError: The text is damaged or of another version.
         """
         try:
             document = json.loads(text)
@@ -93,7 +93,7 @@ class Manifest:
             version = document.get("version")
             raise ManifestError(f"it has version {version}, and this kvtier reads {_VERSION}")
         checksum = document.pop("checksum", None)
-        # Written again, it must have the same bytes: a changed blank is damage too.
+        # The manifest is written again and compared, because a changed blank is damage too.
         whole = _dump({**document, "checksum": checksum})
         if checksum != _checksum(document) or whole != text:
             raise ManifestError("its bytes are not those written")

@@ -1,6 +1,6 @@
 """Merge: copy the chunks of several archives of one cache into one archive.
 
-A chunk that several of them have is copied once.
+A chunk that is in several archives is copied once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Merged:
 
     Attributes:
         chunks: Chunks that were copied.
-        present: Chunks that the archive had already.
-        damaged: What is damaged in the sources, which is not copied.
-        archive_chunks: Chunks in the whole archive.
-        archive_nbytes: Bytes of the whole archive.
+        present: Chunks that the target archive had already.
+        damaged: Damaged parts and records of the sources; these are not copied.
+        archive_chunks: Chunks in the whole target archive.
+        archive_nbytes: Bytes of the whole target archive.
     """
 
     chunks: int = 0
@@ -51,8 +51,8 @@ def merge_archives(
     """Copy the chunks of ``sources`` into the archive at ``location``. This call blocks.
 
     Args:
-        sources: Archives of one cache, one at least.
-        location: Where the archive is, or will be.
+        sources: At least one archive; all are of one cache.
+        location: The place of the target archive, which is created if it does not exist.
         compression: ``none`` or ``zstd``.
         on_progress: Called with the number of chunks finished since the last call.
 
@@ -88,14 +88,14 @@ class _Copied(NamedTuple):
 
 
 class _Merge(NamedTuple):
-    """One merge."""
+    """The settings and the state of one merge."""
 
     found: Merged
     on_progress: Callable[[int], None]
     threads: int
 
     def copy(self, source: Archive, writer: ArchiveWriter) -> None:
-        """Copy the chunks of ``source`` that the archive lacks."""
+        """Copy the chunks of ``source`` that the target archive lacks."""
         calls = self._calls(source, writer)
         for copied in run_in_order(calls, threads=self.threads, name="kvtier-merge"):
             writer.add(copied.written)

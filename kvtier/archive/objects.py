@@ -1,7 +1,7 @@
 """A prefix of a bucket, through obstore: S3, Google Cloud Storage, Azure.
 
 Credentials and endpoints come from the environment, by the rules of each provider. A part is
-small enough for one request, so no upload has to be put together or cleaned up.
+small enough for one request, so there are no multipart uploads to complete or to clean up.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Bucket(Location):
     """The objects below a prefix of a bucket.
 
     Args:
-        store: The bucket and its prefix.
-        url: Their name, for messages.
+        store: The bucket and the prefix.
+        url: URL of both, for messages.
     """
 
     def __init__(self, store: ObjectStore, url: str) -> None:
@@ -83,7 +83,7 @@ class Bucket(Location):
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Turn obstore's errors into one that names the object and a remedy."""
+        """Convert an error of obstore to an error that names the object and a remedy."""
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
 
         try:

@@ -11,7 +11,8 @@ Numbers are little-endian. The digest is the XXH3 of all other bytes of the head
 the part's name, so a part never replaces another one. The header has the checksum of each
 record's slot, the same as in a store's index: the name covers every byte of the part.
 
-A record is the slot of one chunk, as it is or compressed by itself. Records have no padding.
+A record is the content of one chunk's slot, either unchanged or compressed by itself. Records
+have no padding.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class PartHeader:
     """The header of a part.
 
     Attributes:
-        layout: Meaning of the bytes of a slot.
+        layout: Describes the bytes of a slot.
         compression: ``none`` or ``zstd``.
         records: The chunks, in the order of their records.
-        header_nbytes: Bytes of the header, whole pages.
+        header_nbytes: Bytes of the header, a multiple of the page size.
         digest: The part's digest.
     """
 
@@ -101,7 +102,7 @@ class PartHeader:
     def write(
         cls, into: memoryview, layout: Layout, compression: str, records: Sequence[Record]
     ) -> Self:
-        """Fill ``into``, whole pages, with the header of these records, and return the header.
+        """Write the header of ``records`` to the pages ``into``, and return the header.
 
         Raises:
             ValueError: The header is longer than ``into``.
@@ -117,7 +118,7 @@ class PartHeader:
 
     @classmethod
     def room_nbytes(cls, layout: Layout, compression: str, records: Sequence[Record]) -> int:
-        """Return the bytes, whole pages, that a header of these records needs."""
+        """Return how many bytes a header of ``records`` needs, rounded up to whole pages."""
         nbytes = PREFIX_NBYTES + len(_to_json(layout, compression, records))
         return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
@@ -126,7 +127,7 @@ class PartHeader:
         """Return the header's bytes from the first :data:`PREFIX_NBYTES` bytes of a part.
 
         Raises:
-            PartDamagedError: They do not begin a part of this version.
+            PartDamagedError: ``prefix`` is not the beginning of a part of this version.
         """
         if len(prefix) < PREFIX_NBYTES:
             raise PartDamagedError(f"it ends at byte {len(prefix)}, within its header")
@@ -146,7 +147,7 @@ class PartHeader:
         """Parse and verify the header of the part ``name``.
 
         Raises:
-            PartDamagedError: The header is damaged, or that of another part.
+            PartDamagedError: The header is damaged, or belongs to another part.
         """
         header_nbytes = cls.header_nbytes_of(header[:PREFIX_NBYTES])
         if len(header) < header_nbytes:

@@ -1,6 +1,6 @@
-"""Read an archive, and name what is damaged: the part, the record, the byte.
+"""Reads an archive, and reports each damage with its part, record and byte.
 
-Reading never fails because of damage. A damaged record is left out and named; every other
+Reading never fails because of damage. A damaged record is left out and reported. Every other
 record of the archive can be used.
 """
 
@@ -50,7 +50,7 @@ _HEADER_THREADS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something in an archive that cannot be used.
+    """A part or a record of an archive that cannot be used.
 
     Attributes:
         part: Name of the part.
@@ -87,7 +87,7 @@ class Slots(NamedTuple):
     problems: Sequence[str]
 
     def damages(self, header: PartHeader, picked: Sequence[int]) -> list[Damage]:
-        """Return the damages among the ``picked`` records of the part."""
+        """Return a :class:`Damage` for each damaged record among the ``picked`` records."""
         offsets = header.offsets()
         return [
             Damage(
@@ -108,9 +108,9 @@ class Archive:
     """A complete archive.
 
     Attributes:
-        location: Where it is.
-        manifest: Its manifest.
-        sizes: Bytes of the objects at ``location``, by name.
+        location: The place of the archive.
+        manifest: The archive's manifest.
+        sizes: Bytes of each object at ``location``, by the object's name.
     """
 
     location: Location
@@ -145,7 +145,7 @@ class PartReader:
 
     @contextlib.contextmanager
     def opened(self, header: PartHeader) -> Iterator[Slots]:
-        """Yield the slots of a part; their memory is valid in the body.
+        """Yield the slots of a part; their memory is valid only in the ``with`` block.
 
         Raises:
             OSError: The medium failed.
@@ -174,14 +174,14 @@ class PartReader:
         stored: memoryview,
         available: int,
     ) -> str:
-        """Fill ``slot`` if the record is compressed; return a message if it is damaged.
+        """Decompress a record if needed, and verify it; return a message if it is damaged.
 
         Args:
             header: The part's header.
-            number: The record in the part.
-            slot: Memory of its slot; ``stored`` if the record is not compressed.
-            stored: Its bytes.
-            available: How many bytes of the part there are from the record's first byte.
+            number: Number of the record in the part.
+            slot: Memory for the slot; the same as ``stored`` if the record is not compressed.
+            stored: Bytes of the record.
+            available: Bytes from the record's first byte to the end of the part.
         """
         record = header.records[number]
         if available < record.nbytes:
@@ -209,7 +209,7 @@ def open_archive(location: Location) -> Archive:
 def verify_archive(
     archive: Archive, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
-    """Read every record of ``archive``, and return what is damaged. This call blocks.
+    """Read every record of ``archive``, and return the damages. This call blocks.
 
     Args:
         archive: The archive.
@@ -244,7 +244,7 @@ def read_manifest(location: Location, sizes: Mapping[str, int]) -> Manifest:
     """Return the manifest of the archive at ``location``.
 
     Raises:
-        ConfigError: It is missing or damaged.
+        ConfigError: The manifest is missing or damaged.
         OSError: The medium failed.
     """
     nbytes = sizes.get(MANIFEST)
@@ -264,12 +264,12 @@ def read_manifest(location: Location, sizes: Mapping[str, int]) -> Manifest:
 
 
 def read_header(location: Location, name: str, nbytes: int) -> PartHeader | str:
-    """Return the header of a part, or a message if it cannot be used.
+    """Return the header of a part, or a message if the header cannot be used.
 
     Args:
         location: Where the archive is.
-        name: The part.
-        nbytes: Bytes of the part as the location tells.
+        name: Name of the part.
+        nbytes: Bytes of the part, as reported by the location.
 
     Raises:
         ConfigError: The part is compressed, and the package for it is missing.

@@ -1,7 +1,7 @@
 """The store that an import writes: its lock, its free slots and its index.
 
-The store must be of the archive's model and settings, or be new. It never gets larger than its
-slot file or the given capacity, and nothing in it is evicted: an import uses free slots only.
+The store must have the archive's model and settings, or be new. An import uses only free slots:
+it evicts nothing. The store never exceeds the size of its slot file, or the given capacity.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Target:
     """An open store of the archive's layout.
 
     Attributes:
-        directory: The namespace.
-        file: Its slots.
+        directory: Directory of the namespace.
+        file: The file with the slots.
     """
 
     def __init__(self, directory: Path, file: SlotFile, database: IndexDatabase) -> None:
@@ -84,7 +84,7 @@ class Target:
             slot = self._used.find(0, slot + 1)
 
     def has(self, key: ChunkKey) -> bool:
-        """Return whether the store has ``key``, or it was claimed."""
+        """Return whether the store has ``key``, or ``key`` was claimed."""
         return hash_key(key) in self._keys
 
     def claim(self, key: ChunkKey) -> None:
@@ -92,9 +92,10 @@ class Target:
         self._keys.add(hash_key(key))
 
     def commit(self, rows: Sequence[tuple[int, ChunkKey, int, int]]) -> None:
-        """Commit rows whose payloads are written: slot, key, checksum, last use.
+        """Commit index rows of written chunks: slot, key, checksum, last use.
 
-        The order of their last uses is kept; all are more recent than what the store had.
+        The new chunks keep the order of their last uses. All count as more recently used than
+        the chunks that the store had before.
 
         Raises:
             sqlite3.Error: The index failed.
@@ -126,7 +127,7 @@ def namespace_for(layout: Layout, directory: Path) -> StoredNamespace:
 def open_target(
     manifest: Manifest, directory: Path, capacity_bytes: int | None
 ) -> Iterator[Target]:
-    """Lock the store for the chunks of an archive in the body; create it if it is absent.
+    """Yield the store that gets an archive's chunks, locked; create it if it is absent.
 
     Raises:
         ConfigError: See :func:`kvtier.archive.importing.import_chunks`.
@@ -150,7 +151,7 @@ def open_target(
         database = IndexDatabase.open(IndexSpec(space.index_path, "process"), io)
         stack.callback(database.close)
         _require_trusted(space, database, spec)
-        # Before the file grows: after that its size does not say which slots were written.
+        # Read before the file grows: later, its size does not tell which slots were written.
         with damage_raised():
             database.drop_beyond(file.found_nbytes // spec.slot_nbytes)
         file.reserve(spec)
@@ -160,7 +161,7 @@ def open_target(
 
 
 def _require_same(directory: Path, root: Path, layout: Layout, io: BlockIo) -> None:
-    """Raise ConfigError if the store is of other caches only; name what differs."""
+    """Raise ConfigError if the store only has other caches; the message says what differs."""
     if not root.is_dir():
         return
     found = [directory] if root != directory else []
@@ -186,10 +187,10 @@ def _difference(theirs: Layout | None, ours: Layout) -> str:
 def _plan_slots(
     manifest: Manifest, space: StoredNamespace, capacity_bytes: int | None
 ) -> SlotFileSpec:
-    """Return the slot file to write: as large as it is, or as the capacity allows.
+    """Return the slot file to write, with its present size or the size of the capacity.
 
     Raises:
-        ConfigError: The capacity is less than one slot, or than the store has already.
+        ConfigError: The capacity is smaller than one slot or than the present size.
     """
     path = space.directory / SLOTS
     slot_nbytes = manifest.layout.slot_nbytes
@@ -217,7 +218,7 @@ def _require_room(spec: SlotFileSpec, space: StoredNamespace, io: BlockIo) -> No
 def _require_trusted(
     space: StoredNamespace, database: IndexDatabase, spec: SlotFileSpec
 ) -> None:
-    """Raise ConfigError if the next start would drop the chunks, because of a reset."""
+    """Raise ConfigError if a reset makes the next start drop the imported chunks."""
     if not database.has_reset_record():
         return
     if not database.count_within(0, spec.capacity_slots):

@@ -42,8 +42,8 @@ class WrittenPart(NamedTuple):
     """Result of writing one part.
 
     Attributes:
-        entry: The part; None if no chunk was good.
-        chunks: The chunks that were to be written.
+        entry: The part's entry in the manifest; None if no chunk could be written.
+        chunks: The chunks that the caller asked to write.
         problems: A message for each chunk; empty if the chunk is in the part.
     """
 
@@ -56,8 +56,8 @@ class ArchiveWriter:
     """Writes parts of one archive, and its manifest at the end.
 
     Args:
-        location: Where the archive is.
-        layout: Meaning of the bytes of a slot.
+        location: The place of the archive.
+        layout: Describes the bytes of a slot.
         compression: ``none`` or ``zstd``.
         threads: How many threads call :meth:`write_part` at once.
     """
@@ -78,7 +78,7 @@ class ArchiveWriter:
     def open(
         cls, location: Location, layout: Layout, *, compression: str, threads: int
     ) -> Iterator[Self]:
-        """Create the archive at ``location``, or open the one there, and write it in the body.
+        """Yield a writer of the archive at ``location``, which is created if it does not exist.
 
         Raises:
             ConfigError: The location cannot be written, or has a damaged archive or one of
@@ -97,7 +97,7 @@ class ArchiveWriter:
         return slots_per_part(self._layout.slot_nbytes)
 
     def claim(self, key: ChunkKey) -> bool:
-        """Return whether the archive lacks ``key``, which the caller then writes."""
+        """Return whether the caller must write ``key``; True only once per key."""
         hashed = hash_key(key)
         if hashed in self._keys:
             return False
@@ -108,8 +108,9 @@ class ArchiveWriter:
         """Write ``chunks`` as one part; several threads may call this at once.
 
         Args:
-            chunks: At most :attr:`chunks_per_part`; their number of bytes is that of a slot.
-            fill: Fills one slot for each chunk.
+            chunks: At most :attr:`chunks_per_part` chunks; ``nbytes`` of each is the size of a
+                slot.
+            fill: Function that reads the slot of each chunk into memory.
 
         Raises:
             OSError: The medium failed.
@@ -180,7 +181,7 @@ class ArchiveWriter:
         return PartEntry(header.name, header.nbytes, len(records))
 
     def _find_parts(self) -> None:
-        """Read the headers of the parts that are there, with or without a manifest."""
+        """Read the headers of the parts at the location, even if there is no manifest."""
         found = self._location.names()
         names = sorted(name for name in found if name.endswith(PART_SUFFIX))
         if MANIFEST in found:

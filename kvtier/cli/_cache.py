@@ -74,7 +74,8 @@ class _Selection:
 
         Args:
             reader: The namespace's index.
-            note: Called with each selected key and the matching chunk, None without a match.
+            note: Called with each selected key and the matching chunk, or None if no chunk
+                matches.
 
         Raises:
             ConfigError: No attribute or several attributes are set, or a value is invalid.

@@ -1,4 +1,4 @@
-"""Parses chunk keys of the command line: leading hex digits and an optional ``/GROUP``.
+"""Parses chunk keys on the command line: leading hex digits and an optional ``/GROUP``.
 
 A file of keys has one key per line.
 """

@@ -214,7 +214,11 @@ def _compression(*, zstd: bool) -> str:
 def _working(
     what: str, total: int, space: StoredNamespace | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show a bar in the body, and explain errors; yield a function that moves the bar."""
+    """Show a progress bar in the ``with`` block, and convert errors to a ConfigError.
+
+    Yields:
+        A function that moves the bar.
+    """
     with contextlib.ExitStack() as stack:
         if space is not None:
             stack.enter_context(explained(space))

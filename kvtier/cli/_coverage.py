@@ -124,7 +124,7 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
 
 
 class _Setup:
-    """vLLM's engine arguments, parsed when a prompt or an argument needs it."""
+    """vLLM's engine arguments, parsed at their first use."""
 
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
         self._model = model
@@ -138,7 +138,7 @@ class _Setup:
 
     @property
     def given(self) -> EngineSetup | None:
-        """The engine's arguments if there are any."""
+        """The parsed arguments; None if the user gave no arguments."""
         return self.engine if self._arguments else None
 
 
@@ -164,10 +164,10 @@ async def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
 def needed_by(
     prompts: Path, space: StoredNamespace, model: str, arguments: Sequence[str]
 ) -> Callable[[ChunkKey], bool]:
-    """Return what tells whether a chunk of a store is needed by any of the prompts of a file.
+    """Return a predicate of keys: whether a prompt in the file ``prompts`` needs the chunk.
 
     Raises:
-        ConfigError: The file cannot be read, or numpy or vLLM is missing for it.
+        ConfigError: The file cannot be read, or needs numpy or vLLM, which is not installed.
     """
     with numpy_needed("kvtier cache export --prompts", "sim"):
         import kvtier.warmup  # noqa: F401, PLC0415 - imports asyncio and numpy

@@ -203,12 +203,12 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that the body cleans up.
+    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that the ``with`` block cleans up.
 
     An ignored signal, as under ``nohup``, stays ignored.
 
     Raises:
-        SystemExit: A signal came; the code is 128 and its number, as in shells.
+        SystemExit: A signal came; the exit code is 128 plus the signal's number, as in shells.
     """
     signals = (signal.SIGTERM, signal.SIGHUP)
     taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]

@@ -264,7 +264,7 @@ def _refuse_others(
 
     Args:
         context: The command line with its parameters.
-        used: Parameters that the run uses, besides ``as_json``.
+        used: Names of the parameters that the run uses, besides ``as_json``.
         kind: The option that chose the kind of run.
         remedy: How to use the refused option.
     """

@@ -126,7 +126,7 @@ async def _follow(job: WarmupJob, prompts: Path, bars: Bars) -> WarmupEvent:
     """Run ``job``, show its progress and return its last event.
 
     Raises:
-        SystemExit: A signal came; the code is 128 and its number, as in shells.
+        SystemExit: A signal came; the exit code is 128 plus the signal's number, as in shells.
     """
     from kvtier import warmup as events  # noqa: PLC0415 - as above
 
@@ -154,7 +154,7 @@ async def _follow(job: WarmupJob, prompts: Path, bars: Bars) -> WarmupEvent:
 
 
 def _shown(progress: Progress) -> dict[str, Any]:
-    """Return what a bar shows of the progress."""
+    """Return the values of ``progress`` that a progress bar shows."""
     what = f"{progress.tokens_per_s:,.0f} tokens/s"
     if progress.unwritten_chunks:
         what = f"{what}, {progress.unwritten_chunks:,} chunks to write"
@@ -191,7 +191,7 @@ def _cancelled_by_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _stdout_kept() -> Iterator[None]:
-    """Send to stderr what vLLM prints on stdout, which is for the command's result."""
+    """Redirect vLLM's output from stdout to stderr; stdout is for the command's result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -204,7 +204,7 @@ def _stdout_kept() -> Iterator[None]:
 
 
 def _show(last: WarmupEvent, *, as_json: bool) -> bool:
-    """Print the result; return whether everything that was planned is stored."""
+    """Print the result; return whether every planned prompt is stored."""
     from kvtier import warmup as events  # noqa: PLC0415 - as above
 
     if isinstance(last, events.Planned):

@@ -1,8 +1,8 @@
 """Field types with a unit in YAML and a plain number in Python.
 
 ``capacity: 64GiB`` in a file and ``capacity_bytes=1 << 36`` in code are the same value. A bare
-``64`` is refused in a file and accepted in code, where the field's name has the unit. Only the
-loader passes a validation context, which tells the two apart.
+``64`` is refused in a file and accepted in code, where the field's name has the unit.
+Validators distinguish a file from code by the validation context: only the loader passes one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
 
 
 def refusal(problem: str, remedy: str) -> PydanticCustomError:
-    """Return the error that a validator raises."""
+    """Return an error with a problem and a remedy, for a validator to raise."""
     words = {"problem": problem, "remedy": remedy}
     return PydanticCustomError("kvtier", "{problem}; {remedy}", words)
 
@@ -91,7 +91,7 @@ def path_problem(path: Path) -> tuple[str, str] | None:
 
 
 def _without_other_braces(path: Path) -> Path:
-    """Refuse a misspelt placeholder, which would become part of a name."""
+    """Refuse a misspelt placeholder, which would become part of a directory's name."""
     if re.search(r"[{}]", str(path).replace(RANK_PLACEHOLDER, "")):
         problem = f"a brace outside {RANK_PLACEHOLDER}, the only placeholder"
         raise refusal(problem, "write that, or a path without braces")

@@ -1,4 +1,4 @@
-"""Finds tier kinds: built-in kinds, kinds of installed packages, and classes by name.
+"""Finds the options model of a tier kind: built-in, of an installed package, or a class.
 
 The module also makes the JSON Schema of configuration files.
 
@@ -34,7 +34,7 @@ def options_of(kind: str) -> type[TierConfig]:
     """Return the options model of the tier kind ``kind``.
 
     Args:
-        kind: A built-in kind, one of an installed package, or ``module:Class``.
+        kind: A built-in kind, a kind of an installed package, or ``module:Class``.
 
     Raises:
         ConfigError: There is no such kind, or the package that provides it is broken.

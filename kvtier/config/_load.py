@@ -1,4 +1,4 @@
-"""Read a file into a :class:`KvtierConfig`, or raise one error with a line per problem.
+"""Reads a file into a :class:`KvtierConfig`, or raises one error with a line per problem.
 
 Sections are validated one by one, so a problem in one section does not hide the problems in
 another. Every problem is a line of the form ``file:line: key = value: problem; remedy``.
@@ -92,7 +92,7 @@ def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
 
     Args:
         text: YAML with the keys of one entry of ``tiers``.
-        options: The model to read it into.
+        options: The pydantic model for the keys.
         source: Name of the text in errors.
 
     Raises:
@@ -104,7 +104,7 @@ def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
 
 @dataclass(slots=True)
 class _Reader:
-    """Turns plain values into models and collects the problems."""
+    """Converts plain values to the configuration's models, and collects all problems."""
 
     origin: Origin
     problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
@@ -170,7 +170,7 @@ class _Reader:
             self._check_name(name, role, key)
 
     def _check_name(self, name: object, classes: NamedClasses, key: str) -> bool:
-        """Return whether one of ``classes`` has the name ``name`` and loads."""
+        """Return whether ``name`` names one of ``classes`` that can be imported."""
         is_known = isinstance(name, str) and (
             name in classes.built_in or re.fullmatch(CLASS_PATTERN, name) is not None
         )
@@ -255,7 +255,7 @@ _MOST_NBYTES: Final = 256 << 10
 
 
 def _names(model: type[BaseModel]) -> list[str]:
-    """Return the keys of ``model``, as in a file."""
+    """Return the keys of ``model`` as they are written in a file."""
     fields = model.model_fields.items()
     return [str(info.validation_alias or name) for name, info in fields]
 

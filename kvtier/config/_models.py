@@ -442,7 +442,7 @@ class KvtierConfig(_Section):
         return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
-        """Keep the origin that the loader passes."""
+        """Keep the file and the lines of the configuration, which the loader passes."""
         if context is not None:
             self._origin = context["origin"]
 
@@ -524,7 +524,7 @@ def _gds_of(tier: TierConfig) -> GdsMode:
 
 
 def _name_of(kind: str) -> str:
-    """Return the default name of a tier: its kind, or the class of ``module:Class``."""
+    """Return the default name of a tier: ``kind``, or only the class of ``module:Class``."""
     return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind
 
 

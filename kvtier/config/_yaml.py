@@ -1,4 +1,4 @@
-"""Parse YAML into plain values, with the line of each.
+"""Parses YAML into plain values, with the line of each value.
 
 The dialect is a subset of YAML 1.2. In YAML 1.1 ``off`` is false, ``1:30`` is ninety and
 ``010`` is eight; here ``off`` and ``1:30`` are text and ``010`` is ten. Editors with YAML 1.2
@@ -71,7 +71,7 @@ class Origin:
             key: Dotted key, as in ``tiers[1].capacity``; empty for the whole file.
             problem: What is wrong.
             remedy: What to do about it.
-            value: Shown if the file does not contain the value.
+            value: The value of ``key``; shown only if the file does not contain it.
 
         >>> origin = Origin("a.yaml", {"transfer.piece": 9}, {"transfer.piece": "8M"})
         >>> origin.format_problem("transfer.piece", "'M' is not a unit", "write 8MiB")
@@ -83,7 +83,7 @@ class Origin:
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Prefix a ConfigError of the ``with`` block with the place of ``key``."""
+        """Prefix a ConfigError from the ``with`` block with the place of ``key``."""
         try:
             yield
         except ConfigError as error:
@@ -119,7 +119,8 @@ def read_yaml(text: str, *, source: str) -> Document:
     """Read ``text``, the content of the file ``source``.
 
     Raises:
-        ConfigError: Not YAML, empty, not a mapping at the top, or a key written twice.
+        ConfigError: The text is not YAML, is empty, has no mapping at the top, or has a key
+            twice.
     """
     _refuse_tabs(text, source)
     node = _compose(text, source)

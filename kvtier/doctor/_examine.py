@@ -1,4 +1,4 @@
-"""All checks of an examination, in the order of the report."""
+"""Runs all checks of ``kvtier check`` and ``kvtier doctor``, in the order of the report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Examination:
     """All findings and the measured rates.
 
     Attributes:
-        findings: In reading order.
+        findings: The findings, in the order of the report.
         rates: Measured rates by the name of the tier; empty if nothing was measured.
     """
 
@@ -86,7 +86,7 @@ def examine(
         identity: The known part of the engine's identity.
         ranks: Data-parallel ranks that run on this machine.
         measure_s: Seconds of reading, and of writing, per disk; None to measure nothing.
-        machine: Where the kernel's files are.
+        machine: Paths of the kernel's file systems.
 
     Raises:
         ConfigError: The ranks would share a path.

@@ -1,4 +1,4 @@
-"""The result of one check."""
+"""The result type of the checks: a finding, with its severity and a remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finding:
         reason: What was found.
         remedy: What to do; empty if there is nothing to do.
         key: Key of the configuration that the finding is about; empty if there is none.
-        place: ``file:line: key = value`` of ``key``.
+        place: Place of ``key`` in the file, as ``file:line: key = value``.
     """
 
     check: str

@@ -69,7 +69,7 @@ _FS_NOCOW_FL: Final = 0x00800000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Paths of the kernel's file systems.
+    """Paths of the kernel's file systems, which tests replace.
 
     Attributes:
         proc: Where procfs is mounted.
@@ -192,7 +192,7 @@ def find_mount(machine: Machine, place: Path) -> Mount:
     found: Mount | None = None
     text = (machine.proc / "self/mountinfo").read_text("utf-8", "surrogateescape")
     for mount in parse_mounts(text):
-        # Of equal mount points the later covers the earlier.
+        # If two mounts have the same mount point, the later one hides the earlier one.
         if resolved.is_relative_to(mount.point) and (
             found is None or len(mount.point.parts) >= len(found.point.parts)
         ):
@@ -220,7 +220,7 @@ def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Finding:
 
     Args:
         tier: Name of the tier.
-        mount: The mount of its directory.
+        mount: The mount of the tier's directory.
         exempt_from_cow: Whether files there are overwritten in place although the file system
             copies on write.
     """

@@ -24,7 +24,7 @@ _SPARE_NBYTES: Final = 256 << 20
 
 
 def store_place(path: Path) -> Path | None:
-    """Return ``path`` if it exists, else its parent; None if the result is no directory."""
+    """Return ``path`` if it exists, else its parent; None if that is not a directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
         return place if place.is_dir() else None
@@ -89,8 +89,8 @@ class _Disk:
     """Sums up the space that the tiers examined so far need on one disk.
 
     Attributes:
-        nbytes: Bytes that the tiers must still reserve.
-        tiers: Names of the tiers.
+        nbytes: Bytes that these tiers must still reserve.
+        tiers: Names of these tiers.
     """
 
     nbytes: int = 0

@@ -61,7 +61,7 @@ _FASTER: Final = "name a directory on a local NVMe drive that nothing else keeps
 
 
 class NamelessIo(BlockIo):
-    """I/O on one file that is unlinked at once, so that closing it frees the space.
+    """I/O on one file that is unlinked after its creation, so that closing it frees the space.
 
     A slot file opens its file twice, the second time with O_DIRECT. The file has no name by
     then, so the second call opens it through the first descriptor.
@@ -163,14 +163,14 @@ class MeasuredRates:
         piece_bytes: Bytes of one I/O call.
         threads: Number of concurrent calls.
         file_bytes: Bytes of the file that was used.
-        seconds: Time that each direction was measured.
+        seconds: Time for which each direction was measured.
         read_bytes_per_s: Rate of reading.
         read_p50_s: Median time of a read call.
-        read_p99_s: 99th percentile of a read call.
+        read_p99_s: 99th percentile of the time of a read call.
         read_pieces: Number of read calls.
         write_bytes_per_s: Rate of writing, the final flush included.
         write_p50_s: Median time of a write call.
-        write_p99_s: 99th percentile of a write call.
+        write_p99_s: 99th percentile of the time of a write call.
         write_pieces: Number of write calls.
     """
 
@@ -236,7 +236,7 @@ def measure_tier_rates(
     """
     io = io or NamelessIo()
     slots = _pieces_that_fit(io.free_nbytes(path), piece_bytes)
-    # Decided here, because the slot file would log the fallback.
+    # O_DIRECT is tried here, because the slot file would log the fallback.
     bypass = direct_io == "auto" and not direct_io_refusal(path)
     mode: DirectIo = "require" if bypass else "off"
     spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=mode)
@@ -387,9 +387,9 @@ def time_pieces(
 
     Args:
         move: Moves one piece.
-        order: Pieces.
-        buffers: Memory of each thread.
-        seconds: Time after which no call begins.
+        order: Numbers of the pieces.
+        buffers: One buffer per thread.
+        seconds: Time after which no new call begins.
         finish: Called once at the end, within the measured time.
         stalled_s: Longest that a call may take beyond ``seconds``.
 

@@ -1,4 +1,6 @@
-"""Lists of copies, and the order of the chunks of one prompt.
+"""Lists of chunk copies, and the order of the chunks of one prompt.
+
+A *copy* (``ChunkCopy``) is one chunk in one tier.
 
 A prefix is useful only up to its first missing chunk in any KV cache group. So when chunks of
 one request are evicted, the deepest should go first, and all groups should become shorter
@@ -7,9 +9,9 @@ together.
 For each request, an engine lists the chunks of one KV cache group after another, each from root
 to leaf. *Prompt order* merges the groups: all chunks from root to leaf.
 
-Groups may have chunks of different lengths. The chunks of one call are assumed to cover the
-same tokens in every group. So a chunk's relative position in its group (``i`` of ``n``) gives
-the token where the chunk ends.
+Groups may have chunks of different lengths. The functions here assume that the given chunks
+cover the same tokens in every group. So a chunk's relative position in its group (``i`` of
+``n``) gives the token where the chunk ends.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _parent_of = operator.attrgetter("parent")
 
 
 class CopyList(NamedTuple):
-    """Copies of one tier that are handled together, such as the chunks of one request.
+    """Chunk copies in one tier that are handled together, such as those of one request.
 
     Keys and slots are kept beside the copies because reading them from every copy again is
     expensive. The lists are never changed.
@@ -89,7 +91,7 @@ class CopyList(NamedTuple):
 
 
 def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return ``copies`` without ``some``, which is a subset of ``copies``."""
+    """Return ``copies`` except those in ``some``, which is a subset of ``copies``."""
     if len(some) == len(copies):
         return ()
     if not some:

@@ -5,13 +5,13 @@ that is busy, worn or remote may be slower, and then a cache makes requests slow
 chunks are promoted for a request, the time to load them is compared with the time to compute
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
-**Which head.** The head that is loaded minimizes its load time minus ``margin`` x its compute
-time. A loaded head saves its tokens even if the tail is not loaded; a tail without its head
-saves none. Chunks in RAM cost nothing, but are useless without all chunks before them. The
-times of several tiers are added although loads may overlap. With a sum, a tier that slows down
-never makes the chosen head longer; with a maximum it could. A head is cut so that the load from
-each tier ends well before the deadline. A request would wait in vain for chunks that miss the
-deadline.
+**Which head.** A *head* is the first chunks of a hit. The loaded head minimizes its load time
+minus ``margin`` x its compute time. A loaded head saves its tokens even if the tail is not
+loaded; a tail without its head saves none. Chunks in RAM cost nothing, but are useless without
+all chunks before them. The times of several tiers are added although loads may overlap. With a
+sum, a tier that slows down never makes the chosen head longer; with a maximum it could. A head
+is cut so that the load from each tier ends well before the deadline. A request would wait in
+vain for chunks that miss the deadline.
 
 **Unknown costs.** While nothing is known about a tier, its chunks are loaded, because the
 deadline bounds the cost. A *sample* measures a tier again: a load of at most 16 MiB, or of one
@@ -110,7 +110,7 @@ class CostModel:
     Args:
         tiers: Number of tiers, RAM included.
         chunk_nbytes: Bytes moved per chunk.
-        chunk_tokens: Tokens that a chunk saves; 0 makes every load worth its time.
+        chunk_tokens: Tokens that loading a chunk saves; 0 makes every load worth its time.
         recompute_s_per_token: Time to compute a token; None to measure it.
         margin: Longest load time, as a multiple of the compute time; infinite for no limit.
 
@@ -278,7 +278,7 @@ class CostModel:
         return best
 
     def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
-        """Return how many chunks to load: ``kept``, or more to measure a tier again."""
+        """Return how many chunks to load: ``kept``, or more to include a sample of a tier."""
         costs = {
             tier: cost
             for tier in candidate.costs

@@ -148,7 +148,8 @@ class Demoter:
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
         """Return the head of ``listed`` that fits in the backlog of tier ``target``.
 
-        The other copies are counted as dropped and lost. Returns None if no copy fits.
+        The backlog is bounded. The other copies are counted as dropped and lost. Returns None
+        if no copy fits.
         """
         stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
@@ -181,10 +182,11 @@ class Demoter:
                 break
 
     def _can_free_at_once(self, index: int) -> bool:
-        """Return whether one call may free slots for the whole queue of tier ``index``.
+        """Return whether tier ``index`` may evict for its whole queue at once.
 
-        Otherwise slots are freed for one job at a time, so that a lack of slots loses only the
-        chunks of that job. A policy that tracks misses depends on the order.
+        If not, the tier evicts for one job at a time: when slots run out, only the chunks of
+        that job are lost. A policy that tracks misses also needs this, because its decisions
+        depend on the order of evictions and insertions.
         """
         target = self._stack.tiers[index]
         return not target.eviction.tracks_misses and self._queued[index] <= target.available
@@ -209,7 +211,7 @@ class Demoter:
         return CopyList.join(taken) if taken else None
 
     def _still_needed(self, listed: CopyList, index: int) -> CopyList:
-        """Return the copies that tier ``index`` lacks; release the other copies."""
+        """Return the copies whose chunks tier ``index`` lacks; release the other copies."""
         members = self._stack.tiers[index].copies
         if listed.drops == self._ram.drops and members.keys().isdisjoint(listed.keys):
             return listed
@@ -227,7 +229,8 @@ class Demoter:
 class _Targets:
     """Asks the placement policy which slower tiers must receive copies.
 
-    One call covers many copies, because nearly always all of them get the same answer.
+    A method asks about many copies in one call, because the policy nearly always gives the same
+    answer for all of them.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -239,8 +242,8 @@ class _Targets:
         """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
-            The parts to demote now, each with its target tier; and the other copies of chunks
-            that no slower tier has.
+            First, (target tier, copies) for each tier that must receive copies now. Second, the
+            other copies of chunks that no slower tier has.
         """
         stack, new = self._stack, listed.copies
         if stack.has_any(listed.keys, slower_than=0):
@@ -318,7 +321,7 @@ class _DemotionJobs:
     def plan(
         self, source: TierState, listed: CopyList, index: int, *, is_eviction: bool = False
     ) -> int:
-        """Plan jobs that copy ``listed`` to tier ``index``, as far as slots are available.
+        """Plan jobs that copy ``listed`` to tier ``index``, while the tier has available slots.
 
         Args:
             source: Tier of the copies.
@@ -327,8 +330,8 @@ class _DemotionJobs:
             is_eviction: Whether the copies are victims of ``source``, in eviction order.
 
         Returns:
-            The number of leading copies that have a job. The caller must provide one pin per
-            copy, which the job releases at its end.
+            The number of leading copies for which a job was planned. The caller must have
+            pinned each copy once; the job removes that pin at its end.
         """
         target = self._stack.tiers[index]
         chunks = len(listed.copies)
@@ -347,10 +350,10 @@ class _DemotionJobs:
     def room(self, index: int) -> int:
         """Return how many chunks may be sent to tier ``index`` now.
 
-        If all slots of the tier are pinned, no chunk is sent and the victims wait. While chunks
-        are moving from the tier to RAM, only free slots count: the victims wait for the slots
-        of these chunks. If the tier has no slots at all, chunks are sent and lost, because
-        waiting would not help.
+        If all slots of the tier are pinned, no chunk is sent: the victims wait. While chunks
+        are being moved from the tier to RAM, only free slots count: the victims wait for the
+        slots of the moved chunks. If the tier has no slots at all, chunks are sent and lost,
+        because waiting would not help.
         """
         target = self._stack.tiers[index]
         queue = self._stack.limits.queue - self.in_flight[index]
@@ -415,7 +418,7 @@ class _DemotionJobs:
 
 
 class _Reclaimer:
-    """Keeps slots of every tier free by demoting the tier's best victims: write-on-evict.
+    """Implements write-on-evict: keeps slots of every tier free by demoting its best victims.
 
     A new chunk is dirty if a slower tier must receive it, but is not copied while slots are
     free. When free slots are low, the best victims leave the eviction order. A victim is
@@ -455,8 +458,8 @@ class _Reclaimer:
     def _reclaim(self, tier: TierState) -> None:
         """Demote victims of ``tier`` until enough slots are free or about to be free.
 
-        Idle copies do not count as free slots. Otherwise they would be evicted first, and among
-        them are the newest promoted chunks, which were just used.
+        Slots with idle copies do not count as free. Otherwise all idle copies would be evicted
+        first, including the newest promoted chunks, which were just used.
         """
         stack = self._stack
         wanted = max(self._reserve[tier.index], tier.requested_slots)
@@ -465,8 +468,8 @@ class _Reclaimer:
         if shortage <= 0:
             return
         room = {index: self._jobs.room(index) for index in self._target_tiers[tier]}
-        # Every victim frees a slot. No more are picked than all targets could receive: a victim
-        # that is put back would count as just used.
+        # Every victim frees a slot. At most as many victims are picked as all targets can
+        # receive, because a victim that is put back would count as just used.
         while shortage > 0 and (most := min(shortage, *room.values())) > 0:
             victims = tier.list_of(tier.pick_leaving(most, stack.ctx))
             if not victims.copies:

@@ -6,10 +6,10 @@ waits for them too. Each sample counts by its relative error, so small and large
 weight. The weight of a sample falls with every later sample and with time (least squares with
 forgetting: the scalar case in Ljung, "System Identification", 1999, chapter 11). A load that
 missed its deadline gives only a lower bound (it is censored, as in Tobin, "Estimation of
-relationships for limited dependent variables", 1958). As a plain sample, such a load would mean
-that any number of bytes takes no longer than the deadline. So it only scales up start time and
-rate, and only if the estimate for it is below the deadline. A job that never left the queue
-gives no measurement.
+relationships for limited dependent variables", 1958). As a plain sample, it would claim that
+its bytes take no longer than the deadline. So such a load only scales up start time and rate,
+and only if the estimate for it is below the deadline. A job that never left the queue gives no
+measurement.
 
 *Computing.* The time per token is the seconds of engine steps divided by their prompt tokens;
 recent steps weigh most. The last tokens of long prompts take longer because of attention. The

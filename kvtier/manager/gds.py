@@ -1,9 +1,9 @@
 """GDS reads: chunks that workers read from an NVMe tier straight into their blocks.
 
-Such a chunk needs no RAM slot and no job between tiers. Its copy in the tier is pinned from the
-plan of the load until all workers have acknowledged the load. A worker verifies what it reads:
-when the chunk was stored, each worker computed the hash of its part. A chunk without hashes is
-loaded through RAM.
+GDS is GPUDirect Storage. A chunk read in this way needs no RAM slot and no job between tiers.
+Its copy in the tier is pinned from the plan of the load until all workers have acknowledged the
+load. A worker verifies the bytes that it reads: when the chunk was stored, each worker computed
+the hash of its part of the chunk. A chunk without hashes is loaded through RAM.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class GdsSource(Protocol):
         """Return for each of ``slots`` whether all workers can read and verify it now."""
 
     def hashes(self, slots: Sequence[int]) -> bytes:
-        """Return the hashes of all parts of ``slots``, slot by slot."""
+        """Return the hashes of all workers' parts of ``slots``, slot by slot."""
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:
-        """Forget the hashes of ``slots``, which get other chunks."""
+        """Forget the hashes of ``slots``, because other chunks will be written there."""
 
     def touch(self, slots: Sequence[int]) -> None:
         """Record that ``slots`` were read."""
@@ -40,7 +40,7 @@ class GdsPlan(NamedTuple):
     Attributes:
         positions: Positions of the chunks in the load, ascending.
         slots: Slots of the chunks in the tier.
-        hashes: Hashes of all parts of the chunks, chunk by chunk.
+        hashes: Hashes of all workers' parts of the chunks, chunk by chunk.
     """
 
     positions: Sequence[int]

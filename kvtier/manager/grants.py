@@ -3,16 +3,16 @@
 The next promotion may evict an unpinned promoted chunk. So every chunk that a waiting request
 will load is *granted* to the request: the chunk is pinned, whether whole or still on its way. A
 chunk may be granted to many requests. A request is *settled* when all its chunks have arrived
-or failed. Its grants end when its load is planned (a load has its own pins), and when the
-request starts without a load, is preempted or ends. They also end after a number of steps
-without a lookup: the engine may have forgotten the request silently.
+or failed. Its grants end when its load is planned, because a load has its own pins. They also
+end when the request starts without a load, is preempted or ends. After a number of steps
+without a lookup they end too, because the engine may have forgotten the request silently.
 
 The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
 promotions, and *reservations* for direct loads of this step. So even if a tier hangs, other
 requests get RAM slots. A reservation is only a number of slots: nothing is evicted yet, because
 the request may not be scheduled. The RAM copies that a reserved load will read are not pinned
 either, but count as unavailable. So an engine should plan each load right after its lookup. If
-a chunk has no slot when its load is planned, only that load fails.
+a chunk finds no slot when its load is planned, only that load fails.
 
 Only :class:`Grants` changes a request's phase, a copy's grants and the use of the pin budget.
 """
@@ -73,17 +73,19 @@ class RequestState:
         wanted: Chunks that the request waits for, in the order of its load.
         wanted_since_s: Time when the request was queued.
         deferred_steps: Steps since the request entered its phase.
-        looked_up_at: Step of the last lookup, or of settling if that was later.
+        looked_up_at: Step of the last lookup; or the step in which the request was settled, if
+            that was later.
         granted: RAM copies that are pinned for the request.
         pending: Number of ``granted`` copies that are not whole yet.
         jobs: Promotion jobs planned for the request.
-        refused_at: Use of the pin budget when the chunks did not fit; None if the chunks fit.
+        refused_at: Use of the pin budget when the budget refused the request; None if it did
+            not.
         refusals: Stores refused since the last accepted store.
         is_miss_counted: Whether the request's first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for the request.
         is_stale: Whether some of the request's KV is older than a reset; then nothing is
             stored.
-        has_gap: Whether an offered chunk was in no tier, so that the engine computed all later
+        has_gap: Whether an offered chunk was in no tier. The engine then computed all later
             chunks.
         tails: Per KV cache group, the last chunk that was stored or loaded, and its depth.
     """
@@ -164,7 +166,7 @@ class _Reservation(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Available slots that the load will use up."""
+        """Number of available slots that the load will use up."""
         return self.fills + sum(map(is_idle, self.reads))
 
 
@@ -214,7 +216,7 @@ class Grants:
 
     @property
     def _budget_use(self) -> _BudgetUse:
-        """A value that changes whenever the use of the pin budget changes."""
+        """A value to compare: it changes whenever the use of the pin budget changes."""
         return self._changes, self._direct, self._jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
@@ -321,8 +323,8 @@ class Grants:
     def end_step(self) -> None:
         """End reservations, waits that took too long, and grants that stayed unused too long.
 
-        A long wait can only be for a chunk that a worker is storing for another request,
-        because promotions have deadlines. A settled request may be behind other requests in the
+        Promotions have deadlines. So a long wait can only be for a chunk that a worker is
+        storing for another request. A settled request may be behind other requests in the
         engine's queue, while its grants hold slots that the other requests need.
         """
         limits = self._stack.limits
@@ -455,7 +457,7 @@ class Grants:
             members[request] = None
 
     def _settle(self, request: RequestState) -> None:
-        """Let later lookups of ``request`` see RAM only."""
+        """Settle ``request``: its later lookups search only RAM."""
         request.looked_up_at = self._stack.step
         self._enter(request, LookupPhase.SETTLED)
 
@@ -469,7 +471,7 @@ class Grants:
     ) -> None:
         """Apply ``change`` to the requests that wait for each of ``copies``.
 
-        Chunks that the same requests wait for have one common tuple, before and after the
+        Chunks that the same requests wait for share one tuple of requests, before and after the
         change. So ``change`` is called once per tuple, not once per chunk.
         """
         waiters = list(map(self._waiters.get, copies, repeat(())))

@@ -6,17 +6,18 @@ that ends at token ``end``:
 ==========  ======================================================================
 reach       chunks that a group needs
 ==========  ======================================================================
-``PREFIX``  all of them: full attention reads the whole prefix
+``PREFIX``  all chunks: full attention reads the whole prefix
 ``WINDOW``  those of the last ``window_tokens - 1`` tokens: a sliding window
 ``LOCAL``   those since the last multiple of ``window_tokens``: chunked local attention
-``STATE``   the one that ends at ``end``: recurrent layers have one state
+``STATE``   the chunk that ends at ``end``: recurrent layers have one state
 ==========  ======================================================================
 
 A hit ends where a chunk of every group ends, as in vLLM's own prefix cache: at a multiple of
 the least common multiple of the groups' chunk lengths. Anything shorter is a miss. The search
-only shortens the prefix. ``PREFIX`` groups cut it to their first missing chunk. If another
-group lacks a chunk that it needs, the prefix is cut to the start of that chunk. Then these
-other groups are checked again, so there are at most as many rounds as chunks.
+only shortens the prefix. First it is cut to the first missing chunk of each ``PREFIX`` group.
+Then the groups of the other kinds are checked. If such a group lacks a chunk that it needs, the
+prefix is cut to the start of that chunk, and these groups are checked again. So there are at
+most as many rounds as chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["GroupReach", "HitRules", "Presence", "Prompt", "Reach"]
 
 
 class Reach(enum.Enum):
-    """Tells which chunks of a prefix the layers of a KV cache group read."""
+    """The chunks of a prefix that the layers of a KV cache group read."""
 
     PREFIX = "prefix"
     WINDOW = "window"
@@ -131,7 +132,7 @@ class HitRules:
         return local
 
     def needed(self, prompt: Prompt, end: int) -> list[ChunkKey]:
-        """Return the keys of the chunks that a hit of ``end`` tokens loads, group by group."""
+        """Return the keys of the chunks to load for a hit of ``end`` tokens, group by group."""
         local = prompt.local_tokens
         needed: list[ChunkKey] = []
         for group, keys in zip(self.groups, prompt.keys, strict=True):

@@ -48,8 +48,8 @@ class LoadPlan(NamedTuple):
         generations: Generation that each slot must have; a worker must not load from a slot
             with another generation. :data:`NO_GENERATION` where there is no slot.
         origins: Index of the tier that each chunk's bytes come from.
-        wait_s: Longest time until all slots have their generations, and of the GDS reads; 0 if
-            all have them now and nothing is read.
+        wait_s: Longest time that a worker waits for slots to get their generations, and for its
+            GDS reads; 0 if it need not wait.
         load_id: Names the load when it is complete; :data:`NO_LOAD` if there is none.
         gds: The chunks that workers read from their tier; these have no RAM slot.
     """
@@ -66,8 +66,8 @@ class ReadFailures(NamedTuple):
     """The GDS reads of a load that failed, as positions in the load.
 
     Attributes:
-        failed: All of them.
-        wrong: Those whose bytes in the tier are unreadable or not as stored.
+        failed: Positions of all failed reads.
+        wrong: Positions of the reads whose bytes in the tier are unreadable or wrong.
     """
 
     failed: Collection[int] = ()
@@ -86,8 +86,8 @@ class _PendingLoad:
         origins: Index of the tier that each copy's bytes come from.
         lead: Number of keys before the first key without a copy.
         direct: Number of RAM slots that the load fills from slower tiers.
-        coming: Copies that were not whole when the load was planned, or arrived too late for
-            another load in flight.
+        coming: Copies that were still being written when the load was planned, or that were
+            too late for another load in flight.
         request: The request; None if the engine never began it.
         reads: Copies that workers read from their tier, by the position of their key.
     """
@@ -180,7 +180,8 @@ class Loader:
     def clear(self) -> list[ChunkCopy]:
         """Forget every load, because no completion follows a reset of the cache.
 
-        GDS reads keep no pin: a worker that reads other bytes than were stored finds that out.
+        GDS reads lose their pins, because a worker detects bytes that differ from the stored
+        ones.
 
         Returns:
             The copies in RAM that workers may be loading, each with one pin per load.
@@ -221,7 +222,7 @@ class Loader:
 
         Args:
             keys: All chunks of a load.
-            origins: Index of the tier of each chunk before the first without a copy.
+            origins: Index of the tier of each chunk before the first chunk without a copy.
             loaded: Whether each of these chunks was loaded.
         """
         hits = loaded.index(False) if False in loaded else len(loaded)
@@ -239,12 +240,16 @@ class Loader:
     def _by_key(
         self, load: _PendingLoad, loaded: Sequence[bool], failed: Collection[int]
     ) -> tuple[Sequence[ChunkKey], Sequence[int], Sequence[bool]]:
-        """Return the keys, and of each before the first without a copy its tier and success.
+        """Return the arguments of :meth:`_count_hits` for a completed load.
 
         Args:
             load: A completed load.
             loaded: Whether each copy in RAM was loaded.
             failed: Positions of the keys whose GDS read failed.
+
+        Returns:
+            The keys of all chunks. Then, for each chunk before the first chunk without a copy,
+            the index of its tier, and whether the chunk was loaded.
         """
         if not load.reads:
             return load.keys, load.origins[: load.lead], loaded[: load.lead]
@@ -280,7 +285,7 @@ class Loader:
         if not stack.limits.direct_loads:
             whole = {copy.key for copy in resident}
             raise KeyError(next(key for key in keys if key not in whole))
-        self._ram.pin(resident)  # so that they are not evicted for the others
+        self._ram.pin(resident)  # so that they are not evicted for the missing chunks
         self._use(resident)
         allowed = None if request is None else request.terms.load_tiers
         direct, found = self._promoter.begin_direct_load(keys, allowed)
@@ -347,8 +352,8 @@ class Loader:
         """Drop copies that a worker could not load, so that no other request gets them.
 
         A copy that was on its way when ``load`` was planned was only late. The copy may arrive
-        and stay, because its source tier verifies the bytes. The failure is forgotten, so that
-        the next load of the same generation does not count as failed.
+        and stay, because its source tier verifies the bytes. The failure is cleared in the slot
+        status, so that the next load of the same generation does not count as failed.
         """
         late: list[ChunkCopy] = []
         for copy in failed:
@@ -363,10 +368,11 @@ class Loader:
             self._stack.slot_status.clear_failed_loads(slots)
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Mark ``late`` copies as late in other loads in flight; return the copies found there.
+        """Mark ``late`` copies as late in the other loads that use them; return these copies.
 
-        The slot status does not tell which load failed. So a copy of several loads counts as
-        late in all these loads, and the last of them to complete forgets the failure.
+        The slot status does not tell which load of a slot failed. So a copy in several loads
+        counts as late in all of them. The last load to complete clears the failure in the slot
+        status.
         """
         shared: set[ChunkCopy] = set()
         for loads in self._loads.values():

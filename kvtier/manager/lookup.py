@@ -1,8 +1,8 @@
 """Finds how much of a waiting request can be loaded.
 
-The engine looks up a waiting request once per step. At first all tiers count, and the
-:class:`~kvtier.manager.promote.Promoter` decides whether the request can load its hit at once,
-or is deferred until the chunks are promoted. From then on only RAM counts.
+The engine looks up a waiting request once per step. The first lookup searches all tiers. Then
+the :class:`~kvtier.manager.promote.Promoter` decides whether the request can load its hit at
+once, or is deferred until the chunks are promoted. After that, lookups search only RAM.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class HitLookup:
     def residence(self, request: RequestState, key: ChunkKey) -> int | None:
         """Return the index of the fastest tier that can serve ``key``; None for a miss.
 
-        Unless ``request`` is settled, a chunk on its way to RAM counts as a chunk of a slower
-        tier until it is whole.
+        While ``request`` may still wait for promotions, a chunk on its way to RAM counts as a
+        chunk of a slower tier.
         """
         if request.phase == LookupPhase.FAILED:
             return None
@@ -91,7 +91,7 @@ class HitLookup:
         return _Presence(self._stack, readable, allowed), readable
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
-        """Record a lookup of the first chunk after token ``end`` in each KV cache group."""
+        """Record that each group's first chunk after token ``end`` was wanted but missing."""
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
             first = end // group.chunk_tokens
             self._stack.record_wanted(keys[first : first + 1])
@@ -110,8 +110,8 @@ class _Presence:
 
     Args:
         stack: The tiers.
-        readable: Slower tiers that the request may load from; chunks on their way to RAM count
-            too. None if only resident chunks in RAM count.
+        readable: Slower tiers that the request may load from. None if the request may only
+            load resident chunks in RAM, and no chunks on their way there.
         allowed: Tiers that the request's chunks may come from; None for all.
     """
 

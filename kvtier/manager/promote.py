@@ -8,7 +8,7 @@ RAM. The placement policy then decides whether the slower tier keeps its copies
 Its load, planned in the same step, allocates the slots and plans the jobs that fill them.
 
 **Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. The
-chunks must stay there until the load. If they did not, one promotion could evict the chunks of
+chunks must stay there until the load. Otherwise one promotion could evict the chunks of
 another, and a prefix larger than RAM would be promoted for ever without being loaded. So:
 
 * A request is queued once, with all chunks of its hit. They are granted together at the end of
@@ -69,7 +69,7 @@ class _Hit(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Number of slots of the pin budget that a grant of the chunks would use."""
+        """Number of slots of the pin budget that granting the chunks would use."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> _Hit:
@@ -114,7 +114,7 @@ class _Hit(NamedTuple):
 
 
 class Promoter:
-    """Grants chunks to queued requests, plans promotion jobs and applies their results."""
+    """Pins chunks for queued requests, plans promotion jobs and applies their results."""
 
     def __init__(self, stack: TierStack, jobs: StorageJobs, grants: Grants) -> None:
         self._stack = stack
@@ -159,15 +159,15 @@ class Promoter:
     ) -> tuple[int, Mapping[ChunkKey, ChunkCopy]]:
         """Begin a direct load of the ``keys`` that RAM lacks.
 
-        Chunks that workers can read from their tier are pinned there. Jobs to promote the
-        others are planned, if enough copies can be evicted for all of them.
+        Chunks that workers can read from their tier are pinned there. For the other chunks,
+        promotion jobs are planned if RAM has available slots for all of them.
 
         Args:
             keys: The chunks of the load.
             allowed: Indices of the tiers to load from; None for all.
 
         Returns:
-            The number of promoted chunks, and the pinned copies by key.
+            The number of promoted chunks, and the copies that workers will read, by key.
         """
         stack, members = self._stack, self._ram.copies
         absent = [key for key in keys if key not in members]
@@ -225,7 +225,7 @@ class Promoter:
         arrived, failures = self._jobs.settle(record, result.outcomes)
         for _, copy, outcome in failures:
             self._grants.record_missing(copy)
-            # A corrupt chunk is counted when it is dropped, a late job at its deadline.
+            # Corrupt chunks are counted when they are dropped, and late jobs at their deadline.
             if outcome is not Outcome.CORRUPT and not record.is_late:
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)

@@ -1,13 +1,13 @@
-"""Empties the tiers at a reset, and quarantines the slots that somebody may still touch.
+"""Empties the tiers at a reset, and quarantines slots that a job or a worker may still touch.
 
-A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job may
-be reading or writing a slot. So may a worker, and after a reset the engine no longer reports
-when the worker is done. Such a slot stays pinned until its job has settled and the workers
+A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job or a
+worker may be reading or writing a slot. After a reset, the engine no longer reports when a
+worker is done. Such a slot stays pinned until its storage job has settled and the workers have
 acknowledged their jobs.
 
 A tier may hold millions of chunks, and the scheduler waits for the reset. So nothing is done
-per chunk: every tier begins anew, except for the pinned copies. The old copies are freed, and
-their removals announced, a few thousand per step (:class:`~kvtier.manager.reports.EventLog`).
+per chunk: every tier begins anew, except for the pinned copies. The other copies are freed, and
+their removal is announced, a few thousand per step (:class:`~kvtier.manager.reports.EventLog`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the manager reports: counters, snapshots, residency events and reuse gaps."""
+"""Reports of the manager: counters, snapshots, residency events and reuse gaps."""
 
 from __future__ import annotations
 
@@ -171,9 +171,9 @@ class EventLog:
 
     A restart or a reset concerns a million chunks at once, and a listener serializes events
     between two steps of the engine. So consecutive events of one kind are merged, events have
-    bounded length, and :meth:`take` returns only what is serialized in a few milliseconds. The
-    copies that a reset removed are kept as they are, and become events, or are freed without a
-    listener, a few thousand per step.
+    bounded length, and :meth:`take` returns only as many as are serialized in a few
+    milliseconds. The copies that a reset removed are kept at first. Then a few thousand per
+    step become events; without a listener they are only freed.
 
     Attributes:
         has_listener: Whether a listener takes events; otherwise none are kept.
@@ -209,7 +209,7 @@ class EventLog:
             self._events.append((tier, True, resident))
 
     def take(self) -> list[ResidencyEvent]:
-        """Remove and return the oldest events; the list is empty if there are none."""
+        """Remove and return the oldest events; return an empty list if there are none."""
         return self._take() if self.has_listener else []
 
     def end_step(self) -> None:

@@ -1,16 +1,16 @@
 """Keeps chunks in a tier until a deadline, whatever the eviction policy would do.
 
 A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
-The sender of the request knows that, but the chunks look unused to the cache. Unlike a flag, a
-deadline needs no second message that ends it (Mooncake's soft pins and Continuum's pins, arXiv
-2511.02230, also have deadlines).
+Only the sender of the request knows that: to the cache, the chunks are just unused. A deadline
+needs no second message that ends it, as a flag would (Mooncake's soft pins and Continuum's
+pins, arXiv 2511.02230, also have deadlines).
 
 A quota bounds the retained chunks. Beyond the quota, more chunks are refused; they do not
 replace retained ones. Chunks are released early only for a store or a promotion that has waited
 as long as allowed and would otherwise be cut; the earliest deadlines go first.
 
-Requests retain chunks in RAM. In a slower tier, a store may say at the start which chunks to
-retain, after a warm-up.
+Requests retain chunks in RAM. In a slower tier, a warm-up can retain chunks: it marks them in
+the store, which reports them at the next start.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Retention:
         self._tier = tier
         self._quota = quota
         self._deadlines: dict[ChunkCopy, float] = {}
-        # An extended deadline leaves its old entry behind, which is skipped when it comes up;
-        # the number keeps equal deadlines apart.
+        # Extending a deadline leaves an old entry in the heap, which is skipped later. The
+        # number in an entry breaks ties between equal deadlines.
         self._heap: list[tuple[float, int, ChunkCopy]] = []
         self._numbers = count()
 
@@ -115,7 +115,7 @@ class Retention:
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Release ``copy`` if ``until`` is still its deadline; return whether it is."""
+        """Release ``copy`` if its deadline is still ``until``; return whether it was."""
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]

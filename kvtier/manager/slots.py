@@ -1,12 +1,12 @@
 """Allocates slots in extents, so that the slots of one request lie next to each other.
 
-Bytes per system call decide the throughput of a slow medium. A free list popped at random
-scatters a request's chunks within minutes. Free slots are kept as maximal extents, in bins by
-the power of two of their length. An allocation tries a few extents of the smallest suitable
-bin, and else takes an extent of a larger bin. Only if no such extent exists does the allocation
-split over several of the longest extents. Freed slots merge with their free neighbours at once,
-so an evicted request leaves one extent. Allocating and freeing are O(1) per extent touched, and
-nothing scans the slots.
+The throughput of a slow medium depends on the bytes per system call. A plain list of free slots
+would scatter a request's chunks within minutes. So free slots are kept as *extents*: ranges of
+consecutive free slots, as long as possible, in bins by the power of two of their length. An
+allocation tries a few extents of the smallest suitable bin, then takes an extent of a larger
+bin. If no extent is long enough, it uses several of the longest extents. Freed slots merge with
+their free neighbours at once, so an evicted request leaves one extent. Allocating and freeing
+are O(1) per extent touched, and nothing scans the slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRIED = 8
 
 
 class SlotAllocator:
-    """The free slots of one tier.
+    """Keeps the free slots of one tier, and allocates them.
 
     Args:
         capacity: Slots are numbered from 0 to ``capacity - 1``; all start free.
@@ -63,7 +63,7 @@ class SlotAllocator:
             if cut < end:
                 self._add(cut, end)
         self.free -= count
-        # Ascending slots follow the prefix, so that its I/O merges.
+        # Chunks of a prefix get ascending slots, so that neighbours share an I/O call.
         taken.sort()
         return taken
 
@@ -109,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent with ``wanted`` slots, else of one of the longest."""
+        """Return the start of an extent with ``wanted`` slots, or of one of the longest."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()

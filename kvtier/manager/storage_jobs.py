@@ -1,9 +1,9 @@
-"""Storage jobs: what moves between tiers, from the plan to the settled result.
+"""Storage jobs: transfers between tiers, from the plan to the settled result.
 
-:class:`StorageJobs` does for promotions and demotions what both need: a plan takes the slots,
-adds the copies that are being written and cuts the chunks into jobs; a settled result removes
-the pins of the job and drops the copies whose bytes did not arrive. Which chunks move, and what
-follows from a result, is decided by :mod:`~kvtier.manager.promote` and
+:class:`StorageJobs` has the common part of promotions and demotions. A plan takes the slots,
+adds the copies that are being written and cuts the chunks into jobs. A settled result removes
+the pins of the job and drops the copies whose bytes did not arrive. The chunks to move, and the
+consequences of a result, are decided by :mod:`~kvtier.manager.promote` and
 :mod:`~kvtier.manager.demote`.
 """
 
@@ -124,9 +124,9 @@ class StorageJobs:
 
         Args:
             source: Tier of the copies.
-            destination: A tier that lacks the chunks and has an available slot for each.
+            destination: A tier that lacks the chunks and has an available slot for each chunk.
             listed: The copies. Each has a pin that its job removes at its end.
-            moved: Those that ``source`` drops once their bytes arrive.
+            moved: Copies that ``source`` drops once their bytes arrive.
             is_eviction: Whether the copies are victims of ``source``, in eviction order.
 
         Returns:

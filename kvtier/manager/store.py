@@ -2,9 +2,9 @@
 
 A store is planned before a byte moves: slots are allocated and the chunks are added as
 *writing*. Chunks become hits once every rank has recorded that its bytes are whole. The engine
-offers a request's chunks at every step until a store is accepted. Then it forgets the chunks
-that the store leaves out. So a store that finds too few slots is first refused a few times.
-Only then is it cut to the chunks that fit.
+offers a request's chunks at every step until a store is accepted. It never offers the chunks
+again that an accepted store leaves out. So a store that finds too few slots is first refused a
+few times, and only then cut to the chunks that fit.
 """
 
 from __future__ import annotations
@@ -131,13 +131,14 @@ class Storer:
     def _count_stranded(
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> tuple[Sequence[int], bool]:
-        """Count the ``keys`` that had to be computed because an earlier chunk is in no tier.
+        """Count resident chunks that the engine computed because an earlier chunk is missing.
 
-        The simulator reports the same as ``hits - lead_chunks`` of a tier. Only keys of the
+        Such chunks are *stranded*: they are in a tier, but behind a chunk that is in no tier.
+        The simulator reports the same number as ``hits - lead_chunks``. Only keys of the
         counting group are counted, because a sliding window may have gaps.
 
         Returns:
-            The count of each tier, and whether the chunks after ``keys`` are stranded too.
+            The count of each tier, and whether chunks after ``keys`` would be stranded too.
         """
         tiers = self._stack.tiers
         counts = [0] * len(tiers)
@@ -164,7 +165,7 @@ class Storer:
     def _is_whole_store(self, listed: CopyList, keys: Collection[ChunkKey]) -> bool:
         """Return whether ``listed``, made when the store was planned, still matches ``keys``.
 
-        It does if the keys are equal and RAM has dropped no chunk since the store was planned.
+        It matches if its keys are ``keys`` and RAM has dropped no chunk since the plan.
         """
         if listed.drops != self._ram.drops or len(keys) != len(listed.keys):
             return False
@@ -180,7 +181,7 @@ class Storer:
         return self._ram.list_of(written)
 
     def _end_writes(self, generation: int, ended: CopyList) -> None:
-        """Keep only those copies of a store in flight that are not in ``ended``."""
+        """Remove the copies in ``ended`` from a store in flight."""
         listed = self._writes.pop(generation, None)
         if listed is None:
             return

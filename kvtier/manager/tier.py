@@ -34,10 +34,10 @@ _PREALLOCATED_COPIES = 1 << 18
 class TierState:
     """Slots, copies, eviction order and counters of one tier.
 
-    When a chunk is evicted, its slot keeps the copy object for the next chunk. Making a new
-    object would cost more than all other work for a chunk here. Nothing refers to an evicted
-    copy. A dropped copy may still have references, so its slot gets a new object. RAM's objects
-    are made at start, so that the scheduler does not pay for them later.
+    When a chunk is evicted, its slot keeps the ``ChunkCopy`` object for the next chunk. A new
+    object would take more time than all other work for a chunk here. Nothing refers to an
+    evicted copy. A dropped copy may still have references, so its slot gets a new object. Many
+    of RAM's objects are created at start, so that the scheduler is not slowed down later.
 
     Args:
         name: The tier's name.
@@ -54,7 +54,7 @@ class TierState:
         dirty: Number of dirty copies.
         leaving: Victims that a slower tier must receive before they are evicted. Until then
             they are hits outside the eviction order.
-        drops: Number of dropped copies and resets so far. While the number is constant, pinned
+        drops: Number of dropped copies plus number of resets. While it does not change, pinned
             copies stay in the tier.
         requested_slots: Largest number of slots requested in vain since the last reclaim.
         counters: What happened in the tier.

@@ -1,4 +1,4 @@
-"""All tiers, and the state that the parts of the manager share."""
+"""All tiers, and the other state that the modules of the manager share."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SlotStatus(Protocol):
         """
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
-        """Forget failed loads from ``slots`` that no load is using."""
+        """Forget the failed loads of ``slots``; no load in flight may use these slots."""
 
     def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""
@@ -103,7 +103,7 @@ class SlotStatus(Protocol):
 def first_resident(
     tiers: Iterable[TierState], key: ChunkKey
 ) -> tuple[TierState, ChunkCopy] | None:
-    """Return the first of ``tiers`` with a resident copy of ``key``, and the copy; or None."""
+    """Return the first tier with a resident copy of ``key``, and the copy; None without one."""
     for tier in tiers:
         copy = tier.copies.get(key)
         if copy is not None and copy.state == _RESIDENT:
@@ -271,7 +271,7 @@ class TierStack:
         return first_resident(tiers, key) is not None
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record a lookup of each key in every tier before the first tier that has it."""
+        """Record, in every tier above the first that has a key, that the key was looked up."""
         if not self.tracks_reuse:
             return
         mask = self._sampling

@@ -1,8 +1,8 @@
 """The manager of all tiers: decides where every chunk is, and moves no bytes.
 
 It knows the state of all tiers and answers the engine's scheduler from it. It does no I/O,
-never waits and never reads a clock. It returns :class:`~kvtier.types.Job` values, which the
-caller runs, and is given their :class:`~kvtier.types.TransferResult` values. So a live engine
+never waits and never reads a clock. It returns :class:`~kvtier.types.Job` values. The caller
+runs them and passes their :class:`~kvtier.types.TransferResult` values back. So a live engine
 and a simulator use the same class.
 
 Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill the slot, and
@@ -51,7 +51,7 @@ class TieredOffloadingManager:
         slot_status: The workers' reports about RAM slots.
         record_events: Whether the caller calls :meth:`take_events`.
         track_reuse: Whether the caller calls :meth:`take_reuse_gaps`.
-        cost_model: Decides which loads are worth their time; if omitted, all loads are.
+        cost_model: Decides which loads are worth their time; if omitted, every load is.
         groups: The part of a prefix that each KV cache group needs.
         counting_group: Index of the KV cache group used to count tokens.
         gds: The slots that workers can read from one of the tiers; None if there are none.
@@ -98,7 +98,7 @@ class TieredOffloadingManager:
     # -- requests ---------------------------------------------------------------------------
 
     def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
-        """Start remembering a request; idempotent."""
+        """Begin to track a request. Idempotent."""
         if req_id not in self._requests:
             self._begin(req_id, terms)
 
@@ -145,7 +145,7 @@ class TieredOffloadingManager:
         return request is not None and request.phase in DEFERRED
 
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
-        """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
+        """Defer a request until all chunks of its hit, ``keys``, are in RAM."""
         request = self._requests.get(req_id)
         if request is not None and request.phase == LookupPhase.OPEN:
             self._grants.enqueue(request, keys)
@@ -184,7 +184,7 @@ class TieredOffloadingManager:
             load_id: ``load_id`` of the load's plan; None for the oldest load of the request,
                 if the engine does not tell its loads apart.
             gds_failed: Positions of the chunks whose GDS read failed.
-            gds_wrong: Those of them that the tier must forget.
+            gds_wrong: Positions, among ``gds_failed``, of chunks that the tier must forget.
         """
         self._loader.complete(req_id, load_id, ReadFailures(gds_failed, gds_wrong))
 
@@ -193,12 +193,12 @@ class TieredOffloadingManager:
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
         """Allocate RAM slots for the ``keys`` that RAM lacks, evicting idle copies as needed.
 
-        An offer counts as a use of the chunks that are in RAM. If only some of the others fit,
-        their tail is refused, because a suffix is useless without its prefix.
+        Offering a chunk counts as a use of its copy in RAM. If only some of the new chunks fit,
+        the last ones are refused, because a suffix is useless without its prefix.
 
         Returns:
-            The chunks to store, possibly none. None if there are too few slots now: nothing
-            changed, and the engine should offer the chunks again in the next step.
+            The chunks to store, possibly an empty plan. None if there are too few slots now;
+            then nothing changed, and the engine should offer the chunks again in the next step.
         """
         request = self._requests.get(req_id)
         if request is not None:
@@ -221,7 +221,7 @@ class TieredOffloadingManager:
         """Protect the resident RAM copies of ``keys`` from eviction until time ``until``.
 
         Retained chunks count against ``limits.retained``, and a reset releases them. They are
-        released early only for a store or promotion that has waited and finds no other slots.
+        released early only if a store or a promotion has waited and finds no other slots.
 
         Args:
             keys: Chunks; beyond the quota the tails of prefixes are refused.
@@ -271,7 +271,7 @@ class TieredOffloadingManager:
     def is_idle(self) -> bool:
         """Whether :meth:`end_step` has nothing to do until another method is called.
 
-        Retained chunks do not count: whenever a step comes, those whose time is over are freed.
+        Retained chunks do not count as work: any later step frees those whose time is over.
         """
         stack = self._stack
         return not (
@@ -355,7 +355,7 @@ class TieredOffloadingManager:
 
     @property
     def cost_model(self) -> CostModel:
-        """Decides which loads are worth their time."""
+        """The cost model, which decides which loads are worth their time."""
         return self._stack.cost_model
 
     def take_events(self) -> list[ResidencyEvent]:
@@ -381,7 +381,7 @@ class TieredOffloadingManager:
 
     @property
     def requests(self) -> int:
-        """Requests that began and did not end."""
+        """Number of requests that began and did not end."""
         return len(self._requests)
 
     @property
@@ -396,7 +396,7 @@ class TieredOffloadingManager:
 
     @property
     def policy_errors(self) -> list[NoVictimError]:
-        """First error of each tier's eviction policy, of those that made one."""
+        """First error of each eviction policy that raised one."""
         return [tier.policy_error for tier in self._stack.tiers if tier.policy_error]
 
     def snapshot(self) -> ManagerSnapshot:
@@ -458,8 +458,8 @@ class TieredOffloadingManager:
 
         Slots that a storage job or a worker may still touch stay out of use until both are
         done. Loads and stores prepared before the reset need no ``complete_*`` call. A request
-        with KV from before the reset stores nothing until it loses its blocks, because the KV
-        may be outdated.
+        with KV from before the reset stores nothing until it loses its GPU blocks, because
+        that KV may be outdated.
         """
         stack = self._stack
         stack.epoch += 1

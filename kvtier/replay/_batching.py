@@ -1,4 +1,4 @@
-"""Continuous batching over paged memory.
+"""Schedules the replay's requests: continuous batching over paged memory.
 
 As in vLLM's scheduler, running requests come first, in order, and get blocks as they grow. If
 no block is free, the last running request is preempted and begins again. Then requests with
@@ -40,8 +40,8 @@ class Batcher:
         connector: The connector's scheduler side.
         blocks: Blocks of the memory, block 0 included.
         block_tokens: Tokens of a block.
-        step_tokens: Most tokens of a step.
-        concurrency: Most requests that run, load or have a deferred lookup at once.
+        step_tokens: Largest number of tokens in a step.
+        concurrency: Largest number of requests that run, load or have a deferred lookup.
 
     Attributes:
         connector: The connector's scheduler side.

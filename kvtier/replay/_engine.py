@@ -8,9 +8,9 @@ processor to the tiers' threads. Every loaded block is compared byte for byte wi
 block.
 
 In a real engine, the work between two sleeps would overlap with the GPU's work, and a sleep
-ends a little late. So a step counts from the planned end of the previous step, not from the
-real end, and its sleep is shorter. At most 50 ms are made up for in this way: if a step ends
-even later, the machine is too slow.
+ends a little late. So a step is timed from the planned end of the previous step, not from the
+real end, and its sleep is shorter. At most 50 ms are made up for in this way. If a step ends
+later than that, the machine is too slow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReplayCounts:
         loaded_tokens: Prompt tokens loaded.
         loaded_blocks: Blocks loaded and compared with what was stored.
         failed_loads: Incomplete loads; the engine computed these prompts.
-        late_s: Seconds by which steps that compute exceeded the model's time.
+        late_s: Sum of the seconds by which computing steps exceeded the model's time.
     """
 
     steps: int = 0
@@ -71,7 +71,7 @@ class ReplayEngine:
         worker: The connector's worker side, with the KV memory registered.
         batcher: Schedules the steps, and has the connector's scheduler side.
         memory: The KV memory.
-        model: The time of a step.
+        model: Computes the time of a step.
 
     Attributes:
         cache: The cache.

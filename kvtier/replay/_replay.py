@@ -339,7 +339,9 @@ def _open_engine(
 
 
 def _open_device(memory: PagedMemory, region: HostRegion, config: KvtierConfig) -> DeviceEngine:
-    """Return a device engine for ``memory`` and ``region``; closing it closes ``region``.
+    """Return a :class:`DeviceEngine` that copies between ``memory`` and ``region``.
+
+    Closing the engine closes ``region``.
 
     There is no GPU: GDS reads are reads into memory of this process.
     """
@@ -416,7 +418,7 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
 
 
 def _measure_copies(memory: PagedMemory, config: KvtierConfig, chunk_bytes: int) -> TierSpeed:
-    """Return the best rate of copies between blocks and RAM slots of a temporary region.
+    """Measure copies between blocks and RAM slots of a temporary region; return the best rate.
 
     Raises:
         KvtierError: A copy failed.
@@ -447,7 +449,7 @@ def _measure_copies(memory: PagedMemory, config: KvtierConfig, chunk_bytes: int)
             if not all(result.is_whole for result in device.poll()) or not device.idle:
                 raise KvtierError(f"a {way} between RAM slots and blocks failed")
     nbytes = chunks * geometry.slot_nbytes
-    # No latency: the model already makes the engine wait for the end of a step.
+    # The latency is 0, because the model already makes the engine wait for the step's end.
     return TierSpeed(nbytes / best_s["load"], nbytes / best_s["store"], 0.0)
 
 

@@ -31,8 +31,9 @@ class StepModel(TimeModel):
     """Speeds of an engine that batches, and of its tiers.
 
     Attributes:
-        step_tokens: Most tokens of a step; a generating request takes one token.
-        step_s: Least time of a step that computes: the time to read weights and launch kernels.
+        step_tokens: Largest number of tokens in a step; a generating request takes one token.
+        step_s: Shortest time of a step that computes: the time to read weights and launch
+            kernels.
         idle_s: Time of a step that computes nothing while requests wait.
     """
 
@@ -51,8 +52,8 @@ class _Served:
 
     Attributes:
         request: The request.
-        computed: Tokens with KV in the engine.
-        generated: Tokens generated.
+        computed: Number of tokens with KV in the engine.
+        generated: Number of tokens generated so far.
         next_chunk: Index of the first chunk that was not yet offered for storing.
     """
 
@@ -180,7 +181,7 @@ class BatchingEngine(Engine[StepModel]):
         return True
 
     def _store_computed(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Ask the manager to store the chunks that are now complete; return accepted chunks."""
+        """Offer the chunks that are now complete to the manager; return the accepted chunks."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens

@@ -1,7 +1,8 @@
 """A simulated engine: makes the calls of vLLM's scheduler, in simulated time, without an LLM.
 
 :class:`Engine` owns the rules of these calls: how a request is looked up, loaded and stored,
-and how the results of storage jobs reach the manager. A derived class decides only when:
+and how the results of storage jobs reach the manager. A derived class only decides when it
+makes the calls:
 
 * :class:`~kvtier.sim._sequential_engine.SequentialEngine` computes one request after the other.
   It needs no settings of an engine, and is for comparing policies.
@@ -214,7 +215,7 @@ class Engine(ABC, Generic[_Model]):
             self._slot_status.record(job, result)
 
     def _at(self, time_s: float, happens: Callable[..., None], subject: object) -> None:
-        """Queue the call ``happens(subject)`` for ``time_s``."""
+        """Queue the call ``happens(subject)`` as an event at ``time_s``."""
         heapq.heappush(self._events, (time_s, next(self._order), happens, subject))
 
     def _run_event(self) -> None:

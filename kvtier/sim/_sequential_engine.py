@@ -5,7 +5,8 @@ while other requests compute, chunks in RAM are copied to the GPU, and the rest 
 computed, one request at a time in order of arrival. Then the request has its first token, and
 its new chunks are offered to the manager.
 
-Not modelled: decoding and chunked prefill, beside what no :class:`Engine` models.
+This engine models neither decoding nor chunked prefill. The module of :class:`Engine` lists
+what no simulated engine models.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class SequentialEngine(Engine[TimeModel]):
         self._open = 0
         self._computing = False
         # Whether a deferred request may be answered now: chunks were promoted, reserved room is
-        # free, or it was deferred in this step. The end of a wait raises no event, so deferred
-        # requests are also looked up every few steps.
+        # free, or it was deferred in this step. No event tells that a request waited too long,
+        # so deferred requests are also looked up every few steps.
         self._may_answer = False
         self._steps = 0
         self._started: list[str] = []

@@ -4,8 +4,8 @@ There are two stages, because simulating all tiers costs much more than simulati
 first stage runs each eviction policy in a tier of RAM's size and in a tier of the disk's size.
 A policy replaces the default only if it hits clearly more. The second stage runs all tiers with
 the winners, once with each value of ``placement.write``. The configuration with the shortest
-waits wins. Among configurations with similar waits, the one that keeps most chunks when a
-process is killed wins, unless another one wears the disk clearly less.
+waits wins. If waits are similar, the configuration wins that keeps most chunks when a process
+is killed, unless another one wears the disk clearly less.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _try(
 
 
 def _engine(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return the ``engine`` section; empty if a chunk cannot be cut into 16-token blocks."""
+    """Return the ``engine`` section; {} if a chunk is not a multiple of 16-token blocks."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 

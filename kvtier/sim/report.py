@@ -1,4 +1,4 @@
-"""Writes a sweep as a picture, or as one self-contained page."""
+"""Writes the results of a sweep as a picture, or as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(results: Sequence[SweepResult], path: Path) -> None:
-    """Draw prefix hit ratio over size, one panel per trace and one line per policy.
+    """Draw the prefix hit ratio over the size, with a panel per trace and a line per policy.
 
     Args:
         results: The results of a sweep.

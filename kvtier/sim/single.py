@@ -1,4 +1,4 @@
-"""Simulates one tier: replays a trace against a live eviction policy, or the optimum.
+"""Simulates one tier: replays a trace with an eviction policy, or with the optimal one.
 
 The definitions are those of other cache simulators: the cache starts empty, the whole trace
 counts, and all chunks have the same size.
@@ -103,8 +103,8 @@ class Belady(Eviction):
         super().__init__(capacity)
         self._next_uses = next_uses
         self._accesses = 0
-        # A use leaves the copy's older entry behind; ``copy.queued`` is the current entry's
-        # second item.
+        # A use leaves the copy's older entry in the heap; ``copy.queued`` is the second item of
+        # the current entry.
         self._heap: list[tuple[int, int, ChunkCopy]] = []
 
     @override

@@ -1,6 +1,7 @@
 """Simulates many policies at many sizes on many traces, in several processes.
 
-A cell of the grid is one single-tier run. Traces are read once and sent to every process once.
+A *cell* is one run: a trace, a policy and a size, with a single tier. Traces are read once and
+sent to every process once.
 A result contains everything needed to reproduce it: the trace's hash, the seed of the policies'
 random numbers, every parameter and the version.
 """

@@ -65,7 +65,7 @@ class TimeModel:
 
     Attributes:
         prefill_tokens_per_s: Prompt tokens computed per second; one request at a time.
-        concurrency: Most requests in progress at a time, from their lookup on.
+        concurrency: Largest number of requests in progress, counted from their lookup.
         speeds: Speed of every tier, by the tier's name.
     """
 

@@ -1,8 +1,8 @@
 """Entry points into vLLM; the only package that imports it.
 
 ``KVTierConnector`` is the recommended entry point; ``--kv-transfer-config`` makes vLLM load it.
-vLLM's ``OffloadingConnector`` loads the other one, ``KVTierOffloadingSpec``.
-``kvtier vllm-args FILE`` prints the option for either.
+vLLM's ``OffloadingConnector`` loads the other entry point, ``KVTierOffloadingSpec``.
+``kvtier vllm-args FILE`` prints the option for either entry point.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ under the same path, its requests would get KV of the old content. So kvtier's k
 with an adapter is longer and contains a digest of the adapter.
 
 A digest is trusted only if the engine cannot have loaded other content. vLLM loads an adapter
-before its first request, again after other adapters displaced it, and with ``load_inplace``.
+before its first request, again after other adapters took its place, and with ``load_inplace``.
 vLLM loads nothing while another adapter has the same ``lora_int_id``. vLLM does not report
 which content it loaded, and its prefix cache keeps KV of the old content. So the files must be
 older than the engine and stay unchanged, and the ``lora_int_id`` must be unique. Chunks of any
 other adapter get a digest that no other engine computes: they are hits until this engine ends.
 
 The files may be on a server that stops answering, and the scheduler must not wait for it. So
-another thread reads them. If it is late, the request neither loads nor stores.
+another thread reads the files. If the thread is late, the request neither loads nor stores.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _SHARED: Final = "another adapter has the same lora_int_id, so vLLM cannot tell 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The state of a file; the state changes when the file is replaced or written to."""
+    """State of a file; it differs after the file was replaced or written to."""
 
     name: str
     nbytes: int
@@ -115,12 +115,12 @@ class AdapterContent:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the engine's first look at an adapter found.
+    """Result of the engine's first look at an adapter.
 
     Attributes:
-        directory: Directory of its files.
-        files: State of its files; None if they cannot be read.
-        digest: Digest of its content; None if the digest is not trusted.
+        directory: Directory of the adapter's files.
+        files: State of the files; None if they cannot be read.
+        digest: Digest of the adapter's content; None if the digest is not trusted.
         problem: Why the digest is not trusted.
     """
 
@@ -135,8 +135,8 @@ class _Adapter:
     """An adapter that the engine has served.
 
     Attributes:
-        look: The first look at its files; None if it has not begun.
-        is_trusted: False once vLLM may serve other content than the first look found.
+        look: The first look at the adapter's files; None if it has not begun.
+        is_trusted: Becomes False when vLLM may serve other content than the first look found.
     """
 
     look: Future[_Found] | None = None
@@ -152,7 +152,7 @@ class AdapterContents:
     Args:
         settings: vLLM's configuration of adapters.
         started_ns: Earliest time at which the engine can have loaded an adapter, in ns since
-            the epoch; None for now.
+            the epoch; None for the current time.
     """
 
     def __init__(self, settings: object, *, started_ns: int | None = None) -> None:
@@ -211,10 +211,10 @@ class AdapterContents:
         return AdapterContent(digest, partial(self._is_current, name, directory, files))
 
     def _found(self, adapter: _Adapter, known_by: _Name) -> _Found:
-        """Return what the first look at an adapter found.
+        """Return the result of the first look at an adapter; wait for it a bounded time.
 
         Raises:
-            TimeoutError: It is not known yet.
+            TimeoutError: The thread that reads files is late.
             CapacityError: The system allows no more threads.
         """
         timeout_s = 0.0
@@ -227,7 +227,7 @@ class AdapterContents:
         """Return the state of an adapter's files; None if no file can be read.
 
         Raises:
-            TimeoutError: It is not known yet.
+            TimeoutError: The thread that reads files is late.
         """
         return self._calls.begin(partial(_files, directory)).result(_CHECK_TIMEOUT_S)
 
@@ -309,7 +309,7 @@ def _read(directory: Path, file: _File) -> tuple[object, ...]:
     The digest of a large file covers samples, and its modification time is returned too.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_READ_NBYTES))

@@ -7,8 +7,9 @@ over kvtier's own scheduler side or worker side, which do not know vLLM
 **Failed loads.** A worker acknowledges every load and reports which chunks did not arrive.
 vLLM's scheduler then computes them (``kv_load_failure_policy: recompute``) or fails only that
 request (``fail``). With one KV cache group of full attention the report names blocks, so the
-prefix before the first bad block is kept. Otherwise the report names the request, because a
-block's number does not tell its group, and a group with a window loads only the prefix's end.
+prefix before the first bad block is kept. With other groups the report names the request. A
+block's number does not tell its group there, and a group with a sliding window loads only the
+end of the prefix.
 """
 
 from __future__ import annotations
@@ -267,7 +268,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return which chunks entered or left a tier, in order.
+        """Return the events of chunks that entered or left a tier, in order.
 
         The removal of a chunk comes before the arrival of the next chunk in its slot.
         """
@@ -327,8 +328,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Make every stored chunk a miss.
 
         Returns:
-            Whether the reset survives a restart and no store of the engine's workers in this
-            process reads blocks. After False vLLM neither sleeps nor frees the blocks.
+            True if the reset survives a restart, and no worker in this process still reads
+            blocks for a store. If False, vLLM neither sleeps nor frees the blocks.
         """
         own = [
             worker for worker, engine in _workers.items() if engine == self._engine.engine_id
@@ -413,13 +414,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return an empty set, and the requests with an ended load, failed loads included."""
+        """Return an empty set, and the requests whose load ended or failed."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests with an ended load, and the subset with a failed load."""
+        """Return the requests whose load ended or failed, and the subset whose load failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
@@ -433,7 +434,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks with invalid content; none if failed requests are reported instead."""
+        """Return blocks with invalid content; none if failures are reported per request."""
         if self._output is None or not self._reports_blocks:
             return set()
         return set(self._output.invalid_block_ids)
@@ -507,9 +508,9 @@ def _scheduler_options(
 def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> bool:
     """Return whether vLLM may compute later parts of a streamed prompt from wrong KV.
 
-    A continued request drops the last token that it generated. Under async scheduling its
-    recurrent state includes that token. Without async scheduling but with speculative decoding,
-    vLLM counts the accepted draft tokens after that token as computed.
+    When the next part of the prompt arrives, the request drops the last generated token. Under
+    async scheduling its recurrent state includes that token. Without async scheduling but with
+    speculative decoding, vLLM counts the accepted draft tokens after that token as computed.
     """
     has_states = any(group.reach is Reach.STATE for group in groups)
     if vllm_config.scheduler_config.async_scheduling:

@@ -115,13 +115,14 @@ def kv_content(
 
     A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
     and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
-    may order the same bytes differently. So each layer is listed with its settings.
-    All ranks get the same result; it depends on the number of ranks only if a layer has states.
+    may arrange the same bytes differently. So each layer is listed with its settings.
+    All ranks get the same result. It depends on the number of ranks only if a layer has
+    recurrent states.
 
     Args:
         config: vLLM's configuration in a worker, once the model is built.
         engine: The engine.
-        load: Imports a module.
+        load: Function that imports a module by its name.
 
     Returns:
         The element type and two digests: of the layers, and of :func:`kv_meaning`.
@@ -156,12 +157,12 @@ def _layer_content(
     *,
     load: Callable[[str], Any],
 ) -> list[str]:
-    """Return a layer's name, backend, element types, and the settings that order its bytes.
+    """Return a layer's name, backend, element types, and the settings that arrange its bytes.
 
     Layers that quantise have ``kv_cache_dtype``; caches of indexers have ``dtype``; layers with
-    a state have a type and a shape for each part. The shapes depend on the number of
-    speculative tokens, and different shapes may fill pages of one padded size. On a CPU the
-    instruction set decides the order of the bytes in a page (``isa``).
+    a recurrent state have a type and a shape for each part of the state. The shapes depend on
+    the number of speculative tokens, and different shapes may fill pages of one padded size. On
+    a CPU the instruction set (``isa``) decides how bytes are arranged in a page.
     """
     states = getattr(layer, "get_state_dtype", None)
     types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
@@ -181,16 +182,16 @@ def _layer_content(
 
 
 def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
-    """Return settings of the layer and the kernel that determine the byte order in a page.
+    """Return the settings that decide how the elements of a page are arranged in memory.
 
-    A kernel for certain block lengths divides longer blocks into parts, each with all heads.
-    The lengths depend on the GPU and on other settings, and so does the kernel that writes
-    4-bit scales.
+    An attention kernel may only take blocks of certain lengths. vLLM then divides a longer
+    block into parts, each with all heads. The lengths depend on the GPU and on other settings.
+    The arrangement of 4-bit scales also depends on the kernel that writes them.
 
     Returns:
-        A list with up to three entries: the head size, for a layer without ``kv_cache_dtype``;
-        the rows of the kernel's block, if they differ from the layer's; and ``fa2``, if that
-        kernel writes 4-bit scales.
+        A list with up to three entries. The head size, if the layer has no ``kv_cache_dtype``.
+        The rows of a kernel's block, if a layer's block has another number of rows. ``fa2``,
+        if that kernel writes 4-bit scales.
     """
     kind = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
     found: list[object] = []
@@ -211,10 +212,10 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
 def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
     """Return the engine's settings that change keys and values, as JSON.
 
-    The result is the same in every rank, and at every start with the same settings.
+    All ranks get the same result, and so does every start with the same settings.
 
     Args:
-        config: vLLM's configuration, once the model is built, because models may complete it.
+        config: vLLM's configuration after the model is built, because models may complete it.
 
     Returns:
         Canonical JSON.
@@ -243,7 +244,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the expert kernels' name if vLLM rounds the weights for them, else ``[]``."""
+    """Return the name of the expert kernels if vLLM rounds weights for them, else ``[]``."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
@@ -281,7 +282,7 @@ def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 
 
 def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
-    """Return the name of the draft model; None if it is the model itself or there is none."""
+    """Return the name of the draft model; None if there is none or the model drafts itself."""
     draft = getattr(getattr(speculation, "draft_model_config", None), "model", None)
     return None if draft == model.model else draft
 
@@ -289,8 +290,8 @@ def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
 def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vLLM's
     """Return the longest context and related settings if KV depends on them, else ``[]``.
 
-    With ``--max-model-len auto`` the model is built for the length in its configuration, and
-    the context is cut afterwards to fit the memory, differently at every start.
+    With ``--max-model-len auto`` the model is built for the length in its configuration. Then
+    vLLM reduces the length to fit the free memory, which differs at every start.
     """
     fitted = model.original_max_model_len == -1
     longest = -1 if fitted else model.max_model_len
@@ -363,7 +364,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | Iterable[Any] | None:  # noqa: ANN
 
 
 def _text(value: object) -> str:
-    """Return the ``repr`` of a value without its address."""
+    """Return the ``repr`` of a value without its memory address."""
     try:
         return _ADDRESS.sub("", repr(value))
     except Exception:  # noqa: BLE001 - as above

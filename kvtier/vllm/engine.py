@@ -1,4 +1,4 @@
-"""What kvtier needs to know of the engine that it serves."""
+"""The facts about an engine that kvtier needs, read from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class EngineFacts:
     Attributes:
         engine_id: The engine's name; the same in all its processes.
         extra_config: vLLM's ``kv_connector_extra_config``.
-        records_events: Whether residency events have a listener.
-        model_name: The model as it was given: a path or a hub's name.
+        records_events: Whether somebody listens to residency events.
+        model_name: The model as the user named it: a path, or a name on a hub.
         kv_dtype: Element type of the KV cache.
         kv_layout: Order of the dimensions of the KV cache.
         canonical_layout: Whether vLLM was asked for pages that do not depend on parallelism.
@@ -36,8 +36,8 @@ class EngineFacts:
         world_size: Number of workers.
         tp_size: Workers that share every layer.
         pp_size: Pipeline stages, each with a part of the layers.
-        pcp_size: Workers that share a prompt's prefill.
-        dcp_size: Workers that share a sequence's decode.
+        pcp_size: Workers that split the prefill of a prompt.
+        dcp_size: Workers that split the decoding of a sequence.
         data_parallel_rank: This engine's data-parallel rank; None if there is only one engine.
     """
 
@@ -122,9 +122,9 @@ def read_vllm_config(
 def data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's
     """Return this engine's data-parallel rank; None if there is only one engine.
 
-    For each rank of a dense model vLLM sets the data-parallel size to 1 and keeps the index. So
-    the settings of rank 0 look like those of a single engine. The engine's name tells the
-    difference, because vLLM appends the rank to the name of each rank.
+    For each rank of a dense model, vLLM sets the data-parallel size to 1 and keeps the rank's
+    index. So the settings of rank 0 look like those of a single engine. Only the engine's name
+    differs, because vLLM appends the index to the name of each rank.
 
     Args:
         parallel: vLLM's configuration of parallelism.

@@ -79,7 +79,7 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
 
 
 def model_identity(model: str) -> dict[str, str]:
-    """Return the identity's fields that depend on the model alone.
+    """Return the fields of the identity that depend only on the model.
 
     Args:
         model: The model's path or name.
@@ -98,14 +98,14 @@ def model_identity(model: str) -> dict[str, str]:
 
 
 def _canonical(model: str) -> str:
-    """Return ``model`` resolved if it is a local path, and any other name unchanged."""
+    """Return ``model`` as a resolved path if it is local, else unchanged."""
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return the full identity: everything that stored bytes depend on, besides their keys."""
+    """Return the full identity: all values besides keys that stored bytes depend on."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -131,7 +131,8 @@ class ModelFiles(NamedTuple):
     Attributes:
         digest: Digest of the settings, and of the weights' sizes, samples, and dates or
             SHA-256; empty if the model is not local.
-        has_weights: Whether the digest covers weights, so that it replaces the path.
+        has_weights: Whether the digest covers weights. If so, the identity does not need the
+            model's path.
     """
 
     digest: str
@@ -173,12 +174,12 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return a file, a text with its size and its date or digest, and the parts to read.
+    """Return ``path``, a text with the file's size and its date or SHA-256, and parts to read.
 
     Args:
         path: The file.
-        first: Number of its first block, counted over all files.
-        blocks: How many blocks to read of a large file.
+        first: Number of the file's first block, counted over all files.
+        blocks: Number of blocks to read if the file is large.
     """
     found = path.stat()
     if path.suffix == ".json" and found.st_size <= _READ_NBYTES:
@@ -195,7 +196,7 @@ def _blob(path: Path) -> str:
 
 
 def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and length of blocks to read: all, or both ends and some between."""
+    """Yield (start, length) of blocks to read: all, or the first, the last and some others."""
     last = nbytes - _BLOCK_NBYTES
     if nbytes <= blocks * _BLOCK_NBYTES:
         for start in range(0, nbytes, _BLOCK_NBYTES):

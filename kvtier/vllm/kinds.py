@@ -1,9 +1,9 @@
-"""vLLM's KV cache groups in kvtier's terms: which kinds are stored, and what a hit needs.
+"""Converts vLLM's KV cache groups to kvtier's: which are stored, and what a hit needs.
 
 The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when its blocks are
-freed. A platform or a model may derive a class with other rules. For example, a class that
-evicts tokens from the middle of a prompt is full attention for ``isinstance``. So classes are
-compared exactly, and an unknown class is refused at start.
+freed. A platform or a model may derive a class with other rules. For example, a derived class
+may evict tokens from the middle of a prompt, and ``isinstance`` would still call it full
+attention. So classes are compared exactly, and an unknown class is refused at start.
 
 Refused kinds of vLLM: ``RSWASpec`` and ``CrossAttentionSpec``, because no other request can use
 their KV, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its manager.
@@ -103,7 +103,7 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
 def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
     """Refuse layers that keep one row for several tokens if a hit could end inside a row.
 
-    The tokens of an unfinished row are in a buffer that is not stored.
+    vLLM keeps the tokens of an unfinished row in a buffer that kvtier does not store.
     """
     specs = [
         spec for each in kv_cache_config.kv_cache_groups for spec in layer_specs(each).values()

@@ -1,4 +1,4 @@
-"""kvtier's figures in vLLM's ``/metrics``.
+"""Exports kvtier's figures in vLLM's ``/metrics``.
 
 vLLM carries a connector's statistics as plain data from the engine to its front ends, which
 build Prometheus metrics from them. Names, kinds and meanings come from
@@ -48,7 +48,7 @@ class KVTierStats(KVConnectorStats):
 
     @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later changes of the same engine, or changes of another engine."""
+        """Add the changes in ``other``: later ones of the same engine, or those of another."""
         if isinstance(other, KVTierStats):
             self.changes.extend(other.changes)
         return self

@@ -1,8 +1,8 @@
 """An engine in this process that computes prompts and generates nothing, for ``kvtier warmup``.
 
-The engine has the arguments of ``vllm serve`` and is configured as a server's, so that its
-chunks are those of a server with the same arguments. Its core runs in this process: it then
-ends with the process, and its stores are free again, however the process ends.
+The engine has the arguments of ``vllm serve`` and is configured like a server's engine. So its
+chunks equal the chunks of a server with the same arguments. The engine's core runs in this
+process. So the core ends, and unlocks its stores, however the process ends.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class EngineSetup:
     Args:
         model: The model, as in ``vllm serve MODEL``.
         arguments: The other arguments.
-        transfer: vLLM's ``--kv-transfer-config``; None for an engine that will not start.
+        transfer: vLLM's ``--kv-transfer-config``; None if the engine will not be started.
 
     Raises:
         ConfigError: An argument is wrong, or the model's configuration cannot be read.
 
     Attributes:
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
-        block_tokens: Tokens of a block, as far as it is known before the start.
+        block_tokens: Tokens of a block, if known before the start.
         most_tokens: Tokens of the longest prompt.
         lora_paths: Path of each LoRA adapter, by name.
     """
@@ -88,7 +88,7 @@ class EngineSetup:
         self._renderer: Any = None
 
     def tokens_of_text(self, text: str) -> list[int]:
-        """Return the tokens of a text, as in a request for a completion.
+        """Return the token ids of a text, as in a request for a completion.
 
         Raises:
             ConfigError: The model's tokenizer cannot be loaded, or refuses the text.
@@ -102,7 +102,7 @@ class EngineSetup:
         tools: Sequence[Mapping[str, Any]] | None,
         template_arguments: Mapping[str, Any] | None,
     ) -> list[int]:
-        """Return the tokens of a conversation, as in a request for a chat completion.
+        """Return the token ids of a conversation, as in a request for a chat completion.
 
         Raises:
             ConfigError: The model's tokenizer or chat template cannot be loaded, or refuses the
@@ -118,14 +118,14 @@ class EngineSetup:
         return list(rendered["prompt_token_ids"])
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
-        """Return what makes kvtier's key of vLLM's, for a LoRA adapter."""
+        """Return a function that converts vLLM's key of a chunk to kvtier's, for an adapter."""
         return self._adapters.of(self._loras[lora]).key
 
     def start(self) -> OfflineEngine:
         """Start the engine. This call takes minutes for a large model.
 
         Raises:
-            KvtierError: kvtier refuses to start, for example with the store, or vLLM does.
+            KvtierError: kvtier or vLLM refuses to start, for example because of the store.
         """
         try:
             engine = LLMEngine(
@@ -180,7 +180,7 @@ class OfflineEngine:
 
     Attributes:
         ram_chunks: Slots of the RAM tier.
-        max_requests: Requests that it runs at a time.
+        max_requests: Requests that the engine runs at a time.
         stores: The places where the tiers keep chunks.
     """
 
@@ -223,7 +223,8 @@ class OfflineEngine:
         """Run one step.
 
         Returns:
-            Of each prompt that ended its line, its tokens, and those that were not computed.
+            One tuple per prompt that ended: its line, its number of tokens, and how many of
+            these tokens came from a cache.
         """
         ended = [each for each in self._engine.step() if each.finished]
         self._running.difference_update(each.request_id for each in ended)
@@ -234,11 +235,11 @@ class OfflineEngine:
         ]
 
     def has_work(self) -> bool:
-        """Return whether a step would do anything."""
+        """Return whether the engine has a prompt to compute or a chunk to move."""
         return bool(self._scheduler.has_requests() or self._unwritten)
 
     def unwritten_chunks(self) -> int:
-        """Return how many chunks a slower tier must still receive, or are in use."""
+        """Return how many chunks in RAM are in use or not yet written to a slower tier."""
         return self._unwritten
 
     def abort(self) -> None:
@@ -247,12 +248,12 @@ class OfflineEngine:
         self._running.clear()
 
     def close(self) -> None:
-        """Write what is left, close the tiers and end the engine."""
+        """Write the remaining chunks, close the tiers and end the engine."""
         self._engine.engine_core.shutdown()
 
 
 def _lora(adapter: Any, number: int) -> Any:  # noqa: ANN401 - vLLM's
-    """Return the adapter of ``--lora-modules`` in a request, as a server makes it."""
+    """Return a request's ``LoRARequest`` for an adapter of ``--lora-modules``."""
     is_3d = {"is_3d_lora_weight": True} if getattr(adapter, "is_3d_lora_weight", False) else {}
     return LoRARequest(adapter.name, number, adapter.path, **is_3d)
 
@@ -289,7 +290,7 @@ def _make_parser() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def _of_vllm(error: Exception) -> str:
-    """Return the first sentence of an error of vLLM."""
+    """Return the first informative sentence of an error that vLLM raised."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # The first line of pydantic's errors only counts them.
     text = lines[1] if len(lines) > 1 and "validation error" in lines[0] else "".join(lines[:1])

@@ -1,4 +1,4 @@
-"""Reads the configuration, and opens memory and tiers of an engine, for both entry points."""
+"""Reads the configuration and opens an engine's memory and tiers, for both entry points."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def open_device(
     *,
     content: str,
 ) -> DeviceEngine:
-    """Open a worker's engine for copies between this rank's KV memory and the RAM tier.
+    """Open a worker's :class:`DeviceEngine`, which copies between KV memory and the RAM tier.
 
     Args:
         engine: The engine.
@@ -159,7 +159,7 @@ def open_device(
 
 
 def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
-    """Log the size of the contiguous ranges that copies consist of, and how to get longer ones.
+    """Log the size of the contiguous ranges that a copy has, and how to get longer ranges.
 
     Args:
         nbytes: Bytes of a range.
@@ -228,8 +228,8 @@ def open_cache(
         engine: The engine.
         settings: kvtier's configuration.
         groups: The part of a prefix that each KV cache group needs.
-        positions: Returns a request's chunks and the token count at the end of each; None if
-            the entry point does not know the chunks.
+        positions: Returns a request's chunks and the number of tokens up to the end of each
+            chunk; None if the entry point does not know the chunks.
 
     Raises:
         UnsupportedError: The workers read another configuration.

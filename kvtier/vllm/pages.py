@@ -1,4 +1,4 @@
-"""Finds the pages of vLLM's KV blocks in memory, and this rank's part of every slot.
+"""Finds the pages of vLLM's KV blocks in memory, and this rank's share of every slot.
 
 vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
 in one allocation. So one rule finds every kind of page: of attention, of recurrent states,
@@ -42,9 +42,9 @@ class SlotShape:
     """Size of a block in a slot, and this rank's share of it.
 
     Attributes:
-        block_nbytes: Bytes of one block of all ranks.
-        share: This rank's share.
-        is_portable: Whether another number of ranks would store the same bytes.
+        block_nbytes: Bytes of one block, summed over all ranks.
+        share: This rank's share of those bytes.
+        is_portable: Whether engines with another number of ranks would store the same bytes.
     """
 
     block_nbytes: int
@@ -115,9 +115,9 @@ def _parts(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield where each contiguous part of a block begins, and the layers in this part.
 
-    Where heads come before layers (``BHLNC``), the pages of all layers are one part. That
-    includes ranks with one head, whose layers could be told apart: their part must be like
-    that of ranks with several.
+    Where heads come before layers (``BHLNC``), the pages of all layers are one part. The layers
+    of a rank with one head could be separate parts. They are one part too, so that all ranks
+    have the same parts.
     """
     layers = [layer for layer in placed.layers if layer in specs]
     if layers:
@@ -195,7 +195,7 @@ def _portable_share(
     group_ids: tuple[int, ...],
     layout: str,
 ) -> RankShare:
-    """Return this rank's share, if a slot's bytes do not depend on the number of ranks.
+    """Return this rank's share of a slot whose bytes do not depend on the number of ranks.
 
     Raises:
         UnsupportedError: The bytes depend on the number of ranks; the message says why.
@@ -222,7 +222,7 @@ def _layer_share(
     cache: Any,  # noqa: ANN401 - a tensor or several
     joined_layers: int,
 ) -> RankShare:
-    """Return this rank's share of a layer, if its bytes do not depend on the number of ranks.
+    """Return this rank's share of a layer whose bytes do not depend on the number of ranks.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -265,7 +265,7 @@ def _has_heads_outermost(
     return (
         heads == spec.num_kv_heads
         and head.is_contiguous()
-        # vLLM hands over a block that its kernel takes in parts as several blocks.
+        # If the kernel takes a block in parts, vLLM registers each part as a block.
         and heads * head.nbytes == _page_nbytes(spec)
         and (heads == 1 or cache.stride(1) == joined_layers * head.numel())
     )

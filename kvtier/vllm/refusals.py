@@ -1,8 +1,8 @@
 """Engines that kvtier refuses at start, each with the reason and a remedy.
 
 Some engines would store wrong KV. In some engines a request could not use the KV of another
-request; vLLM turns prefix caching off for most of these, but still calls connectors. In others
-the processes would wait for each other until a timeout.
+request; vLLM turns prefix caching off for most of these, but still calls connectors. In other
+engines the processes would wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
 
     Raises:
         UnsupportedError: kvtier does not support the engine's parallelism or layout.
-        ConfigError: The engine was started with another chunk size than the file says, or a
-            tier is smaller than a chunk.
+        ConfigError: The engine's chunk size is not the one in the file, or a tier is smaller
+            than a chunk.
     """
     if engine.pp_size > 1 or engine.pcp_size > 1 or engine.dcp_size > 1:
         raise UnsupportedError(
@@ -50,7 +50,7 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
             f"vLLM was started with {engine.blocks_per_chunk}: start it with what "
             "`kvtier vllm-args` prints"
         )
-    # A chunk has at least one worker's bytes. The workers check the full size.
+    # The bytes of one worker are a lower bound of a chunk. The workers check the full size.
     check_chunk_fits(config, engine.worker_kv_bytes_per_block * engine.blocks_per_chunk)
 
 
@@ -100,8 +100,11 @@ def _warn_of_weak_hashes(algorithm: str) -> None:
 
 
 def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
-    """Warn of a hub's model whose name covers other weights once its branch moves."""
-    # Some releases of vLLM resolve the revision to an object that has what was given.
+    """Warn if a later start may load other weights under the same model name.
+
+    That happens when the branch of a model on a hub moves.
+    """
+    # Some releases of vLLM replace the revision by an object that holds the given text.
     revision = getattr(model.revision, "initial", model.revision)
     identity = config.identity
     if revision or identity.name or identity.model_revision or Path(model.model).exists():
@@ -114,9 +117,9 @@ def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: AN
 
 
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
-    """Refuse layers whose scales vLLM sets to 1 in the first forward pass that it computes.
+    """Refuse layers whose scales vLLM sets to 1 in its first forward pass.
 
-    Chunks may have been loaded before that pass.
+    Chunks may have been loaded before that pass; they would lose their scales.
     """
     for name, layer in layers.items():
         if str(getattr(layer, "kv_cache_dtype", "")).endswith("_per_token_head"):
@@ -153,10 +156,10 @@ def _refuse_fault_tolerance(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
 def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
     """Refuse workers whose KV memory may be freed while a store reads it.
 
-    An engine in its own process sleeps only once its connector has no work left. An engine in
-    its caller's process does not wait for the connector. There the cache reset before the sleep
-    waits for stores, but only for those of a worker in the same process. Several workers have
-    processes of their own.
+    An engine in its own process sleeps only when its connector has no work left. An engine in
+    its caller's process does not wait for the connector. There the reset of the cache before
+    the sleep waits for stores, but only for the stores of a worker in the same process. If
+    there are several workers, each has its own process.
     """
     in_process = variable("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
     if model.enable_sleep_mode and engine.world_size > 1 and in_process:
@@ -168,7 +171,7 @@ def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vL
 
 
 def _refuse_unshareable_kv(config: Any, layers: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Refuse an engine whose chunks would be wrong, or useless, for other requests."""
+    """Refuse an engine whose chunks would be wrong or useless for other requests."""
     model = config.model_config
     specs = [
         layer.get_kv_cache_spec(config)

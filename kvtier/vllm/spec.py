@@ -6,9 +6,10 @@ wrong KV in some configurations. So this entry point serves models with one KV c
 full attention and without LoRA adapters, and refuses all others with a pointer to
 ``KVTierConnector``.
 
-vLLM's worker side asserts that every job succeeded. Every store is reported as a success; the
-control block records whether it is whole. A failed load is reported as a failure and ends the
-engine, because a token computed from missing bytes would be wrong and could not be taken back.
+vLLM's worker side asserts that every job succeeded. So every store is reported as a success;
+the control block in shared memory records whether its bytes are whole. A failed load is
+reported as a failure and ends the engine. Otherwise the engine would compute wrong tokens from
+missing bytes.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ class _Manager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Let lookups find the chunks in ``keys`` that every worker recorded as complete."""
+        """Make each of ``keys`` a hit if every worker recorded that its bytes are whole."""
         self._cache.complete_store(list(keys), req_context)
 
     @override
@@ -317,7 +318,7 @@ class _Manager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield which chunks entered or left a tier, in order.
+        """Yield the events of chunks that entered or left a tier, in order.
 
         The removal of a chunk comes before the arrival of the next chunk in its slot.
         """

@@ -55,10 +55,10 @@ class StepReader:
         )
 
     def only_generates(self, output: SchedulerOutput) -> bool:
-        """Return whether requests generate one token each and nothing else happens.
+        """Return whether the step only generates one token for each request.
 
-        No request starts or is preempted, and no block is allocated, cleared or copied. Most
-        steps of a busy engine are such steps.
+        In such a step no request starts or is preempted, and no block is allocated, cleared or
+        copied. Most steps of a busy engine are like that.
         """
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         return not (

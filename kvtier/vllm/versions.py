@@ -1,7 +1,8 @@
-"""What differs between the supported vLLM releases, and what kvtier needs of every release.
+"""The differences between supported vLLM releases, and the names that kvtier requires.
 
 A release is recognised by its features, never by its version string: forks and nightlies carry
-any version. A vLLM without what kvtier needs is refused at start with the missing names.
+any version. A vLLM that lacks a required name is refused at start; the error lists the missing
+names.
 
 =======  ================================================================================
 release  what it added, and what kvtier does without it

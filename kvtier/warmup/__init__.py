@@ -1,4 +1,4 @@
-"""Warm-up: computes known prompts, stores their KV, and tells what a store covers."""
+"""Warm-up: computes known prompts, stores their KV, and reports which prompts a store has."""
 
 from __future__ import annotations
 

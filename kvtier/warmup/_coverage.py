@@ -1,4 +1,7 @@
-"""Tells how far prompts would hit in a store, from its index and the prompts' tokens."""
+"""Computes how many tokens of a prompt a store holds, from its index and the prompt's tokens.
+
+The *coverage* of a prompt is the number of tokens that an engine could load instead of compute.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
 class StoredKeys:
     """The keys in one index, as sorted 64-bit hashes: 8 bytes a chunk.
 
-    Two keys with one hash make a chunk count as stored that is not, once in 10**12 prompts.
+    Two keys may have the same hash. Then an absent chunk counts as stored, which happens about
+    once in 10**12 prompts.
     """
 
     def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
@@ -40,7 +44,7 @@ class StoredKeys:
     def read(cls, space: StoredNamespace, *, with_adapters: bool = True) -> Self:
         """Read the index of ``space``.
 
-        What an engine of this namespace would drop at its start counts as absent.
+        Chunks that an engine of this namespace would drop at its start count as absent.
 
         Args:
             space: The namespace.
@@ -62,7 +66,7 @@ class StoredKeys:
         return len(self._hashes)
 
     def has(self, key_hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Return which of ``key_hashes`` are there."""
+        """Return for each of ``key_hashes`` whether the index has it."""
         if not len(self._hashes):
             return np.zeros(len(key_hashes), dtype=np.bool_)
         at = np.minimum(np.searchsorted(self._hashes, key_hashes), len(self._hashes) - 1)
@@ -75,10 +79,10 @@ class KeyRules:
     """How the engines of a namespace make keys of prompts.
 
     Attributes:
-        groups: Number in keys, and reach, of each KV cache group.
+        groups: For each KV cache group, its number in keys, and the chunks that it reads.
         tokens_per_hash: Tokens that a block hash covers beyond the hash before it.
         algorithm: The engines' ``--prefix-caching-hash-algo``.
-        seed: Their ``PYTHONHASHSEED``; empty if they have none.
+        seed: The engines' ``PYTHONHASHSEED``; empty if it is not set.
     """
 
     groups: tuple[tuple[int, GroupReach], ...]
@@ -91,7 +95,7 @@ class KeyRules:
         """Read the rules of a namespace from its layout.
 
         Raises:
-            ConfigError: The layout does not have them.
+            ConfigError: The layout lacks the rules.
         """
         identity = space.layout.fingerprint
         try:
@@ -108,18 +112,18 @@ class KeyRules:
 
 @dataclass(frozen=True, slots=True)
 class PromptCoverage:
-    """How far one prompt would hit.
+    """The coverage of one prompt.
 
     Attributes:
-        line: Number of its line.
-        tokens: Its tokens.
-        tail_tokens: Tokens after its last whole chunk.
-        reusable_tokens: Tokens that could be loaded if everything were stored.
+        line: Number of the prompt's line.
+        tokens: Number of the prompt's tokens.
+        tail_tokens: Tokens after the prompt's last whole chunk.
+        reusable_tokens: Tokens that could be loaded if all chunks of the prompt were stored.
         hit_tokens: Tokens that can be loaded.
         tier_tokens: The part of ``hit_tokens`` from each tier, fastest first.
         key_hashes: Hash of each chunk that the prompt needs to be stored.
-        is_missing: Which of these chunks are not stored.
-        is_stored: Whether nothing would be computed that can be stored.
+        is_missing: For each of these chunks, whether it is not stored.
+        is_stored: Whether a warm-up would add nothing for this prompt.
     """
 
     line: int
@@ -135,14 +139,14 @@ class PromptCoverage:
 
 @dataclass(slots=True)
 class Coverage:
-    """How far all prompts together would hit.
+    """The coverage of several prompts together.
 
     Attributes:
         prompts: Number of prompts.
         whole: Prompts whose reusable tokens are all stored.
-        partly: Prompts of which some are.
+        partly: Prompts with some, but not all, reusable tokens stored.
         tokens: Tokens of all prompts.
-        reusable_tokens: Tokens that could be loaded if everything were stored.
+        reusable_tokens: Tokens that could be loaded if all chunks of the prompts were stored.
         hit_tokens: Tokens that can be loaded.
         tier_tokens: The part of ``hit_tokens`` from each tier, by name.
     """
@@ -161,7 +165,7 @@ class Coverage:
         return self.hit_tokens / self.reusable_tokens if self.reusable_tokens else 1.0
 
     def add(self, prompt: PromptCoverage) -> None:
-        """Count one prompt."""
+        """Add the coverage of one prompt to the sums."""
         self.prompts += 1
         self.tokens += prompt.tokens
         self.reusable_tokens += prompt.reusable_tokens
@@ -193,8 +197,9 @@ class CoverageReader:
     Args:
         rules: How the engine makes keys.
         stores: The keys of each persistent tier, by name, fastest first.
-        lora_paths: Path of each LoRA adapter, by name, as the engine is told.
-        name_chunk: Makes keys of a LoRA adapter; None if ``stores`` lack adapters' digests.
+        lora_paths: Path of each LoRA adapter, by name, as in the engine's arguments.
+        name_chunk: Returns, for a LoRA adapter's name, the function that adds the adapter's
+            digest to a key; None if the keys in ``stores`` have no such digests.
     """
 
     def __init__(
@@ -220,11 +225,11 @@ class CoverageReader:
         self._counted = [number for number, _ in rules.groups].index(counted)
 
     def totals(self) -> Coverage:
-        """Return the coverage of no prompts."""
+        """Return an empty :class:`Coverage`, to which prompts can be added."""
         return Coverage(tier_tokens=dict.fromkeys(self._stores, 0))
 
     def cover(self, prompt: Prompt) -> PromptCoverage:
-        """Return how far ``prompt`` would hit."""
+        """Return the coverage of ``prompt``."""
         keys = self._keys(prompt)
         listed = list(chain.from_iterable(keys))
         hashes = np.fromiter(map(hash_key, listed), np.uint64, count=len(listed))
@@ -263,7 +268,7 @@ class CoverageReader:
         return keys
 
     def _wanted(self, keys: Sequence[Sequence[ChunkKey]], best: int) -> npt.NDArray[np.intp]:
-        """Return the positions, among all keys, of the chunks that should be stored."""
+        """Return the positions of the chunks to store, in all groups' keys put together."""
         wanted: list[int] = []
         first = 0
         for (_, reach), group in zip(self._groups, keys, strict=True):
@@ -276,10 +281,10 @@ class CoverageReader:
         return np.array(wanted, dtype=np.intp)
 
     def _is_stored(self, missing: npt.NDArray[np.bool_], *, hit: int, best: int) -> bool:
-        """Return whether a prompt needs no computation that could be stored.
+        """Return whether a warm-up would add nothing for a prompt.
 
-        An engine with windows or states stores those that a hit needs, and may leave out the
-        last place where a hit could end.
+        Of sliding windows and recurrent states, an engine stores only the chunks that a hit
+        needs. It may leave out the last token at which a hit could end.
         """
         if all(reach.reach is Reach.PREFIX for _, reach in self._groups):
             return not missing.any()
@@ -291,7 +296,7 @@ class CoverageReader:
         in_tier: Sequence[npt.NDArray[np.bool_]],
         hit: int,
     ) -> tuple[int, ...]:
-        """Return how many of the ``hit`` tokens each tier holds, counted in one group."""
+        """Return how many of the ``hit`` tokens come from each tier, by the counting group."""
         first = sum(map(len, keys[: self._counted]))
         size = self._groups[self._counted][1].chunk_tokens
         left = np.ones(hit // size, dtype=np.bool_)

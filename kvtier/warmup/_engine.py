@@ -1,4 +1,4 @@
-"""What a warm-up needs of an engine, and how it gets vLLM's."""
+"""The interface of the engines that compute a warm-up's prompts, and vLLM's implementation."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class WarmupEngine(PrefillEngine, Protocol):
         """The places where the tiers keep chunks."""
 
     def close(self) -> None:
-        """Write what is left, close the tiers and end the engine."""
+        """Write the remaining chunks, close the tiers and end the engine."""
 
 
 class PromptLimits(Protocol):
-    """What an engine accepts."""
+    """Limits on the prompts that an engine accepts."""
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest prompt."""
+        """Number of tokens of the longest prompt that the engine accepts."""
 
     @property
     def lora_paths(self) -> Mapping[str, str]:
@@ -62,18 +62,18 @@ class PromptLimits(Protocol):
 
 
 class EngineSetup(PromptLimits, Protocol):
-    """An engine that arguments describe, before it starts.
+    """An engine before its start, described by its arguments.
 
     Attributes:
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
-        block_tokens: Tokens of a block, as far as it is known before the start.
+        block_tokens: Tokens of a block, if known before the start.
     """
 
     algorithm: str
     block_tokens: int
 
     def tokens_of_text(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text."""
+        """Return the token ids of a text."""
 
     def tokens_of_chat(
         self,
@@ -81,16 +81,16 @@ class EngineSetup(PromptLimits, Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         template_arguments: Mapping[str, Any] | None,
     ) -> Sequence[int]:
-        """Return the tokens of a conversation."""
+        """Return the token ids of a conversation."""
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
-        """Return what makes kvtier's key of vLLM's, for a LoRA adapter."""
+        """Return a function that converts vLLM's key of a chunk to kvtier's, for an adapter."""
 
     def start(self) -> WarmupEngine:
         """Start the engine. This call blocks."""
 
     def close(self) -> None:
-        """Free what this holds. Idempotent."""
+        """Release the resources of this object. Idempotent."""
 
 
 OpenEngine = Callable[[str, Sequence[str], Mapping[str, Any] | None], EngineSetup]
@@ -120,15 +120,15 @@ def open_vllm(
 def to_prompt(
     number: int, line: PromptLine, setup: EngineSetup | Callable[[], EngineSetup]
 ) -> Prompt:
-    """Return the tokens of a line.
+    """Return the prompt in a line, as token ids.
 
     Args:
         number: Number of the line.
         line: Its content.
-        setup: The engine, or what makes one if the line needs it.
+        setup: The engine, or a function that returns it; called only if the line needs it.
 
     Raises:
-        ConfigError: The line is no prompt for the engine.
+        ConfigError: The engine cannot compute the line as a prompt.
     """
     if line.prompt_token_ids is not None:
         tokens: Sequence[int] = line.prompt_token_ids
@@ -145,7 +145,7 @@ def check_prompt(prompt: Prompt, engine: PromptLimits) -> None:
     """Check that ``engine`` can compute ``prompt``.
 
     Raises:
-        ConfigError: It is empty or too long, or its adapter is unknown.
+        ConfigError: The prompt is empty or too long, or its adapter is unknown.
     """
     if not prompt.tokens:
         raise ConfigError("empty: the tokenizer makes no token of it; remove the line")

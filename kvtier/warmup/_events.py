@@ -1,4 +1,4 @@
-"""What a warm-up reports while it runs."""
+"""The events that a warm-up yields while it runs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LineSkipped:
-    """A line is no usable prompt."""
+    """Event: a line of the file was skipped, because it is no usable prompt."""
 
     bad: BadLine
 
 
 @dataclass(frozen=True, slots=True)
 class PromptsRead:
-    """The file was read.
+    """Event: the file of prompts was read.
 
     Attributes:
         prompts: Number of prompts.
-        tokens: Their tokens.
-        skipped: Lines that were skipped.
+        tokens: Number of tokens of all prompts.
+        skipped: Number of lines that were skipped.
     """
 
     prompts: int
@@ -48,7 +48,7 @@ class PromptsRead:
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """The engine runs, and has opened the stores.
+    """Event: the engine runs, and has opened its stores.
 
     Attributes:
         stores: Directory of the engine's namespace in each persistent tier, by tier.
@@ -59,17 +59,17 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """It is known what will be computed.
+    """Event: the prompts to compute were chosen.
 
     Attributes:
         prompts: Prompts to compute.
         tokens: Tokens to compute, if every shared prefix is computed once.
         nbytes: Bytes to write to each tier; None if it is not known before an engine starts.
         stored: Prompts that are stored already.
-        shared: Prompts that others of the file contain.
+        shared: Prompts whose chunks are all in other prompts of the file.
         short: Prompts shorter than one chunk, which no tier stores.
         left_out: Prompts for which the budget or the capacity has no room.
-        before: How far the prompts would hit now.
+        before: How many tokens of the prompts could be loaded before the warm-up.
     """
 
     prompts: int
@@ -84,11 +84,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the computation is.
+    """Event: progress of the computation.
 
     Attributes:
         prompts: Prompts computed so far.
-        tokens: Tokens computed or loaded for them, of those planned.
+        tokens: Planned tokens that were computed or loaded so far.
         planned_tokens: Tokens that were planned.
         tokens_per_s: Rate so far; 0 if unknown.
         left_s: Estimated time left; None if unknown.
@@ -104,7 +104,7 @@ class Progress:
 
 
 def progress_of(state: PrefillState, planned_tokens: int) -> Progress:
-    """Return how far ``state`` is."""
+    """Return the event that reports the progress in ``state``."""
     rate = state.tokens / state.seconds if state.seconds else 0.0
     left = max(planned_tokens - state.tokens, 0)
     return Progress(
@@ -119,12 +119,12 @@ def progress_of(state: PrefillState, planned_tokens: int) -> Progress:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Chunks of a tier were read and compared with their checksums.
+    """Event: chunks of a tier were read and compared with their checksums.
 
     Attributes:
         tier: Name of the tier.
         chunks: Chunks that were read.
-        bad: Chunks with other bytes.
+        bad: Chunks that do not match their checksums.
     """
 
     tier: str
@@ -134,7 +134,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What the stored prompts save each time that all of them come once.
+    """The time that the stored prompts save each time that every prompt is used once.
 
     Attributes:
         compute_s: Time to compute the tokens that can be loaded, at the rate of this warm-up.
@@ -150,16 +150,17 @@ class WarmupReport:
     """The result of a warm-up.
 
     Attributes:
-        planned: What was to be computed.
+        planned: The prompts that were to be computed.
         prompts: Prompts that were computed.
         failed: Prompts that the engine refused, each with its line and the reason.
         computed_tokens: Tokens that were computed.
         seconds: Time of the computation.
-        coverage: How far the prompts would hit now; None if the stores are on another machine.
-        nbytes_per_token: Bytes of stored KV of a token.
-        verified: What was read and compared.
+        coverage: How many tokens of the prompts can be loaded now; None if the stores are on
+            another machine.
+        nbytes_per_token: Bytes of stored KV per token.
+        verified: The chunks that were read and compared, per tier.
         saving: Expected saving; None if nothing was measured.
-        retained_chunks: Chunks that tiers keep until the time that was asked for.
+        retained_chunks: Chunks protected from eviction for the requested time.
     """
 
     planned: Planned
@@ -175,7 +176,7 @@ class WarmupReport:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether everything that was planned is stored, and no chunk is bad."""
+        """Return whether every planned prompt is stored, and no chunk is bad."""
         if self.failed or any(each.bad for each in self.verified):
             return False
         stored = self.planned.before.whole + self.prompts
@@ -184,7 +185,7 @@ class WarmupReport:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The warm-up ended."""
+    """Event: the warm-up ended; the last event of a run."""
 
     report: WarmupReport
 

@@ -61,12 +61,12 @@ ALGORITHMS: Final[dict[str, tuple[Callable[[object], bytes], Callable[[bytes], b
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What limits the sharing of blocks besides tokens.
+    """Values besides tokens that must be equal for prompts to share blocks.
 
     Attributes:
         lora: Name of the LoRA adapter; empty for none.
-        lora_path: Where the adapter is, as the engine was told.
-        cache_salt: The salt of the first block; empty for none.
+        lora_path: Path of the adapter, as in the engine's arguments.
+        cache_salt: Salt that vLLM hashes with the first block; empty for none.
     """
 
     lora: str = ""
@@ -74,7 +74,7 @@ class Scope:
     cache_salt: str = ""
 
     def extra_keys(self, *, is_first: bool) -> tuple[Any, ...] | None:
-        """Return what vLLM hashes with the tokens of the first, or of another, block."""
+        """Return the values that vLLM hashes together with the tokens of a block."""
         keys: list[tuple[str, ...]] = []
         if self.lora:
             keys.append(("lora", self.lora, self.lora_path))
@@ -92,7 +92,8 @@ class BlockHasher:
         seed: The engine's ``PYTHONHASHSEED``; empty if it has none.
 
     Raises:
-        ConfigError: vLLM draws the hashes anew at every start, or a package is missing.
+        ConfigError: vLLM's hashes change at every start, because they depend on a random seed;
+            or a package is missing.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class BlockHasher:
         return list(found)
 
     def _common(self, tokens: Sequence[int], scope: Scope) -> list[bytes]:
-        """Return the hashes of the last prompt that are also those of ``tokens``."""
+        """Return the hashes of the blocks that ``tokens`` shares with the previous prompt."""
         if scope != self._scope:
             return []
         size, shared = self._size, 0

@@ -1,4 +1,4 @@
-"""A running vLLM server as a warm-up sees it: its models, its tokenizer, its metrics."""
+"""Client of a running vLLM server: its models, its tokenizer, its metrics."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ENGINE: Final = "vllm:num_requests_running"
 
 
 class HttpClient(Protocol):
-    """Sends requests; raises KvtierError if there is no answer."""
+    """Sends HTTP requests; raises KvtierError if the server does not answer."""
 
     async def get(self, url: str) -> str:
         """Return the text at ``url``."""
 
     async def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
-        """Send JSON and return the JSON of the answer.
+        """Send ``body`` as JSON and return the answer, parsed from JSON.
 
         Raises:
             ConfigError: The server refuses the request.
@@ -95,7 +95,7 @@ OpenClient = Callable[[], AbstractAsyncContextManager[HttpClient]]
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What ``/metrics`` says of one engine.
+    """The figures of one engine in a server's ``/metrics``.
 
     Attributes:
         unwritten_chunks: Chunks that a slower tier must still receive.
@@ -112,13 +112,13 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Server:
-    """One server.
+    """One running vLLM server.
 
     Attributes:
         client: Sends requests.
-        url: Its address, without a path.
-        model: The name of its model in requests.
-        most_tokens: Tokens of the longest prompt.
+        url: The server's address, without a path.
+        model: The name of the model in requests.
+        most_tokens: Number of tokens of the longest prompt that the server accepts.
         lora_paths: Path of each LoRA adapter, by name.
     """
 
@@ -130,11 +130,11 @@ class Server:
 
     @classmethod
     async def open(cls, client: HttpClient, url: str, model: str) -> Server:
-        """Ask a server for its models.
+        """Query a server's models, and return the server.
 
         Raises:
-            ConfigError: It serves another model.
-            KvtierError: It does not answer.
+            ConfigError: The server serves another model.
+            KvtierError: The server does not answer.
         """
         url = url.rstrip("/").removesuffix("/v1")
         cards = (await _json(client, f"{url}/v1/models"))["data"]
@@ -148,10 +148,10 @@ class Server:
         return cls(client, url, str(fitting[0]["id"]), longest - 1, loras)
 
     async def tokens(self, line: PromptLine) -> tuple[int, ...]:
-        """Return the tokens of a line.
+        """Return the token ids of the prompt in a line.
 
         Raises:
-            ConfigError: The server refuses it.
+            ConfigError: The server refuses the line.
         """
         if line.prompt_token_ids is not None:
             return line.prompt_token_ids
@@ -167,10 +167,10 @@ class Server:
         return tuple(answer["tokens"])
 
     async def compute(self, prompt: Prompt, rank: str) -> int:
-        """Compute a prompt in one engine; return how many tokens were not cached.
+        """Compute a prompt in engine ``rank``; return how many tokens were not cached.
 
         Raises:
-            ConfigError: The server refuses it.
+            ConfigError: The server refuses the prompt.
         """
         body = {
             "model": prompt.lora or self.model,
@@ -199,7 +199,7 @@ class Server:
 
 @dataclass(slots=True)
 class _Samples:
-    """The samples of one engine."""
+    """The samples in ``/metrics`` that belong to one engine."""
 
     ram: str = ""
     stores: dict[str, Path] = field(default_factory=dict)

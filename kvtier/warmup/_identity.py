@@ -1,4 +1,7 @@
-"""Finds the namespace that a deployment uses, and what makes an engine use another one."""
+"""Finds the namespace of a deployment, and the settings that make an engine use another.
+
+A namespace is a directory in a store, for engines with equal models and settings.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _MODEL: Final = ("model", "model_files")
 
 
 def persistent_tiers(config: KvtierConfig) -> list[NvmeTierConfig]:
-    """Return the tiers that a warm-up can fill and look into.
+    """Return the NVMe tiers, which a warm-up fills and whose index it reads.
 
     Raises:
         ConfigError: There is none.
@@ -81,7 +84,7 @@ def declared_namespaces(
         identity: The part of an engine's identity that is known before it starts.
 
     Returns:
-        The namespaces with this part, and all namespaces of the same model.
+        The namespaces whose settings equal ``identity``, and all namespaces of the same model.
     """
     try:
         spaces = find_namespaces(tier.path)
@@ -94,7 +97,7 @@ def declared_namespaces(
 def _differing(
     space: StoredNamespace, identity: Fields, names: Iterable[str]
 ) -> dict[str, tuple[object, object]]:
-    """Return the values, of the store and of the engine, of the ``names`` that differ."""
+    """Return the fields in ``names`` that differ: (value in the store, value of the engine)."""
     theirs = space.layout.fingerprint.fields
     return {
         name: (theirs.get(name), identity.get(name))
@@ -106,7 +109,7 @@ def _differing(
 def require_same_identity(
     tier: NvmeTierConfig, identity: Fields, *, own: StoredNamespace | None
 ) -> None:
-    """Check that an engine uses a namespace that the store had, if it had one of its model.
+    """Check that an engine uses the namespace in which the deployment stored its chunks.
 
     Args:
         tier: The tier.
@@ -114,8 +117,8 @@ def require_same_identity(
         own: The namespace that the running engine uses; None if none runs.
 
     Raises:
-        ConfigError: The deployment's chunks are in another namespace; the message names the
-            settings that differ.
+        ConfigError: Another namespace has chunks of the same model, and the engine's own has
+            none; the message names the settings that differ.
     """
     fitting, same = declared_namespaces(tier, identity)
     others = [space for space in same if own is None or space.name != own.name]

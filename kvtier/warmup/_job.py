@@ -36,13 +36,13 @@ class WarmupJob:
         model: The model, as in ``vllm serve MODEL``.
         prompts: A file with one prompt a line.
         arguments: The other arguments of ``vllm serve``.
-        options: How to warm up.
-        open_engine: Makes the engine.
-        open_client: Makes what sends requests to servers.
+        options: Settings of the warm-up.
+        open_engine: Returns the engine.
+        open_client: Opens a client that sends requests to servers.
 
     Cancellation:
-        No more prompts are computed. What was computed is written within
-        ``transfer.close_timeout``, and the engine ends, before the cancellation goes on.
+        No more prompts are computed. Before the cancellation continues, the computed chunks
+        are written, for at most ``transfer.close_timeout``, and the engine ends.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -104,7 +104,7 @@ class WarmupJob:
                 yield event
 
     def _open(self, pool: IoPool, stack: contextlib.ExitStack) -> WarmupRun:
-        """Check what is known before an engine starts, and make the engine."""
+        """Check the settings that are known before an engine starts; prepare the engine."""
         config = resolve_rank_paths(load_config(self._file), rank=None)
         tiers = persistent_tiers(config)
         identity = declared_identity(config, self._model)

@@ -1,4 +1,4 @@
-"""Chooses the prompts to compute: those that are not stored yet, as far as there is room."""
+"""Chooses the prompts that a warm-up computes: those not stored yet, while there is room."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Plan", "Room", "make_plan", "pick"]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a warm-up may store.
+    """Limits on what a warm-up may store.
 
     Attributes:
-        capacity_chunks: Chunks that a tier holds.
-        budget_chunks: Chunks that may be written.
+        capacity_chunks: Number of chunks that a tier holds.
+        budget_chunks: Number of chunks that the warm-up may write to a tier.
     """
 
     capacity_chunks: float = math.inf
@@ -28,17 +28,17 @@ class Room:
 
 @dataclass(slots=True)
 class Plan:
-    """The prompts to compute, in order.
+    """The prompts that a warm-up computes, in order.
 
     Attributes:
         before: The coverage of all prompts before the warm-up.
-        ids: Ids of the prompts in the spool.
-        chunks: For each of ``ids``, the chunks that it adds.
-        tokens: For each of ``ids``, the tokens that it adds.
-        stored: Prompts that are stored already.
-        shared: Prompts that others of the file contain.
-        short: Prompts shorter than one chunk, which no tier stores.
-        left_out: Prompts for which there is no room.
+        ids: Ids of the prompts to compute, as in the :class:`PromptSpool`.
+        chunks: For each of ``ids``, the number of chunks that the prompt adds.
+        tokens: For each of ``ids``, the number of tokens that the prompt adds.
+        stored: Number of prompts that are stored already.
+        shared: Number of prompts whose chunks are all in other prompts of the file.
+        short: Number of prompts shorter than one chunk, which no tier stores.
+        left_out: Number of prompts without room in a tier or in the budget.
     """
 
     before: Coverage
@@ -64,14 +64,14 @@ class Plan:
 def make_plan(
     prompts: Iterable[tuple[int, Prompt]], reader: CoverageReader, room: Room
 ) -> Plan:
-    """Choose what to compute.
+    """Choose the prompts that a warm-up computes.
 
-    A prompt needs its stored chunks to stay stored, so they count for the capacity too.
+    Chunks that are stored already must stay stored, so they count against the capacity too.
 
     Args:
         prompts: Id and content of each prompt, in the order in which to compute them.
-        reader: Knows what is stored.
-        room: How much may be stored.
+        reader: Looks up which chunks are stored.
+        room: Limits on what the warm-up may store.
     """
     plan = Plan(reader.totals())
     wanted: set[int] = set()

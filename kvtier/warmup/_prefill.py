@@ -1,8 +1,9 @@
 """Feeds prompts to an engine no faster than its slower tiers can write the chunks.
 
 A chunk that waits for a disk takes a slot in RAM. If all slots waited, the engine could store
-nothing, and what it computes meanwhile would be lost. So a prompt is sent only if its chunks
-and those that are not written yet fit in half of RAM, or if nothing else is under way.
+nothing, and the KV that it computes meanwhile would be lost. So a prompt is sent only if its
+chunks and the chunks that are not written yet fit in half of RAM. A prompt is also sent if no
+other prompt is running and every chunk is written.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class PrefillEngine(Protocol):
         """Run one step.
 
         Returns:
-            Of each prompt that ended its line, its tokens, and those that were not computed.
+            One tuple per prompt that ended: its line, its number of tokens, and how many of
+            these tokens came from a cache.
         """
 
     def has_work(self) -> bool:
-        """Return whether a step would do anything."""
+        """Return whether the engine has a prompt to compute or a chunk to move."""
 
     def unwritten_chunks(self) -> int:
         """Return how many chunks a slower tier must still receive."""
@@ -55,12 +57,12 @@ class PrefillEngine(Protocol):
 
 @dataclass(slots=True)
 class PrefillState:
-    """How far the work is.
+    """Progress of a :func:`prefill`.
 
     Attributes:
-        prompts: Prompts that ended.
-        tokens: Tokens that they added.
-        computed_tokens: Tokens that were computed.
+        prompts: Number of prompts that ended.
+        tokens: Number of tokens that these prompts added.
+        computed_tokens: Number of tokens that the engine computed.
         unwritten_chunks: Chunks that a slower tier must still receive.
         failed: Prompts that the engine refused.
         seconds: Time since the start.
@@ -86,13 +88,14 @@ def prefill(
 
     Args:
         engine: The engine.
-        prompts: Each with the chunks and the tokens that it adds.
-        state: Follows the work.
-        stop: Set to return soon; closing the engine then writes what was computed.
-        clock: Seconds that never go backwards.
+        prompts: Each prompt, with the number of chunks and of tokens that it adds.
+        state: This call updates it.
+        stop: Set this event to make the call return soon. Closing the engine then writes the
+            computed chunks.
+        clock: Returns seconds on a monotonic clock.
 
     Raises:
-        TierUnavailableError: Nothing has moved for minutes.
+        TierUnavailableError: For minutes no prompt ended and no chunk was written.
     """
     _Prefill(engine, prompts, state, clock).run(stop)
 
@@ -116,7 +119,7 @@ class _Prefill:
         self._began_s = self._moved_s = clock()
 
     def run(self, stop: threading.Event) -> None:
-        """Do what :func:`prefill` does."""
+        """Run the loop of :func:`prefill` until every chunk is written or ``stop`` is set."""
         engine = self._engine
         while not stop.is_set():
             self._send()
@@ -163,7 +166,7 @@ class _Prefill:
         state.computed_tokens += computed_tokens
 
     def _watch(self, *, moved: bool) -> None:
-        """Note the progress, and raise if there has been none for too long."""
+        """Record the progress; raise an error if there was no progress for too long."""
         state, now_s = self._state, self._clock()
         unwritten = self._engine.unwritten_chunks()
         if moved or unwritten != state.unwritten_chunks:

@@ -75,14 +75,14 @@ class PromptLine(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens.
+    """A prompt as token ids.
 
     Attributes:
-        line: Number of its line, from 1.
-        tokens: Its tokens.
+        line: Number of the prompt's line, from 1.
+        tokens: The token ids.
         priority: Prompts with smaller numbers are computed first.
-        lora: Name of its LoRA adapter; empty for none.
-        cache_salt: Its salt; empty for none.
+        lora: Name of the prompt's LoRA adapter; empty for none.
+        cache_salt: The prompt's cache salt; empty for none.
     """
 
     line: int
@@ -97,15 +97,15 @@ class BadLine:
     """A line that is no usable prompt.
 
     Attributes:
-        line: Its number, from 1.
-        problem: What is wrong, and what to write instead.
+        line: The line's number, from 1.
+        problem: The problem, and what to write instead.
     """
 
     line: int
     problem: str
 
     def error(self, path: Path) -> ConfigError:
-        """Return the error that this line is, where such lines are fatal."""
+        """Return the error to raise for this line, if bad lines are fatal."""
         return ConfigError(f"{printable(str(path))}:{self.line}: {self.problem}")
 
 
@@ -114,9 +114,9 @@ Line = tuple[int, PromptLine] | BadLine
 
 
 async def read_prompts(path: Path) -> AsyncGenerator[Line, None]:
-    """Yield each line of the file at ``path``: its number and content, or what is wrong.
+    """Yield each line of the file at ``path``: its number and content, or its problem.
 
-    Lines with blanks only at the end of the file are ignored.
+    Blank lines at the end of the file are ignored.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -172,7 +172,7 @@ def _problem(error: ValidationError) -> str:
 
 
 async def batches(lines: AsyncGenerator[Line, None]) -> AsyncGenerator[list[Line], None]:
-    """Yield ``lines`` in lists, because each call of a thread costs a turn of the loop."""
+    """Yield ``lines`` in lists, so that the job's thread handles many lines per call."""
     batch: list[Line] = []
     async with contextlib.aclosing(lines):
         async for line in lines:

@@ -61,10 +61,10 @@ class WarmupRun:
     """One run of a warm-up.
 
     Attributes:
-        options: How to warm up.
+        options: Settings of the warm-up.
         prompts: The file of prompts.
         config: The configuration of the tiers.
-        tiers: The persistent ones.
+        tiers: The persistent tiers.
         identity: The part of the engine's identity that is known before it starts.
         setup: The engine before it starts.
         spool: Sorts the prompts.
@@ -81,7 +81,7 @@ class WarmupRun:
     pool: IoPool
 
     async def events(self) -> AsyncGenerator[WarmupEvent, None]:
-        """Do everything and yield what happens."""
+        """Run the whole warm-up and yield its events."""
         async with contextlib.aclosing(self._read()) as events:
             async for event in events:
                 yield event
@@ -132,15 +132,15 @@ class WarmupRun:
     # -- plans ---------------------------------------------------------------------------------
 
     async def _dry_run(self) -> AsyncGenerator[WarmupEvent, None]:
-        """Plan with the namespace of the deployment's last engine."""
+        """Choose the prompts by namespaces that are known without an engine; yield the plan."""
         _, planned = await self._call(lambda: self._plan(self._declared_spaces()))
         yield planned
 
     def _declared_spaces(self) -> dict[str, StoredNamespace]:
-        """Return the namespace that each tier would use, as far as that is certain.
+        """Return the namespace that an engine would use, by the tier's name.
 
         Raises:
-            ConfigError: Only a running engine knows it.
+            ConfigError: Several namespaces fit; only a running engine knows its own.
         """
         spaces: dict[str, StoredNamespace] = {}
         for tier in self.tiers:
@@ -195,7 +195,7 @@ class WarmupRun:
     def _coverage(
         self, spaces: Mapping[str, StoredNamespace]
     ) -> tuple[Coverage, Mapping[int, int]]:
-        """Return how far the prompts would hit now, and the place of each chunk's hash."""
+        """Return the coverage of all prompts, and the rank of each chunk by its key's hash."""
         reader = self._reader(spaces)
         coverage = reader.totals()
         places: dict[int, int] = {}
@@ -209,7 +209,7 @@ class WarmupRun:
     # -- with an engine ------------------------------------------------------------------------
 
     async def _warm(self) -> AsyncGenerator[WarmupEvent, None]:
-        """Compute, write and verify."""
+        """Start the engine; compute, write and verify the prompts; yield the events."""
         state = PrefillState()
         async with self._engine() as engine:
             spaces = await self._call(partial(opened_namespaces, engine, self.tiers))
@@ -233,7 +233,7 @@ class WarmupRun:
         """Start the engine, and end it afterwards."""
         started: list[WarmupEngine] = []
         try:
-            # A cancelled start ends only when the engine runs.
+            # A start cannot be cancelled: a cancellation takes effect when the engine runs.
             await self._call(lambda: started.append(self.setup.start()))
             yield started[0]
         finally:

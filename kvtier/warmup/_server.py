@@ -69,19 +69,19 @@ class _Engine:
         return f"{self.server.url} engine {self.rank}"
 
     async def take_room(self, chunks: int) -> None:
-        """Wait until there is room in RAM for ``chunks``, and take it."""
+        """Wait until RAM has room for ``chunks`` more chunks, and reserve the room."""
         async with self.moved:
             await self.moved.wait_for(lambda: self._has_room(chunks))
             self.underway += chunks
 
     async def give_back(self, chunks: int) -> None:
-        """End what :meth:`take_room` began."""
+        """Release the room for ``chunks`` that :meth:`take_room` reserved."""
         async with self.moved:
             self.underway -= chunks
             self.moved.notify_all()
 
     async def update(self, figures: EngineFigures) -> bool:
-        """Take new figures; return whether something was written since the last ones."""
+        """Replace the figures; return whether the number of unwritten chunks changed."""
         has_moved = figures.unwritten_chunks != self.figures.unwritten_chunks
         async with self.moved:
             self.figures = figures
@@ -98,7 +98,7 @@ class ServerRun:
     """A warm-up of running servers.
 
     Attributes:
-        options: How to warm up.
+        options: Settings of the warm-up.
         prompts: The file of prompts.
         model: The model, as the servers call it.
         client: Sends requests.
@@ -114,7 +114,7 @@ class ServerRun:
     pool: IoPool
 
     async def events(self) -> AsyncGenerator[WarmupEvent, None]:
-        """Do everything and yield what happens."""
+        """Run the whole warm-up and yield its events."""
         opening = partial(Server.open, self.client, model=self.model)
         servers = [await opening(url=url) for url in self.options.servers]
         async with contextlib.aclosing(self._read(servers[0])) as events:
@@ -148,7 +148,7 @@ class ServerRun:
     # -- prompts -------------------------------------------------------------------------------
 
     async def _read(self, server: Server) -> AsyncGenerator[WarmupEvent, None]:
-        """Read the prompts into the spool, as tokens that ``server`` makes of them."""
+        """Read the prompts into the spool; ``server`` converts text to tokens."""
         skipped = 0
         async with contextlib.aclosing(batches(read_prompts(self.prompts))) as lines:
             async for batch in lines:
@@ -173,7 +173,8 @@ class ServerRun:
     async def _engines(self, server: Server) -> list[_Engine]:
         """Return the engines behind ``server``, each with its first report.
 
-        An engine reports its tiers after its first step, so the first prompt is sent before.
+        An engine reports its tiers only after its first step. So this method first sends a
+        prompt.
 
         Raises:
             ConfigError: An engine has no kvtier.
@@ -207,7 +208,7 @@ class ServerRun:
     async def _compute(
         self, engines: Sequence[_Engine], state: PrefillState
     ) -> AsyncGenerator[Progress, None]:
-        """Let each engine compute its plan, wait until all is written, and yield progress."""
+        """Let each engine compute its plan; yield progress until all chunks are written."""
         began_s = moved_s = time.monotonic()
         total = sum(engine.plan.new_tokens for engine in engines if engine.plan)
         work = [
@@ -290,7 +291,7 @@ class ServerRun:
 
 
 async def _to_prompt(line: Line, server: Server) -> Prompt | BadLine:
-    """Return the tokens of a line, or what is wrong with it."""
+    """Return the prompt in a line, or the line's problem."""
     if isinstance(line, BadLine):
         return line
     number, content = line
@@ -304,7 +305,7 @@ async def _to_prompt(line: Line, server: Server) -> Prompt | BadLine:
 
 
 def _local_spaces(figures: EngineFigures) -> dict[str, StoredNamespace]:
-    """Return the engine's namespaces that are on this machine."""
+    """Return the engine's namespaces that are on this machine, by the tier's name."""
     spaces: dict[str, StoredNamespace] = {}
     for tier, path in figures.stores.items():
         with contextlib.suppress(ConfigError):
@@ -313,10 +314,10 @@ def _local_spaces(figures: EngineFigures) -> dict[str, StoredNamespace]:
 
 
 def _reader(engine: _Engine) -> CoverageReader:
-    """Return what looks into the engine's stores; into none if they are elsewhere."""
+    """Return a reader of the engine's stores; of none if they are on another machine."""
     space = next(iter(engine.spaces.values()), None)
     rules = _UNKNOWN if space is None else KeyRules.of(space)
-    # Without the content of adapters, which only the server knows, their names must do.
+    # Only the server knows the content of adapters. So keys are compared without its digest.
     stores = {
         name: StoredKeys.read(each, with_adapters=False) for name, each in engine.spaces.items()
     }
@@ -358,7 +359,7 @@ def _sum(coverages: Sequence[Coverage]) -> Coverage:
 
 
 async def _look(engines: Sequence[_Engine]) -> bool:
-    """Read the figures of all engines; return whether something was written."""
+    """Read the figures of all engines; return whether a number of unwritten chunks changed."""
     has_moved = False
     for server in dict.fromkeys(engine.server for engine in engines):
         figures = await server.figures()
@@ -371,13 +372,13 @@ async def _look(engines: Sequence[_Engine]) -> bool:
 def _is_done(
     work: Sequence[asyncio.Task[None]], state: PrefillState, *, quiet_s: float
 ) -> bool:
-    """Return whether all prompts ended and nothing has been written for two looks."""
+    """Return whether all prompts ended and all chunks are written, for some seconds already."""
     is_idle = all(task.done() for task in work) and not state.unwritten_chunks
     return is_idle and quiet_s > 2 * _LOOK_S
 
 
 async def _wait(work: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until the next look, or until a task ends."""
+    """Wait until the next reading of the figures is due, or until a task ends."""
     running = [task for task in work if not task.done()]
     if running:
         await asyncio.wait(running, timeout=_LOOK_S)

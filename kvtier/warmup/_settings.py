@@ -1,4 +1,7 @@
-"""The configuration of a warm-up's engine: the user's, but every chunk reaches the disk."""
+"""Writes the configuration of a warm-up's engine.
+
+It is the user's configuration, changed so that the engine writes every chunk to every tier.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,18 @@ def write_settings(
 ) -> dict[str, Any]:
     """Write the configuration of a warm-up's engine to ``directory``.
 
-    Every chunk goes to every tier at once, and every stored chunk is loaded, so that nothing is
-    computed twice. Requests are not recorded. A store does not depend on any of that.
+    The engine writes every chunk to every tier at once. It loads every stored chunk, so that
+    nothing is computed twice. It does not record requests. These changes do not affect the
+    identity of a store, so the deployment's engines read the chunks.
 
     Args:
         config: The user's configuration.
-        directory: Where to write.
-        may_remove: Whether the engine may remove a cache of another identity, as the user's
-            file says. Otherwise wrong arguments would remove the cache of the deployment.
+        directory: The directory for the file.
+        may_remove: Whether the engine may remove a cache of another identity, if the user's
+            file allows it. If False, wrong arguments cannot remove the deployment's cache.
 
     Returns:
-        vLLM's ``--kv-transfer-config``.
+        The value of vLLM's ``--kv-transfer-config`` that makes vLLM read the file.
     """
     rules = config.placement
     tiers = config.tiers if may_remove else tuple(map(_refusing, config.tiers))
@@ -56,7 +60,7 @@ def write_settings(
 
 
 def _refusing(tier: TierConfig) -> TierConfig:
-    """Return ``tier`` such that its start removes no cache that has chunks."""
+    """Return ``tier`` changed so that opening it never removes another cache's chunks."""
     if not isinstance(tier, NvmeTierConfig):
         return tier
     return tier.model_copy(update={"on_mismatch": "refuse", "keep_for_s": _ALWAYS_S})

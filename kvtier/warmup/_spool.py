@@ -1,8 +1,9 @@
 """Sorts prompts so that each shared prefix is computed once.
 
-Prompts are ordered by priority, then by what limits sharing, then by their tokens. So prompts
-with a common prefix follow each other, and a prompt comes before those that continue it. The
-prompts may not fit in memory: SQLite sorts them in a temporary file, which it removes itself.
+Prompts are ordered by priority, then by LoRA adapter and cache salt, then by their tokens. So
+prompts with a common prefix follow each other, and a prompt comes before the prompts that
+continue it. The prompts may not fit in memory. So SQLite sorts them in a temporary file, which
+it removes itself.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class PromptSpool:
             yield row[0], _prompt(row)
 
     def pick(self, ids: Iterable[int]) -> Iterator[Prompt]:
-        """Yield the prompts ``ids``, in that order."""
+        """Yield the prompts with these ``ids``, in the order of ``ids``."""
         for number in ids:
             (row,) = self._connection.execute(
                 f"SELECT {_COLUMNS} FROM prompts WHERE id = ?", (number,)

@@ -1,4 +1,4 @@
-"""The stores that a warm-up fills: what is in them before, and whether it is right after."""
+"""Reads the stores that a warm-up fills: finds, verifies and retains their chunks."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ def verify_since(tier: str, space: StoredNamespace, generation: int) -> Verified
 def retain(
     tier: NvmeTierConfig, space: StoredNamespace, places: Mapping[int, int], *, seconds: float
 ) -> int:
-    """Keep chunks from eviction for a time, within the quota of ``tier``.
+    """Protect chunks from eviction for a time, within the quota of ``tier``.
 
     Args:
         tier: The tier.
         space: The namespace; no engine may have it open.
-        places: For the hash of each chunk, its place among those to retain.
-        seconds: The time from now.
+        places: Rank of each chunk to retain, by the hash of its key. Beyond the quota, chunks
+            with higher ranks are not retained.
+        seconds: Time from now until the chunks may be evicted.
 
     Returns:
         The number of chunks that are retained.
@@ -90,12 +91,12 @@ def estimate_saving(
     *,
     seconds: float,
 ) -> Saving | None:
-    """Measure the disks, and return what loading the covered tokens saves.
+    """Measure the disks, and return the time that loading the covered tokens saves.
 
     Args:
         config: The configuration of the tiers.
-        coverage: What can be loaded.
-        state: What was computed, and how fast.
+        coverage: The tokens that can be loaded.
+        state: The tokens that were computed, and the time for them.
         spaces: The namespaces, by the tier's name.
         seconds: Time to measure each direction of each disk.
 
@@ -120,7 +121,7 @@ def estimate_saving(
 
 
 def nbytes_per_token(space: StoredNamespace) -> float:
-    """Return the bytes of stored KV of a token, all KV cache groups together."""
+    """Return the bytes of stored KV per token, summed over all KV cache groups."""
     slot_nbytes = space.layout.slot_nbytes
     groups = space.layout.fingerprint.groups
     return sum(slot_nbytes / int(group["chunk_tokens"]) for group in groups)

@@ -1,4 +1,4 @@
-"""Reads traces without requests: one key per line, or libCacheSim's binary ``oracleGeneral``.
+"""Reads traces without requests: one key per line, or libCacheSim's ``oracleGeneral``.
 
 Every reference becomes a request with one chunk, so the prefix hit ratio equals the block
 hit ratio.

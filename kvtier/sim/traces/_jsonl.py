@@ -3,10 +3,10 @@
 All formats have ``hash_ids``, ``input_length`` and ``output_length``. They differ in the unit
 of timestamps. The number of tokens per id differs even between traces of one format. A record
 may state this number as ``block_tokens``, as kvtier's recordings do. Otherwise the number is
-estimated from the records. If the last, partial chunk has an id, a request of ``length`` tokens
-has ``n = ceil(length / tokens)`` ids of ``tokens`` tokens. If it has none, ``n = floor(length /
-tokens)``. Either equation gives a range of ``tokens`` for each request. A number that lies in
-most ranges fits most requests.
+estimated from the records. If a last, partial chunk has an id, a request of ``length`` tokens
+has ``n = ceil(length / tokens)`` ids of ``tokens`` tokens. Otherwise it has
+``n = floor(length / tokens)`` ids. Each request gives a range of ``tokens`` by either equation.
+A number that lies in most ranges fits most requests.
 """
 
 from __future__ import annotations

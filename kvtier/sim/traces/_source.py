@@ -1,4 +1,4 @@
-"""Parts that all readers of trace files use: formats, file contents, a builder of traces."""
+"""Classes that all readers of trace files use: formats, file contents, a trace builder."""
 
 from __future__ import annotations
 
