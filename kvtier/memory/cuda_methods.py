@@ -90,7 +90,7 @@ class KernelMethod(Method):
 
     @staticmethod
     def suits(fragments: Fragments) -> bool:
-        """Return whether to use the kernel: many fragments, all of whole words."""
+        """Return whether there are many fragments, all of them made of whole words."""
         if len(fragments.host) < _FEWEST:
             return False
         words = (fragments.device, fragments.host, fragments.nbytes)

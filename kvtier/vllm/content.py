@@ -323,7 +323,7 @@ def _settings(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: Any, depth: int = _DEPTH) -> Any:  # noqa: ANN401 - anything
-    """Return ``value`` as JSON types; other types become text that no restart changes."""
+    """Return ``value`` as JSON types; a value of another type becomes text."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | float | str):

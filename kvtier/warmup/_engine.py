@@ -23,7 +23,10 @@ __all__ = [
 
 
 class StorePlace(Protocol):
-    """Where one tier keeps chunks: a :class:`~kvtier.connector.figures.StoreInfo`."""
+    """Where one tier keeps its chunks, as an engine reports it.
+
+    :class:`kvtier.connector.figures.StoreInfo` is one.
+    """
 
     @property
     def tier(self) -> str:

@@ -204,6 +204,7 @@ def check_resumed(warmed: Warmed, site: Site, number: signal.Signals, *, share: 
     site.assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_a_killed_warm_up_goes_on_where_it_was_and_stores_the_same(
     warmed: Warmed, site: Site
 ) -> None:

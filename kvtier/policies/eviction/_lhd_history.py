@@ -335,7 +335,7 @@ class History:
         self.regret_budget.depths += depths
 
     def record_hits(self, source: Cohort, count: int) -> None:
-        """Record that the last ``count`` uses were hits on copies from the cohort ``source``.
+        """Record ``count`` hits, the most recent uses, on copies of the cohort ``source``.
 
         For new chunks ``source`` is :attr:`outside`.
         """
