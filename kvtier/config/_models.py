@@ -223,16 +223,24 @@ class NvmeTierConfig(TierConfig):
 
     @override
     def remarks(self) -> Iterable[Remark]:
-        """Return a warning if the installed packages do not suit ``gds``."""
+        """Return a warning if kvikio is missing and chunks then go through RAM.
+
+        Raises:
+            ConfigError: The installed packages do not suit ``gds``: the engine will not start.
+        """
         found = () if self.gds == "off" else installed_kvikio()
         if self.gds == "off" or len(found) == 1:
             return
-        effect = "chunks go through RAM" if self.gds == "auto" else "the engine will not start"
-        remedy = "pip install 'kvtier[gds-cu13]', or gds-cu12 if torch is built for CUDA 12"
         if found:
-            effect, remedy = "the engine will not start", "keep the one for the CUDA of torch"
-        count = f"{' and '.join(found)} are" if found else "kvikio is not"
-        yield Remark("gds", f"{count} installed, so {effect}", remedy)
+            raise ConfigError(
+                f"gds: {' and '.join(found)} are installed, so the engine will not start; "
+                "keep the one for the CUDA of torch"
+            )
+        missing = "kvikio is not installed, so"
+        remedy = "pip install 'kvtier[gds-cu13]', or gds-cu12 if torch is built for CUDA 12"
+        if self.gds == "require":
+            raise ConfigError(f"gds: {missing} the engine will not start; {remedy}")
+        yield Remark("gds", f"{missing} chunks go through RAM", remedy)
 
 
 _TIERED_KEYS = ("write", "write_after", "promote")

@@ -187,7 +187,7 @@ class ConnectorScheduler:
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return, by tier index, the tokens that each tier provided to a request's last load."""
+        """Return, by tier index, the tokens of a request's last load that the tier provided."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 

@@ -16,6 +16,7 @@ from kvtier.config import (
     TransferConfig,
     parse_config,
 )
+from kvtier.errors import ConfigError
 
 RAM = RamTierConfig(capacity_bytes=1 << 30)
 
@@ -139,18 +140,29 @@ def test_two_tiers_with_gds_reads_are_refused() -> None:
     ("gds", "installed", "problem"),
     [
         ("auto", [], "kvikio is not installed, so chunks go through RAM"),
-        ("require", [], "kvikio is not installed, so the engine will not start"),
-        ("auto", ["kvikio-cu12", "kvikio-cu13"], "both"),
         ("auto", ["kvikio-cu13"], None),
+        ("require", ["kvikio-cu13"], None),
         ("off", [], None),
     ],
 )
-def test_packages_that_do_not_suit_gds_are_remarked_on(
+def test_a_missing_kvikio_is_remarked_on(
     monkeypatch: pytest.MonkeyPatch, gds: str, installed: list[str], problem: str | None
 ) -> None:
     monkeypatch.setattr("kvtier.config._models.installed_kvikio", lambda: installed)
-    found = list(nvme(gds=gds).remarks())
-    assert len(found) == (problem is not None)
-    if problem == "both":
-        problem = "kvikio-cu12 and kvikio-cu13 are installed, so the engine will not start"
-    assert [(each.key, each.problem) for each in found] == [("gds", problem)] * len(found)
+    found = [(each.key, each.problem) for each in nvme(gds=gds).remarks()]
+    assert found == ([] if problem is None else [("gds", problem)])
+
+
+@pytest.mark.parametrize(
+    ("gds", "installed", "problem"),
+    [
+        ("require", [], "gds: kvikio is not installed, so the engine will not start; pip"),
+        ("auto", ["kvikio-cu12", "kvikio-cu13"], "gds: kvikio-cu12 and kvikio-cu13 are"),
+    ],
+)
+def test_packages_with_which_no_engine_starts_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch, gds: str, installed: list[str], problem: str
+) -> None:
+    monkeypatch.setattr("kvtier.config._models.installed_kvikio", lambda: installed)
+    with pytest.raises(ConfigError, match=problem):
+        list(nvme(gds=gds).remarks())
