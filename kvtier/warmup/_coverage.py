@@ -24,7 +24,14 @@ from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.warmup._hashing import DEFAULT_ALGORITHM, BlockHasher, Scope
 from kvtier.warmup._prompts import Prompt
 
-__all__ = ["Coverage", "CoverageReader", "KeyRules", "PromptCoverage", "StoredKeys"]
+__all__ = [
+    "Coverage",
+    "CoverageReader",
+    "KeyRules",
+    "PromptCoverage",
+    "StoredKeys",
+    "sum_coverages",
+]
 
 NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
 """Returns, for the name of a LoRA adapter, what makes kvtier's key of a key of vLLM."""
@@ -176,6 +183,22 @@ class Coverage:
             self.partly += 1
         for name, tokens in zip(self.tier_tokens, prompt.tier_tokens, strict=True):
             self.tier_tokens[name] += tokens
+
+
+def sum_coverages(coverages: Sequence[Coverage]) -> Coverage:
+    """Return the coverage of several engines together."""
+    names = dict.fromkeys(name for each in coverages for name in each.tier_tokens)
+    total = Coverage(tier_tokens=dict.fromkeys(names, 0))
+    for each in coverages:
+        total.prompts += each.prompts
+        total.whole += each.whole
+        total.partly += each.partly
+        total.tokens += each.tokens
+        total.reusable_tokens += each.reusable_tokens
+        total.hit_tokens += each.hit_tokens
+        for name, tokens in each.tier_tokens.items():
+            total.tier_tokens[name] += tokens
+    return total
 
 
 class _Found:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.warmup._coverage import Coverage, CoverageReader, PromptCoverage
+from kvtier.warmup._coverage import Coverage, CoverageReader, PromptCoverage, sum_coverages
+from kvtier.warmup._events import Planned
 from kvtier.warmup._prompts import Prompt
 
-__all__ = ["Plan", "Room", "make_plan", "pick"]
+__all__ = ["Plan", "Room", "make_plan", "pick", "planned_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +111,22 @@ def _new_tokens(found: PromptCoverage, new_chunks: int) -> int:
 def pick(plan: Plan, prompts: Iterator[Prompt]) -> Iterator[tuple[Prompt, int, int]]:
     """Yield each prompt of ``plan`` with the chunks and the tokens that it adds."""
     return zip(prompts, plan.chunks, plan.tokens, strict=True)
+
+
+def planned_of(plans: Sequence[Plan], nbytes: int | None) -> Planned:
+    """Return the event that tells of the plans of all engines.
+
+    Args:
+        plans: One for each engine.
+        nbytes: Bytes to write to each tier, as in the event.
+    """
+    return Planned(
+        prompts=sum(len(plan.ids) for plan in plans),
+        tokens=sum(plan.new_tokens for plan in plans),
+        nbytes=nbytes,
+        stored=sum(plan.stored for plan in plans),
+        shared=sum(plan.shared for plan in plans),
+        short=sum(plan.short for plan in plans),
+        left_out=sum(plan.left_out for plan in plans),
+        before=sum_coverages([plan.before for plan in plans]),
+    )

@@ -16,7 +16,6 @@ from kvtier.config import KvtierConfig, NvmeTierConfig
 from kvtier.errors import ConfigError
 from kvtier.manager.hits import GroupReach
 from kvtier.os.iopool import IoPool
-from kvtier.printable import printable
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.warmup._coverage import Coverage, CoverageReader, KeyRules, StoredKeys
@@ -24,10 +23,8 @@ from kvtier.warmup._engine import EngineSetup, WarmupEngine, check_prompt, to_pr
 from kvtier.warmup._events import (
     EngineStarted,
     Finished,
-    LineSkipped,
     Planned,
     Progress,
-    PromptsRead,
     Verified,
     WarmupEvent,
     WarmupReport,
@@ -35,10 +32,10 @@ from kvtier.warmup._events import (
 )
 from kvtier.warmup._identity import declared_namespaces, require_same_identity
 from kvtier.warmup._options import WarmupOptions
-from kvtier.warmup._plan import Plan, Room, make_plan, pick
+from kvtier.warmup._plan import Plan, Room, make_plan, pick, planned_of
 from kvtier.warmup._prefill import PrefillState, prefill
-from kvtier.warmup._prompts import BadLine, Line, Prompt, batches, read_prompts
-from kvtier.warmup._spool import PromptSpool
+from kvtier.warmup._prompts import BadLine, Line, Prompt
+from kvtier.warmup._spool import PromptSpool, fill_spool
 from kvtier.warmup._stores import (
     estimate_saving,
     nbytes_per_token,
@@ -82,7 +79,14 @@ class WarmupRun:
 
     async def events(self) -> AsyncGenerator[WarmupEvent, None]:
         """Run the whole warm-up and yield its events."""
-        async with contextlib.aclosing(self._read()) as events:
+        reading = fill_spool(
+            self.spool,
+            self.prompts,
+            convert=self._to_prompts,
+            skip_bad_lines=self.options.skip_bad_lines,
+            pool=self.pool,
+        )
+        async with contextlib.aclosing(reading) as events:
             async for event in events:
                 yield event
         steps = self._dry_run() if self.options.dry_run else self._warm()
@@ -95,39 +99,9 @@ class WarmupRun:
 
     # -- prompts -------------------------------------------------------------------------------
 
-    async def _read(self) -> AsyncGenerator[WarmupEvent, None]:
-        """Read the prompts into the spool."""
-        skipped = 0
-        async with contextlib.aclosing(batches(read_prompts(self.prompts))) as lines:
-            async for batch in lines:
-                for bad in await self._call(partial(self._add, batch)):
-                    if not self.options.skip_bad_lines:
-                        raise bad.error(self.prompts)
-                    skipped += 1
-                    yield LineSkipped(bad)
-        if not self.spool.prompts:
-            source = printable(str(self.prompts))
-            raise ConfigError(f"--prompts {source}: has no usable prompt; write one a line")
-        yield PromptsRead(self.spool.prompts, self.spool.tokens, skipped)
-
-    def _add(self, lines: Sequence[Line]) -> list[BadLine]:
-        """Add the prompts of ``lines`` to the spool; return the bad lines."""
-        bad: list[BadLine] = []
-        prompts: list[Prompt] = []
-        for line in lines:
-            if isinstance(line, BadLine):
-                bad.append(line)
-                continue
-            number, content = line
-            try:
-                prompt = to_prompt(number, content, self.setup)
-                check_prompt(prompt, self.setup)
-            except ConfigError as error:
-                bad.append(BadLine(number, str(error)))
-            else:
-                prompts.append(prompt)
-        self.spool.add(prompts)
-        return bad
+    async def _to_prompts(self, lines: Sequence[Line]) -> list[Prompt | BadLine]:
+        """Return the prompt in each line, or the line's problem."""
+        return await self._call(lambda: [_to_prompt(line, self.setup) for line in lines])
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -164,17 +138,8 @@ class WarmupRun:
                 math.inf if budget is None else budget // slot_nbytes,
             )
         plan = make_plan(self.spool.in_order(), self._reader(spaces), room)
-        planned = Planned(
-            prompts=len(plan.ids),
-            tokens=plan.new_tokens,
-            nbytes=plan.new_chunks * slot_nbytes if slot_nbytes else None,
-            stored=plan.stored,
-            shared=plan.shared,
-            short=plan.short,
-            left_out=plan.left_out,
-            before=plan.before,
-        )
-        return plan, planned
+        nbytes = plan.new_chunks * slot_nbytes if slot_nbytes else None
+        return plan, planned_of([plan], nbytes)
 
     def _reader(self, spaces: Mapping[str, StoredNamespace]) -> CoverageReader:
         setup, space = self.setup, next(iter(spaces.values()), None)
@@ -293,6 +258,19 @@ class WarmupRun:
                 ),
             )
         )
+
+
+def _to_prompt(line: Line, setup: EngineSetup) -> Prompt | BadLine:
+    """Return the prompt in a line, or the line's problem."""
+    if isinstance(line, BadLine):
+        return line
+    number, content = line
+    try:
+        prompt = to_prompt(number, content, setup)
+        check_prompt(prompt, setup)
+    except ConfigError as error:
+        return BadLine(number, str(error))
+    return prompt
 
 
 def _newest(spaces: Mapping[str, StoredNamespace]) -> dict[str, int]:

@@ -15,27 +15,30 @@ from typing import Final, TypeVar
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.manager.hits import GroupReach
 from kvtier.os.iopool import IoPool
-from kvtier.printable import printable
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
-from kvtier.warmup._coverage import Coverage, CoverageReader, KeyRules, StoredKeys
+from kvtier.warmup._coverage import (
+    Coverage,
+    CoverageReader,
+    KeyRules,
+    StoredKeys,
+    sum_coverages,
+)
 from kvtier.warmup._engine import check_prompt
 from kvtier.warmup._events import (
     EngineStarted,
     Finished,
-    LineSkipped,
     Planned,
     Progress,
-    PromptsRead,
     WarmupEvent,
     WarmupReport,
     progress_of,
 )
 from kvtier.warmup._http import EngineFigures, HttpClient, Server
 from kvtier.warmup._options import WarmupOptions
-from kvtier.warmup._plan import Plan, Room, make_plan, pick
+from kvtier.warmup._plan import Plan, Room, make_plan, pick, planned_of
 from kvtier.warmup._prefill import RAM_SHARE, STALL_S, PrefillState
-from kvtier.warmup._prompts import BadLine, Line, Prompt, batches, read_prompts
-from kvtier.warmup._spool import PromptSpool
+from kvtier.warmup._prompts import BadLine, Line, Prompt
+from kvtier.warmup._spool import PromptSpool, fill_spool
 from kvtier.warmup._stores import nbytes_per_token
 
 __all__ = ["ServerRun"]
@@ -117,7 +120,14 @@ class ServerRun:
         """Run the whole warm-up and yield its events."""
         opening = partial(Server.open, self.client, model=self.model)
         servers = [await opening(url=url) for url in self.options.servers]
-        async with contextlib.aclosing(self._read(servers[0])) as events:
+        reading = fill_spool(
+            self.spool,
+            self.prompts,
+            convert=partial(_to_prompts, servers[0]),
+            skip_bad_lines=self.options.skip_bad_lines,
+            pool=self.pool,
+        )
+        async with contextlib.aclosing(reading) as events:
             async for event in events:
                 yield event
         engines = [engine for server in servers for engine in await self._engines(server)]
@@ -144,29 +154,6 @@ class ServerRun:
 
     async def _call(self, call: Callable[[], T]) -> T:
         return await self.pool.run(call, priority=0)
-
-    # -- prompts -------------------------------------------------------------------------------
-
-    async def _read(self, server: Server) -> AsyncGenerator[WarmupEvent, None]:
-        """Read the prompts into the spool; ``server`` converts text to tokens."""
-        skipped = 0
-        async with contextlib.aclosing(batches(read_prompts(self.prompts))) as lines:
-            async for batch in lines:
-                prompts = []
-                for line in batch:
-                    found = await _to_prompt(line, server)
-                    if isinstance(found, Prompt):
-                        prompts.append(found)
-                        continue
-                    if not self.options.skip_bad_lines:
-                        raise found.error(self.prompts)
-                    skipped += 1
-                    yield LineSkipped(found)
-                await self._call(partial(self.spool.add, prompts))
-        if not self.spool.prompts:
-            source = printable(str(self.prompts))
-            raise ConfigError(f"--prompts {source}: has no usable prompt; write one a line")
-        yield PromptsRead(self.spool.prompts, self.spool.tokens, skipped)
 
     # -- engines -------------------------------------------------------------------------------
 
@@ -275,7 +262,7 @@ class ServerRun:
             coverage = reader.totals()
             for _, prompt in self.spool.in_order():
                 coverage.add(reader.cover(prompt))
-            total = _sum([coverage] if total is None else [total, coverage])
+            total = sum_coverages([coverage] if total is None else [total, coverage])
         spaces = [space for engine in engines for space in engine.spaces.values()]
         return Finished(
             WarmupReport(
@@ -288,6 +275,11 @@ class ServerRun:
                 nbytes_per_token=nbytes_per_token(spaces[0]) if spaces else 0.0,
             )
         )
+
+
+async def _to_prompts(server: Server, lines: Sequence[Line]) -> list[Prompt | BadLine]:
+    """Return the prompt in each line, or the line's problem; ``server`` finds the tokens."""
+    return [await _to_prompt(line, server) for line in lines]
 
 
 async def _to_prompt(line: Line, server: Server) -> Prompt | BadLine:
@@ -330,32 +322,8 @@ def _planned(engines: Sequence[_Engine]) -> Planned:
     for engine, plan in plans:
         for space in engine.spaces.values():
             nbytes += plan.new_chunks * space.layout.slot_nbytes
-    return Planned(
-        prompts=sum(len(plan.ids) for _, plan in plans),
-        tokens=sum(plan.new_tokens for _, plan in plans),
-        nbytes=nbytes if all(engine.spaces for engine in engines) else None,
-        stored=sum(plan.stored for _, plan in plans),
-        shared=sum(plan.shared for _, plan in plans),
-        short=sum(plan.short for _, plan in plans),
-        left_out=sum(plan.left_out for _, plan in plans),
-        before=_sum([plan.before for _, plan in plans]),
-    )
-
-
-def _sum(coverages: Sequence[Coverage]) -> Coverage:
-    """Return the coverage of several engines together."""
-    names = dict.fromkeys(name for each in coverages for name in each.tier_tokens)
-    total = Coverage(tier_tokens=dict.fromkeys(names, 0))
-    for each in coverages:
-        total.prompts += each.prompts
-        total.whole += each.whole
-        total.partly += each.partly
-        total.tokens += each.tokens
-        total.reusable_tokens += each.reusable_tokens
-        total.hit_tokens += each.hit_tokens
-        for name, tokens in each.tier_tokens.items():
-            total.tier_tokens[name] += tokens
-    return total
+    known = nbytes if all(engine.spaces for engine in engines) else None
+    return planned_of([plan for _, plan in plans], known)
 
 
 async def _look(engines: Sequence[_Engine]) -> bool:

@@ -8,15 +8,22 @@ it removes itself.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from kvtier.warmup._prompts import Prompt
+from kvtier.errors import ConfigError
+from kvtier.os.iopool import IoPool
+from kvtier.printable import printable
+from kvtier.warmup._events import LineSkipped, PromptsRead, WarmupEvent
+from kvtier.warmup._prompts import BadLine, Line, Prompt, batches, read_prompts
 
-__all__ = ["PromptSpool"]
+__all__ = ["PromptSpool", "fill_spool"]
 
 _CREATE: Final = """
 CREATE TABLE prompts(
@@ -72,3 +79,40 @@ def _prompt(row: tuple[int, int, int, str, str, bytes]) -> Prompt:
     _, line, priority, lora, salt, packed = row
     tokens = tuple(np.frombuffer(packed, dtype=">u4").tolist())
     return Prompt(line, tokens, priority, lora, salt)
+
+
+async def fill_spool(
+    spool: PromptSpool,
+    path: Path,
+    *,
+    convert: Callable[[Sequence[Line]], Awaitable[Sequence[Prompt | BadLine]]],
+    skip_bad_lines: bool,
+    pool: IoPool,
+) -> AsyncGenerator[WarmupEvent, None]:
+    """Read a file of prompts into an empty spool, and yield the events.
+
+    Args:
+        spool: Gets the prompts.
+        path: The file.
+        convert: Returns the prompt in each line, or the line's problem.
+        skip_bad_lines: Whether to leave out lines that are no prompts.
+        pool: The pool whose thread uses the spool.
+
+    Raises:
+        ConfigError: A line is no prompt and not skipped, or there is no prompt.
+    """
+    skipped = 0
+    async with contextlib.aclosing(batches(read_prompts(path))) as lines:
+        async for batch in lines:
+            found = await convert(batch)
+            for bad in (each for each in found if isinstance(each, BadLine)):
+                if not skip_bad_lines:
+                    raise bad.error(path)
+                skipped += 1
+                yield LineSkipped(bad)
+            prompts = [each for each in found if isinstance(each, Prompt)]
+            await pool.run(partial(spool.add, prompts), priority=0)
+    if not spool.prompts:
+        source = printable(str(path))
+        raise ConfigError(f"--prompts {source}: has no usable prompt; write one a line")
+    yield PromptsRead(spool.prompts, spool.tokens, skipped)

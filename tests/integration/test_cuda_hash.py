@@ -5,19 +5,11 @@ Triton comes with vLLM, so these tests are among those with vLLM; they start no 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvtier.memory import cuda_hash
+from tests.integration.triton_kernels import ptx_of, run_interpreted
 
-ROOT = Path(__file__).parents[2]
 HASH = """
 import sys
 import numpy as np
@@ -42,25 +34,11 @@ assert (sums[ranges:] == 5).all()
 
 @pytest.mark.parametrize("ranges", [1, 2, 17])
 def test_the_kernel_computes_the_hashes_that_the_cpu_computes(ranges: int) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # noqa: TID251 - of another process
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HASH, str(ranges)],
-        check=True,
-        cwd=ROOT,
-        env=environment,
-    )
+    run_interpreted(HASH, ranges)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernel_compiles_for_a_gpu_with_unsigned_shifts() -> None:
-    compiled = triton.compile(
-        ASTSource(
-            fn=cuda_hash.hash_ranges,
-            signature={"table": "i64", "sums": "i64", "STEP": "constexpr"},
-            constexprs={"STEP": 1024},
-        ),
-        target=GPUTarget("cuda", 90, 32),
-    )
-    assert compiled.asm["cubin"]
-    assert "shr.u64" in compiled.asm["ptx"]
-    assert "atom." not in compiled.asm["ptx"]
+    ptx = ptx_of(cuda_hash.hash_ranges, {"table": "i64", "sums": "i64"})
+    assert "shr.u64" in ptx
+    assert "atom." not in ptx

@@ -5,20 +5,16 @@ Triton comes with vLLM, so these tests are among those with vLLM; they start no 
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvtier.memory import cuda_kernel
+from tests.integration.triton_kernels import ROOT, ptx_of, run_interpreted
 
-ROOT = Path(__file__).parents[2]
 HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
 COPY = """
 import sys
@@ -43,31 +39,13 @@ assert (destination[:-1] == source).all() and not destination[-1]
 
 @pytest.mark.parametrize("copies", [1, 11, 12, 13, 61])
 def test_every_range_is_copied_whole_and_nothing_else(copies: int) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # noqa: TID251 - of another process
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COPY, str(copies)],
-        check=True,
-        cwd=ROOT,
-        env=environment,
-    )
+    run_interpreted(COPY, copies)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernel_compiles_for_a_gpu_and_asks_for_rows_ahead() -> None:
-    compiled = triton.compile(
-        ASTSource(
-            fn=cuda_kernel.copy_ranges,
-            signature={"table": "i64", "copies": "i32", "STEP": "constexpr"},
-            constexprs={"STEP": 1024},
-        ),
-        target=GPUTarget("cuda", 90, 32),
-    )
-    assert compiled.asm["cubin"]
-    loads = [
-        line
-        for line in compiled.asm["ptx"].splitlines()
-        if "ld.global" in line or "st.global" in line
-    ]
+    ptx = ptx_of(cuda_kernel.copy_ranges, {"table": "i64", "copies": "i32"})
+    loads = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
     # Three words of the first row, three of the next, and only then this row's bytes.
     assert [line.split("ld.global")[0].strip().startswith("@") for line in loads[:7]] == [
         *[False] * 6,
