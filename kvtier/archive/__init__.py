@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from kvtier.archive.exporting import Exported, export_chunks
 from kvtier.archive.importing import Imported, import_chunks
-from kvtier.archive.locations import Location, has_archive, open_location
+from kvtier.archive.locations import Location, has_archive
 from kvtier.archive.merging import Merged, merge_archives
+from kvtier.archive.objects import open_location
 from kvtier.archive.reading import Archive, Damage, open_archive, verify_archive
 from kvtier.archive.target import namespace_for
 

@@ -23,10 +23,9 @@ from kvtier.errors import ConfigError
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, write_fully
 
-__all__ = ["Directory", "Location", "has_archive", "open_location", "whole_pages"]
+__all__ = ["Directory", "Location", "has_archive", "whole_pages"]
 
 _DRAFT: Final = ".draft"
-_SCHEMES: Final = ("s3", "gs", "az")
 _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 
@@ -198,24 +197,6 @@ class Directory(Location):
 
 class _NotDirectError(Exception):
     """The file system does not support O_DIRECT."""
-
-
-def open_location(text: str) -> Location:
-    """Return the location that a user names by a path or a URL.
-
-    Raises:
-        ConfigError: The URL does not name an object store, or the package for object stores is
-            missing.
-    """
-    scheme, separator, _ = text.partition("://")
-    if not separator:
-        return Directory(Path(text))
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{each}://" for each in _SCHEMES)
-        raise ConfigError(f"{printable(text)}: no such location; give a path, or {known}")
-    from kvtier.archive.objects import open_bucket  # noqa: PLC0415 - an optional extra
-
-    return open_bucket(text)
 
 
 def has_archive(text: str) -> bool:

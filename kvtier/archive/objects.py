@@ -1,4 +1,4 @@
-"""A prefix of a bucket, through obstore: S3, Google Cloud Storage, Azure.
+"""A prefix of a bucket, through obstore: S3, Google Cloud Storage, Azure; opens any location.
 
 Credentials and endpoints come from the environment, by the rules of each provider. A part is
 small enough for one request, so there are no multipart uploads to complete or to clean up.
@@ -9,19 +9,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
-from kvtier.archive.locations import Location
+from kvtier.archive.locations import Directory, Location
 from kvtier.errors import ConfigError
 from kvtier.printable import printable
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-__all__ = ["Bucket", "open_bucket"]
+__all__ = ["Bucket", "open_bucket", "open_location"]
 
+_SCHEMES: Final = ("s3", "gs", "az")
 _CLIENT: Final[ClientConfig] = {
     "connect_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=120),
@@ -92,6 +94,22 @@ class Bucket(Location):
             remedy = "check its name, the credentials in the environment and the network"
             where = f"{self}/{name}" if name else str(self)
             raise ConfigError(f"{where}: {_first_line(error)}; {remedy}") from error
+
+
+def open_location(text: str) -> Location:
+    """Return the location that a user names by a path or a URL.
+
+    Raises:
+        ConfigError: The URL does not name an object store, or the package for object stores is
+            missing.
+    """
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return Directory(Path(text))
+    if scheme not in _SCHEMES:
+        known = ", ".join(f"{each}://" for each in _SCHEMES)
+        raise ConfigError(f"{printable(text)}: no such location; give a path, or {known}")
+    return open_bucket(text)
 
 
 def open_bucket(url: str) -> Bucket:
