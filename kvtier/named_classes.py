@@ -25,17 +25,17 @@ class NamedClasses:
 
     Attributes:
         what: The name of such a class in messages.
-        group: The group of entry points in which packages register such classes.
+        groups: The groups of entry points in which packages register such classes.
         built_in: The built-in classes: name to ``module:Class``.
     """
 
     what: str
-    group: str
+    groups: tuple[str, ...]
     built_in: Mapping[str, str]
 
     def installed(self) -> tuple[str, ...]:
         """Return every name that a configuration may give, sorted."""
-        return tuple(sorted({*self.built_in, *entry_points(group=self.group).names}))
+        return tuple(sorted({*self.built_in, *self._registered()}))
 
     def obstacle(self, name: str) -> tuple[str, str] | None:
         """Return why the class ``name`` does not load, and a remedy; None if it loads.
@@ -95,13 +95,21 @@ class NamedClasses:
             raise ConfigError(f"{problem} leaves out {missing}; {remedy}")
         return found
 
+    def _registered(self) -> dict[str, EntryPoint]:
+        """Return the entry points of installed packages, by name; the first group wins."""
+        return {
+            point.name: point
+            for group in reversed(self.groups)
+            for point in entry_points(group=group)
+        }
+
     def _point(self, name: str) -> EntryPoint | None:
-        if value := self.built_in.get(name):
-            return EntryPoint(name, value, self.group)
-        if re.fullmatch(CLASS_PATTERN, name):
-            return EntryPoint(name, name, self.group)
-        registered = entry_points(group=self.group)
-        return registered[name] if name in registered.names else None
+        value = self.built_in.get(name)
+        if value is None and re.fullmatch(CLASS_PATTERN, name):
+            value = name
+        if value is not None:
+            return EntryPoint(name, value, self.groups[0])
+        return self._registered().get(name)
 
 
 def _remedy(point: EntryPoint, error: Exception) -> str:

@@ -34,11 +34,13 @@ class Purpose(enum.IntEnum):
 
     LOAD = 0
     """Tier -> GPU; a request waits."""
-    PROMOTE = 1
+    FIND = 1
+    """Ask a shared tier which chunks it has; a request waits. No bytes move."""
+    PROMOTE = 2
     """Slower tier -> faster tier; a request waits or will wait."""
-    STORE = 2
+    STORE = 3
     """GPU -> tier."""
-    DEMOTE = 3
+    DEMOTE = 4
     """Faster tier -> slower tier."""
 
 
@@ -56,15 +58,18 @@ class Outcome(enum.Enum):
     CANCELLED = "cancelled"
     """No longer needed: the request ended, the cache was reset, the engine closes, or an
     earlier chunk did not arrive. The medium is fine."""
+    MISSING = "missing"
+    """The source, a shared tier, no longer has the chunk. The medium is fine."""
     REFUSED = "refused"
     """Not accepted: the queue is full, the tier is out of service, or the chunk's blocks are
     gone."""
 
 
 class Job(NamedTuple):
-    """A batch of moves from one tier to another.
+    """A batch of moves from one tier to another, or of keys to ask a shared tier for.
 
-    Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``.
+    Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``. In a job
+    with purpose FIND, both tiers are the shared tier, and the slots are mere numbers.
 
     Attributes:
         job_id: Unique among the jobs of one engine.
@@ -87,6 +92,11 @@ class Job(NamedTuple):
     destination_slots: Sequence[int]
     timeout_s: float
     payload: Any = None
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether the job asks a tier for chunks and moves no bytes."""
+        return self.purpose is Purpose.FIND
 
 
 class TransferResult(NamedTuple):

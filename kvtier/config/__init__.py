@@ -35,6 +35,12 @@ from kvtier.config._models import (
     check_chunk_fits,
     slot_nbytes,
 )
+from kvtier.config._shared import (
+    MooncakeTierConfig,
+    ObjectTierConfig,
+    SharedDirTierConfig,
+    SharedTierConfig,
+)
 from kvtier.config._yaml import Origin
 
 __all__ = [
@@ -47,11 +53,15 @@ __all__ = [
     "IdentityConfig",
     "KvtierConfig",
     "LocalStore",
+    "MooncakeTierConfig",
     "NvmeTierConfig",
+    "ObjectTierConfig",
     "Origin",
     "PlacementConfig",
     "RamTierConfig",
     "Remark",
+    "SharedDirTierConfig",
+    "SharedTierConfig",
     "Size",
     "TierConfig",
     "TraceConfig",

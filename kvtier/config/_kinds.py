@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvtier.config._models import KvtierConfig, NvmeTierConfig, RamTierConfig, TierConfig
+from kvtier.config._shared import MooncakeTierConfig, ObjectTierConfig, SharedDirTierConfig
 from kvtier.errors import ConfigError
 from kvtier.named_classes import CLASS_PATTERN, NamedClasses
 from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
@@ -22,11 +23,23 @@ __all__ = [
 
 TIERS: Final = NamedClasses(
     "tier kind",
-    "kvtier.tiers",
-    {"ram": "kvtier.memory:HostRegion", "nvme": "kvtier.tiers.slab:SlabTier"},
+    ("kvtier.tiers", "kvtier.shared_tiers"),
+    {
+        "ram": "kvtier.memory:HostRegion",
+        "nvme": "kvtier.tiers.slab:SlabTier",
+        "mooncake": "kvtier.tiers.shared.mooncake:MooncakeTier",
+        "object": "kvtier.tiers.shared.object_store:ObjectTier",
+        "shared_dir": "kvtier.tiers.shared.shared_dir:SharedDirTier",
+    },
 )
 """The classes of tiers, each with ``Options: type[TierConfig]`` unless it is built in."""
-_OPTIONS: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": NvmeTierConfig}
+_OPTIONS: Final[dict[str, type[TierConfig]]] = {
+    "ram": RamTierConfig,
+    "nvme": NvmeTierConfig,
+    "mooncake": MooncakeTierConfig,
+    "object": ObjectTierConfig,
+    "shared_dir": SharedDirTierConfig,
+}
 """The options of built-in kinds, which are read without the tier's class."""
 
 

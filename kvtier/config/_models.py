@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -135,6 +135,9 @@ class TierConfig(_Section):
 
     The commands call the methods. Override a method if its default does not fit.
     """
+
+    is_shared: ClassVar[bool] = False
+    """Whether the tier is a shared tier (:class:`kvtier.tiers.shared.SharedTier`)."""
 
     kind: str
     """`ram`, `nvme`, a kind of an installed package, or `module:Class`."""
@@ -507,6 +510,8 @@ class KvtierConfig(_Section):
         key = f"tiers[{number}]"
         if number == 0 and tier.kind != "ram":
             _refuse(f"{key}.kind", "the first tier is not ram", "start the list with kind: ram")
+        if any(other.is_shared for other in faster):
+            _refuse(key, "below a shared tier", "put the shared tier last; there can be one")
         if number > 0 and tier.kind == "ram":
             _refuse(f"{key}.kind", "ram is a tier already", "keep one ram tier, the first")
         names = [other.name for other in faster]

@@ -29,13 +29,14 @@ from kvtier.memory import HostRegion
 from kvtier.os.iopool import IoPool, start_thread
 from kvtier.os.memory import paused_garbage_collection
 from kvtier.recording import Recorder
-from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.base import KeyFinder, StorageTier, TierContext
 from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import (
     BetweenTiers,
     BounceBuffer,
     EngineLimits,
+    FindInTier,
     FromTier,
     Route,
     ToTier,
@@ -228,7 +229,7 @@ def _start_engine(
     transfer = config.transfer
     return TransferEngine(
         "storage",
-        _routes(config.tiers[0].name, region, tiers, gds),
+        _routes(config, region, tiers, gds),
         chunk_nbytes=region.geometry.slot_nbytes,
         limits=EngineLimits(
             # The manager keeps the configured limits. This is a backstop, and it must accept
@@ -243,14 +244,20 @@ def _start_engine(
 
 
 def _routes(
-    ram: str, region: HostRegion, tiers: Sequence[StorageTier], gds: GdsSlots | None
+    config: KvtierConfig,
+    region: HostRegion,
+    tiers: Sequence[StorageTier],
+    gds: GdsSlots | None,
 ) -> dict[tuple[str, str], Route]:
     """Return all routes of the storage engine: from RAM to each tier, back, between tiers."""
+    ram, last = config.tiers[0].name, config.tiers[-1]
     routes: dict[tuple[str, str], Route] = {}
     for number, tier in enumerate(tiers, start=1):
         hashes = gds if gds is not None and gds.tier == number else None
         routes[ram, tier.name] = ToTier(region, tier, region.control, hashes)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
+    if last.is_shared and isinstance(tiers[-1], KeyFinder):
+        routes[last.name, last.name] = FindInTier(tiers[-1])
     if slots := region.geometry.bounce_range:
         bounce_buffer = BounceBuffer(region, slots)
         for upper, lower in combinations(tiers, 2):

@@ -80,7 +80,8 @@ class TierJobs:
         suspended = frozenset(
             self._numbers[source]
             for source, destination in self._engine.out_of_service()
-            if source in self._numbers and destination not in self._numbers
+            if source in self._numbers
+            and (destination not in self._numbers or destination == source)
         )
         if suspended != self._out_of_service:
             self._out_of_service = suspended

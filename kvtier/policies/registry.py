@@ -102,7 +102,7 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
 
 EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     "eviction policy",
-    "kvtier.eviction",
+    ("kvtier.eviction",),
     {
         "2q": "kvtier.policies.eviction.two_q:TwoQ",
         "arc": "kvtier.policies.eviction.arc:Arc",
@@ -119,14 +119,14 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
     "placement policy",
-    "kvtier.placement",
+    ("kvtier.placement",),
     {"tiered": "kvtier.policies.placement:TieredPlacement"},
     Placement,
     ("tiers",),
 )
 ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
     "admission policy",
-    "kvtier.admission",
+    ("kvtier.admission",),
     {
         "all": "kvtier.policies.admission:AdmitAll",
         "second-touch": "kvtier.policies.admission:SecondTouch",

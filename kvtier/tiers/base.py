@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Fields",
+    "KeyFinder",
     "SlotOutcomes",
     "StorageTier",
     "StoreExamination",
@@ -53,6 +54,7 @@ class TierContext:
             tier's process died and is started again.
         hash_parts: How many parts of each chunk have a hash that the tier must keep
             (:mod:`kvtier.tiers.part_hashes`); 0 for none.
+        mapped: All of ``memory`` as the process of a hosted tier maps it; None elsewhere.
     """
 
     slot_nbytes: int
@@ -63,6 +65,7 @@ class TierContext:
     owner_pid: int = field(default_factory=os.getpid)
     was_reset: bool = False
     hash_parts: int = 0
+    mapped: memoryview | None = None
 
     @property
     def is_hosted(self) -> bool:
@@ -75,7 +78,8 @@ class SlotOutcomes:
     """The outcomes of the chunks of one read or one write.
 
     Attributes:
-        outcomes: DONE, FAILED or CORRUPT for each chunk, in the batch's order.
+        outcomes: DONE, FAILED or CORRUPT for each chunk, in the batch's order; from a shared
+            tier also MISSING or REFUSED.
         error: Message of the first failure; empty when all are done.
     """
 
@@ -172,7 +176,7 @@ class StorageTier(ABC):
     """Type of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
     point, or its class as ``module:Class``."""
 
-    is_local: ClassVar[bool] = True
+    is_local: bool = True
     """Whether the medium is on this host; hints and events then call the tier ``LOCAL``."""
 
     moves_in_process: ClassVar[bool] = True
@@ -366,4 +370,23 @@ class StorageTier(ABC):
 
         Cancellation:
             The tier may still have files and locks open; another call finishes closing it.
+        """
+
+
+class KeyFinder(ABC):
+    """The part of a tier in which others store chunks, so that it must be asked for chunks."""
+
+    @abstractmethod
+    async def find(self, keys: Sequence[ChunkKey]) -> SlotOutcomes:
+        """Return for each key DONE if the tier seems to have its chunk, else MISSING.
+
+        Args:
+            keys: Consecutive chunks of one prompt, group by group.
+
+        Raises:
+            ClosedError: The tier was closed.
+            TierUnavailableError: The service did not answer.
+
+        Cancellation:
+            Has no effect on the tier.
         """

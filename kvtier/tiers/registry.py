@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtier.config import TIERS, KvtierConfig, TierConfig
+from kvtier.config import TIERS, KvtierConfig, SharedTierConfig, TierConfig
 from kvtier.tiers.base import Fields, StorageTier, StoreExamination, TierContext
 from kvtier.tiers.slab.examine import examine_store
 
@@ -29,14 +29,20 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
         from kvtier.tiers.hosted import HostedTier  # noqa: PLC0415
 
         return HostedTier.open(options, context)
-    return _class_of(options.kind).open(options, context)
+    if isinstance(options, SharedTierConfig):
+        from kvtier.tiers.shared import KeyedTier, SharedTier  # noqa: PLC0415
+
+        return KeyedTier.over(TIERS.find_derived(options.kind, SharedTier), options, context)
+    return TIERS.find_derived(options.kind, StorageTier).open(options, context)
 
 
 def examine_tier(options: TierConfig, identity: Fields) -> StoreExamination | None:
     """Report what an engine would find in a tier's store; see :meth:`StorageTier.examine`."""
     if examine := _FAST_EXAMINERS.get(options.kind):
         return examine(options, identity)
-    return _class_of(options.kind).examine(options, identity)
+    if options.is_shared:
+        return None
+    return TIERS.find_derived(options.kind, StorageTier).examine(options, identity)
 
 
 def check_tiers(config: KvtierConfig) -> None:
@@ -45,11 +51,9 @@ def check_tiers(config: KvtierConfig) -> None:
     Raises:
         ConfigError: A kind is not installed, or its class is not a complete tier.
     """
+    from kvtier.tiers.shared import SharedTier  # noqa: PLC0415
+
     for number, tier in enumerate(config.tiers):
         if tier.kind not in TIERS.built_in:
             with config.origin.at(f"tiers[{number}].kind"):
-                _class_of(tier.kind)
-
-
-def _class_of(kind: str) -> type[StorageTier]:
-    return TIERS.find_derived(kind, StorageTier)
+                TIERS.find_derived(tier.kind, SharedTier if tier.is_shared else StorageTier)

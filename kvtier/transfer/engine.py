@@ -151,7 +151,7 @@ class TransferEngine:
         if channel is None:
             self._fail_unrouted(job)
             return False
-        nbytes = len(job.source_slots) * self._chunk_nbytes
+        nbytes = 0 if job.moves_nothing else len(job.source_slots) * self._chunk_nbytes
         order = (int(job.purpose), next(self._sequence))
         pending = Pending(job, channel, nbytes, now, order=order)
         self._results.expect(pending)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
-from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, JobId, Outcome
 
 if TYPE_CHECKING:
     from kvtier.tiers.part_hashes import PartHashes
 
 __all__ = [
+    "FindInTier",
     "FromTier",
     "Generations",
     "PartHashStore",
@@ -280,6 +281,24 @@ class FromTier(Route):
         lost = [not arrived for arrived in whole]
         self._generations.publish(_select(slots, whole), _select(generations, whole))
         self._generations.mark_lost(_select(slots, lost), _select(generations, lost))
+
+
+class FindInTier(Route):
+    """Asks a shared tier which chunks it has.
+
+    Such a job has no slots of its own: both slot sequences only have a number for each key.
+    """
+
+    def __init__(self, tier: KeyFinder) -> None:
+        self._tier = tier
+
+    @override
+    def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        return self._tier.find(job.keys)
+
+    @override
+    def abandon(self, job: Job) -> None:
+        """Do nothing: no worker waits for the answer."""
 
 
 def part_of(job: Job, part: slice) -> Job:

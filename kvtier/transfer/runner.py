@@ -251,7 +251,7 @@ class Runner:
             TransferResult(
                 job_id=job.job_id,
                 outcomes=outcomes,
-                nbytes=done * self._chunk_nbytes,
+                nbytes=0 if job.moves_nothing else done * self._chunk_nbytes,
                 seconds=ended_s - began_s,
                 queued_s=began_s - pending.submitted_s,
                 error=error,

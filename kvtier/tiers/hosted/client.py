@@ -24,6 +24,7 @@ from kvtier.errors import (
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
 from kvtier.tiers.base import (
+    KeyFinder,
     SlotOutcomes,
     StorageTier,
     TierContext,
@@ -36,6 +37,7 @@ from kvtier.tiers.hosted.frames import (
     decode_outcomes,
     decode_part_hashes,
     encode_part_hashes,
+    pack_keys,
     unpack_keys,
 )
 from kvtier.tiers.hosted.process import HostProcess, Opened, shared_memory
@@ -59,7 +61,7 @@ _RESET_LOST: Final = (
 )
 
 
-class HostedTier(StorageTier, PartHashKeeper):
+class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
     """A storage tier that runs in a process of its own.
 
     Buffers given to :meth:`read` and :meth:`write` must lie in the context's shared memory.
@@ -78,6 +80,7 @@ class HostedTier(StorageTier, PartHashKeeper):
         self, options: TierConfig, context: TierContext, host: HostProcess, opened: Opened
     ) -> None:
         self.name = options.name
+        self.is_local = not options.is_shared
         self.slot_nbytes = context.slot_nbytes
         self.capacity_slots = opened.capacity_slots
         self._options = options
@@ -197,6 +200,17 @@ class HostedTier(StorageTier, PartHashKeeper):
         return self._move("read", self._batch(keys, slots, into), purpose)
 
     @override
+    async def find(self, keys: Sequence[ChunkKey]) -> SlotOutcomes:
+        self._require_open()
+        connection = await self._connect()
+        widths, packed = pack_keys(keys)
+        counts = {"count": len(keys), "widths": widths}
+        answer = await connection.call(
+            "find", lambda header: Frame({**header, **counts}, packed)
+        )
+        return _outcomes_in(answer, len(keys))
+
+    @override
     def forget(self, slots: Sequence[int]) -> None:
         self._queue("forget", slots)
         self._call_soon(self._send_queued)
@@ -289,8 +303,7 @@ class HostedTier(StorageTier, PartHashKeeper):
             answer = await answering
         except TierUnavailableError as error:
             return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
-        outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, len(batch.keys))
-        return SlotOutcomes(outcomes, answer.header["failure"])
+        return _outcomes_in(answer, len(batch.keys))
 
     async def _connect(self) -> Connection:
         """Return a usable connection; if a reset is due, do the reset first.
@@ -461,3 +474,8 @@ class HostedTier(StorageTier, PartHashKeeper):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"tier {self.name} is closed")
+
+
+def _outcomes_in(answer: Frame, chunks: int) -> SlotOutcomes:
+    outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, chunks)
+    return SlotOutcomes(outcomes, answer.header["failure"])

@@ -35,7 +35,13 @@ from kvtier.os.memory import (
     paused_garbage_collection,
     set_malloc_mmap_threshold,
 )
-from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
+from kvtier.tiers.base import (
+    KeyFinder,
+    SlotOutcomes,
+    StorageTier,
+    TierContext,
+    check_outcomes,
+)
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
     Batch,
@@ -46,6 +52,7 @@ from kvtier.tiers.hosted.frames import (
     encode_outcomes,
     encode_part_hashes,
     pack_keys,
+    unpack_keys,
 )
 from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
@@ -123,6 +130,8 @@ class _Server:
                 self._start(frame, functools.partial(self._move, frame, self._tier.write))
             case "read":
                 self._start(frame, functools.partial(self._move, frame, self._tier.read))
+            case "find":
+                self._start(frame, functools.partial(self._find, frame))
             case "reset":
                 self._start(frame, self._reset)
             case unknown:
@@ -152,8 +161,16 @@ class _Server:
         views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
         purpose = Purpose(frame.header["purpose"])
         moving = move(batch.keys, batch.slots.tolist(), views, purpose=purpose)
-        mover = f"tier {self._tier.name}"
-        moved = check_outcomes(await moving, len(batch.keys), mover=mover)
+        return self._outcomes(await moving, len(batch.keys))
+
+    async def _find(self, frame: Frame) -> Frame:
+        count = frame.header["count"]
+        assert isinstance(self._tier, KeyFinder)
+        keys = unpack_keys(frame.header["widths"], count, frame.arrays)
+        return self._outcomes(await self._tier.find(keys), count)
+
+    def _outcomes(self, moved: SlotOutcomes, chunks: int) -> Frame:
+        check_outcomes(moved, chunks, mover=f"tier {self._tier.name}")
         word, codes = encode_outcomes(moved.outcomes)
         return Frame({"outcomes": word, "failure": moved.error}, codes)
 
@@ -177,7 +194,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         return  # the engine ended
     try:
         pool = IoPool(opening.header["threads"], name="kvtier-io")
-        tier = await pool.run(functools.partial(_open, opening, pool, engine_pid), priority=0)
+        tier = await pool.run(functools.partial(_open, opening, pool, engine_pid, memory), priority=0)
     except Exception as error:  # noqa: BLE001 - raised again in the engine's process
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
@@ -215,7 +232,9 @@ async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
     return outcome
 
 
-def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
+def _open(
+    opening: Frame, pool: IoPool, engine_pid: int, memory: memoryview
+) -> StorageTier:
     header = opening.header
     context = TierContext(
         slot_nbytes=header["slot_nbytes"],
@@ -227,6 +246,7 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
         owner_pid=engine_pid,
         was_reset=header["was_reset"],
         hash_parts=header["hash_parts"],
+        mapped=memory,
     )
     options = options_of(header["options"]["kind"]).model_validate_json(
         json.dumps(header["options"])

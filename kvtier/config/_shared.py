@@ -1,0 +1,123 @@
+"""The models of shared tiers: tiers whose chunks many engines store and load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
+
+from pydantic import Field, field_validator
+from typing_extensions import override
+
+from kvtier.config._fields import Duration, FilePath, Label, Size, refusal
+from kvtier.config._models import LocalStore, TierConfig
+
+__all__ = [
+    "MooncakeTierConfig",
+    "ObjectTierConfig",
+    "SharedDirTierConfig",
+    "SharedTierConfig",
+]
+
+_ADDRESS: Final = r"^\[?[\w.:-]+\]?:\d{1,5}$"
+_SCHEMES: Final = ("s3", "gs", "az", "file")
+
+
+class SharedTierConfig(TierConfig):
+    """A tier that many engines share. The ``Options`` of a custom shared tier derive from it."""
+
+    is_shared: ClassVar[bool] = True
+
+    capacity_bytes: Size = Field(
+        default=1 << 40,
+        validation_alias="capacity",
+        serialization_alias="capacity",
+        json_schema_extra={"examples": ["10TiB"]},
+    )
+    """Bytes of chunks that the service is expected to hold, for reports and simulations. The
+    service evicts by its own rules."""
+    eviction: str = "lru"
+    """Policy that chooses which chunk this engine no longer remembers to be in the tier."""
+    known_chunks: int = Field(default=1 << 17, ge=1, le=1 << 24)
+    """Number of chunks that this engine remembers to be in the tier, about 250 bytes each."""
+    lookup_timeout_s: Duration = Field(
+        default=0.05, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
+    )
+    """Longest wait of a request for the answer which of its chunks the tier has."""
+    keep_after_reset: bool = False
+    """Whether chunks are still shared after a cache reset; leave off if weights are updated
+    while the engine runs."""
+    own_process: bool = True
+    """Read, write and checksum in a separate process, so the engine's is not slowed down."""
+
+
+class MooncakeTierConfig(SharedTierConfig):
+    """A Mooncake Store: memory of many hosts, pooled by a master."""
+
+    kind: str = Field(default="mooncake", pattern="^mooncake$")
+    """A Mooncake Store."""
+    master: Label = Field(pattern=_ADDRESS)
+    """Address of the master, such as `10.0.0.1:50051`."""
+    metadata: Label = "P2PHANDSHAKE"
+    """Address of the metadata server, or `P2PHANDSHAKE` for none."""
+    host: Label | None = None
+    """Name or address of this host that other clients reach; found out if not given."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """Transport between clients."""
+    devices: Label = ""
+    """RDMA devices, separated by commas."""
+    segment_bytes: Size | None = Field(
+        default=None, validation_alias="segment", serialization_alias="segment"
+    )
+    """Memory of this host that the engine adds to the pool; none if not given."""
+    replicas: int = Field(default=1, ge=1, le=16)
+    """Number of copies of each chunk in the pool."""
+
+
+class ObjectTierConfig(SharedTierConfig):
+    """A bucket of an object store, one object for each chunk."""
+
+    kind: str = Field(default="object", pattern="^object$")
+    """An object store."""
+    url: Label
+    """`s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or `file:///path`.
+    Credentials come from the environment, as for the provider's own tools."""
+    settings: Mapping[Label, Label] = Field(default_factory=dict)
+    """Settings of the store's client, such as `endpoint` or `region`."""
+    connections: int = Field(default=32, ge=1, le=1024)
+    """Requests in flight."""
+    request_timeout_s: Duration = Field(
+        default=10.0, validation_alias="request_timeout", serialization_alias="request_timeout"
+    )
+    """Longest that one request may take, retries included."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_has_a_scheme(cls, url: str) -> str:
+        scheme, colon, rest = url.partition("://")
+        if not colon or scheme not in _SCHEMES or not rest.strip("/"):
+            raise refusal("not the URL of a bucket", "write one such as s3://bucket/prefix")
+        if re.search(r"[{}]", url):
+            raise refusal("braces in a URL", "all engines share one prefix: leave them out")
+        return url
+
+
+class SharedDirTierConfig(SharedTierConfig):
+    """A directory that many engines or hosts mount, one file for each chunk."""
+
+    kind: str = Field(default="shared_dir", pattern="^shared_dir$")
+    """A directory that many engines share."""
+    capacity_bytes: Size = Field(
+        validation_alias="capacity",
+        serialization_alias="capacity",
+        json_schema_extra={"examples": ["10TiB"]},
+    )
+    """Bytes of files that all engines together may keep in the directory."""
+    path: FilePath
+    """Absolute directory of the chunks; kvtier creates it if its parent exists."""
+    direct_io: Literal["auto", "require", "off"] = "auto"
+    """Bypass the page cache: `auto` if the file system can, `require` or refuse, `off`."""
+
+    @override
+    def local_store(self) -> LocalStore | None:
+        return None  # other engines use it too: its room and its holders are not ours

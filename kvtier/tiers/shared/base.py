@@ -1,0 +1,146 @@
+"""The contract of a shared tier.
+
+A shared tier keeps chunks that many engines store and load: a pool of other hosts' memory, an
+object store, a shared directory. It is addressed by key. Its capacity and its evictions are the
+service's own, and other engines add and remove chunks at any time. So a chunk that was there a
+moment ago may be missing, and a missing chunk is no failure.
+
+A *value* is what the service keeps for a key: the chunk's bytes, followed by their proof.
+:class:`~kvtier.tiers.shared.keyed_tier.KeyedTier` makes the proof of each value that it puts,
+and verifies the proof of each value that it gets. A shared tier only moves bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+
+from kvtier.config import SharedTierConfig
+from kvtier.types import Outcome
+
+if TYPE_CHECKING:
+    from kvtier.os.iopool import IoPool
+
+__all__ = ["SharedContext", "SharedTier", "Value"]
+
+
+class Value(NamedTuple):
+    """The buffers of one value; the service keeps their bytes one after the other.
+
+    Attributes:
+        payload: The bytes of the chunk, at a page boundary of the shared memory.
+        proof: :data:`~kvtier.tiers.shared.proof.PROOF_NBYTES` bytes.
+    """
+
+    payload: memoryview
+    proof: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class SharedContext:
+    """Arguments of :meth:`SharedTier.open` besides the tier's own options.
+
+    Attributes:
+        payload_nbytes: Bytes of one chunk, a multiple of 4096.
+        pool: Threads for the tier's blocking calls. Owned by the caller.
+        memory: The memory that contains all payloads, as this process maps it. A tier whose
+            client registers memory does so once, when it opens. None if payloads may be in any
+            memory.
+    """
+
+    payload_nbytes: int
+    pool: IoPool
+    memory: memoryview | None = None
+
+
+class SharedTier(ABC):
+    """A service that keeps values by key, for many engines.
+
+    Keys are text of at most 200 characters: letters, digits, ``-`` and ``/``. All coroutines
+    run on one event loop and must not block it: blocking calls go through
+    :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call must end within
+    bounded time although the service hangs, because its buffers stay in use until then.
+    """
+
+    Options: ClassVar[type[SharedTierConfig]]
+    """Type of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
+    point in the group ``kvtier.shared_tiers``, or its class as ``module:Class``."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, options: SharedTierConfig, context: SharedContext) -> Self:
+        """Return a client of the service. This call blocks, for some seconds at most.
+
+        If the service is not reachable now, return a client all the same: its calls fail until
+        the service is reachable.
+
+        Args:
+            options: An instance of :attr:`Options`.
+            context: The size of a chunk, threads and memory.
+
+        Raises:
+            ConfigError: The options cannot work here; the message says what to do.
+        """
+
+    @abstractmethod
+    async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Return for each key whether the service has a value of it.
+
+        Raises:
+            Exception: The service did not answer.
+
+        Cancellation:
+            Has no effect on the service.
+        """
+
+    async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Return like :meth:`contains` which keys the service has, perhaps not exactly.
+
+        The keys are the consecutive chunks of one prompt. An engine needs the first ones, and
+        usually stored them all or none behind some point. So a tier for which each key costs a
+        request may ask about few keys and infer the others. A wrong answer costs a miss.
+
+        Raises:
+            Exception: The service did not answer.
+        """
+        return await self.contains(keys)
+
+    @abstractmethod
+    async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
+        """Read the value of each key into its buffers.
+
+        Returns:
+            For each key: DONE, MISSING if the service has no value of this size, or FAILED. The
+            content of a buffer is undefined unless its outcome is DONE.
+
+        Raises:
+            Exception: The service did not answer; every chunk counts as failed.
+
+        Cancellation:
+            Deferred until nothing writes into the buffers.
+        """
+
+    @abstractmethod
+    async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        """Store the value of each key, in place of an earlier value.
+
+        Other engines see a value whole or not at all. The service may evict it at any time.
+
+        Returns:
+            For each key: DONE, FAILED, or REFUSED if the service has no room.
+
+        Raises:
+            Exception: The service did not answer; every chunk counts as failed.
+
+        Cancellation:
+            Deferred until nothing reads the buffers.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release the client's connections and memory. Idempotent.
+
+        No other call may be running.
+        """

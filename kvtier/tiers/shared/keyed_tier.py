@@ -1,0 +1,235 @@
+"""Makes a storage tier of a shared tier.
+
+The manager addresses chunks by slot, and a shared tier by key. :class:`KeyedTier` joins them:
+its slots hold no bytes. A slot is the manager's note that the service had a chunk when this
+engine last stored it or asked for it. So all that the manager does with a tier works for a
+shared tier too, and evicting a chunk from a slot only forgets the note.
+
+Two things differ from a tier with slots of its own. The manager does not know what other
+engines stored, so it asks (:meth:`KeyedTier.find`). And a chunk may be gone when it is read,
+which is :attr:`Outcome.MISSING <kvtier.types.Outcome.MISSING>`.
+
+**Keys.** A value's key is ``FINGERPRINT/GROUP-HASH``: engines with another model or layout have
+other keys. After a reset, the weights may have changed, so the engine uses
+``FINGERPRINT-EPOCH/GROUP-HASH`` with a random epoch that no other engine has, unless
+``keep_after_reset`` is set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Iterable, Sequence
+from itertools import compress, groupby
+from typing import ClassVar, Final, Self
+
+from typing_extensions import override
+
+from kvtier.config import SharedTierConfig, TierConfig
+from kvtier.errors import ClosedError
+from kvtier.keys import ChunkKey, group_of, group_part, hash_part
+from kvtier.tiers.base import (
+    KeyFinder,
+    SlotOutcomes,
+    StorageTier,
+    TierContext,
+    check_batch,
+)
+from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
+from kvtier.tiers.shared.proof import PROOF_NBYTES, is_proof_of, make_proof
+from kvtier.types import Outcome, Purpose
+
+__all__ = ["KeyedTier"]
+
+_FORMAT: Final = "kv1"
+"""First part of every key; another format of values would have another."""
+_DONE = Outcome.DONE
+_WRONG: Final = "the value has no matching proof"
+
+
+class KeyedTier(StorageTier, KeyFinder):
+    """A storage tier on top of a shared tier.
+
+    Args:
+        options: Options of the shared tier.
+        context: The tier's context.
+        shared: The client of the service; owned by this object.
+    """
+
+    Options: ClassVar[type[TierConfig]] = SharedTierConfig
+    is_local = False
+
+    def __init__(
+        self, options: SharedTierConfig, context: TierContext, shared: SharedTier
+    ) -> None:
+        self.name = options.name
+        self.capacity_slots = options.known_chunks
+        self.slot_nbytes = context.slot_nbytes
+        self._shared = shared
+        self._pool = context.pool
+        self._keeps_epoch = options.keep_after_reset
+        self._fingerprint = context.fingerprint.namespace()
+        self._space = self._fingerprint
+        self._wrong: set[ChunkKey] = set()
+        self._closed = False
+        if context.was_reset:
+            self._begin_epoch()
+
+    @classmethod
+    def over(
+        cls, kind: type[SharedTier], options: SharedTierConfig, context: TierContext
+    ) -> Self:
+        """Open a shared tier of class ``kind`` and return the storage tier on top of it.
+
+        Raises:
+            ConfigError: The options cannot work here.
+        """
+        shared = SharedContext(context.slot_nbytes, context.pool, _memory_of(context))
+        return cls(options, context, kind.open(options, shared))
+
+    @classmethod
+    @override
+    def open(cls, options: TierConfig, context: TierContext) -> Self:
+        raise TypeError("use KeyedTier.over with the class of the shared tier")
+
+    @override
+    def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
+        return ()
+
+    @override
+    async def find(self, keys: Sequence[ChunkKey]) -> SlotOutcomes:
+        self._require_open()
+        outcomes: list[Outcome] = []
+        for _, members in groupby(keys, group_part):
+            group = list(members)
+            found = await self._shared.contains_leading(self._names(group))
+            outcomes += [
+                _DONE if is_there and key not in self._wrong else Outcome.MISSING
+                for key, is_there in zip(group, found, strict=True)
+            ]
+        return SlotOutcomes(outcomes)
+
+    @override
+    async def write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        purpose: Purpose,
+    ) -> SlotOutcomes:
+        """Put the chunks that the service lacks, or had with wrong bytes.
+
+        See :meth:`kvtier.tiers.base.StorageTier.write`; a service may evict what it accepted.
+        """
+        self._require_open()
+        check_batch(self, keys, slots, sources)
+        found = await self._shared.contains(self._names(keys))
+        lacking = [
+            not is_there or key in self._wrong
+            for key, is_there in zip(keys, found, strict=True)
+        ]
+        if not any(lacking):
+            return SlotOutcomes([_DONE] * len(keys))
+        put = iter(
+            await self._put(
+                list(compress(keys, lacking)), list(compress(sources, lacking)), purpose
+            )
+        )
+        outcomes = [next(put) if is_lacking else _DONE for is_lacking in lacking]
+        return _with_error(outcomes, "the service did not store a value")
+
+    @override
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        purpose: Purpose,
+    ) -> SlotOutcomes:
+        self._require_open()
+        check_batch(self, keys, slots, into)
+        names, values = self._names(keys), _values(into)
+        outcomes = list(await self._shared.get(names, values))
+        got = [at for at, outcome in enumerate(outcomes) if outcome is _DONE]
+
+        def verify() -> list[int]:
+            return [
+                at for at in got if not is_proof_of(values[at].proof, names[at], into[at])
+            ]
+
+        for at in await self._pool.run(verify, priority=int(purpose)) if got else ():
+            outcomes[at] = Outcome.CORRUPT
+            self._wrong.add(keys[at])
+        return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
+
+    @override
+    def forget(self, slots: Sequence[int]) -> None:
+        """Do nothing: a slot holds no bytes, and wrong values are overwritten when possible."""
+
+    @override
+    def touch(self, slots: Sequence[int]) -> None:
+        """Do nothing: the service orders its values by its own rules."""
+
+    @override
+    async def reset(self) -> None:
+        """Read and write under a new epoch from now on; other engines keep their values."""
+        self._begin_epoch()
+
+    @override
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._shared.aclose()
+
+    async def _put(
+        self, keys: Sequence[ChunkKey], sources: Sequence[memoryview], purpose: Purpose
+    ) -> Sequence[Outcome]:
+        names, values = self._names(keys), _values(sources)
+
+        def prove() -> None:
+            for name, value in zip(names, values, strict=True):
+                value.proof[:] = make_proof(name, value.payload)
+
+        await self._pool.run(prove, priority=int(purpose))
+        outcomes = await self._shared.put(names, values)
+        self._wrong.difference_update(
+            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE
+        )
+        return outcomes
+
+    def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """Return the keys of the values of the chunks ``keys``."""
+        space = f"{_FORMAT}-{self._space}"
+        return [f"{space}/{group_of(key)}-{hash_part(key).hex()}" for key in keys]
+
+    def _begin_epoch(self) -> None:
+        if not self._keeps_epoch:
+            self._space = f"{self._fingerprint}-{secrets.token_hex(8)}"
+            self._wrong.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self.name} is closed")
+
+
+def _values(payloads: Sequence[memoryview]) -> list[Value]:
+    """Return values of ``payloads`` with new buffers for the proofs."""
+    proofs = memoryview(bytearray(PROOF_NBYTES * len(payloads)))
+    return [
+        Value(payload, proofs[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES])
+        for at, payload in enumerate(payloads)
+    ]
+
+
+def _with_error(outcomes: Sequence[Outcome], error: str) -> SlotOutcomes:
+    whole = {_DONE, Outcome.MISSING, Outcome.REFUSED}.issuperset(outcomes)
+    return SlotOutcomes(outcomes, "" if whole else error or "the service did not return it")
+
+
+def _memory_of(context: TierContext) -> memoryview | None:
+    """Return the shared memory, as this process maps it."""
+    if context.mapped is not None or context.memory is None:
+        return context.mapped
+    memory = context.memory
+    return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address)).cast("B")

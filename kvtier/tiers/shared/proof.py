@@ -1,0 +1,41 @@
+"""The proof of a value in a shared tier: what makes its bytes trustworthy.
+
+Anybody with access to the service can write a value, and a service may return the bytes of
+another key, a part of them, or damaged bytes. The proof follows the chunk's bytes and names the
+value's full key, which contains the layout fingerprint and the epoch, the number of bytes and
+their hash. A value without a matching proof is a miss, whoever wrote it.
+
+A proof detects accidents, and no attacks: whoever may write to the service may also make proofs.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import xxhash
+
+__all__ = ["PROOF_NBYTES", "is_proof_of", "make_proof"]
+
+PROOF_NBYTES: Final = 64
+"""Bytes of a proof."""
+
+_MAGIC: Final = b"kvtier proof v1\0"
+_PROOF: Final = struct.Struct("<16s16sQ8x16s")
+assert _PROOF.size == PROOF_NBYTES
+
+
+def make_proof(key: str, payload: memoryview) -> bytes:
+    """Return the proof of a value.
+
+    Args:
+        key: The value's key in the service.
+        payload: The bytes of the chunk.
+    """
+    digest = xxhash.xxh3_128_digest
+    return _PROOF.pack(_MAGIC, digest(key.encode()), payload.nbytes, digest(payload))
+
+
+def is_proof_of(proof: memoryview, key: str, payload: memoryview) -> bool:
+    """Return whether ``proof`` is the proof of ``payload`` under ``key``."""
+    return proof == make_proof(key, payload)
