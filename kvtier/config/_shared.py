@@ -24,7 +24,7 @@ _SCHEMES: Final = ("s3", "gs", "az", "file")
 
 
 class SharedTierConfig(TierConfig):
-    """A tier that many engines share. The ``Options`` of a custom shared tier derive from it."""
+    """A tier that many engines share. The ``Options`` of custom shared tiers derive from it."""
 
     is_shared: ClassVar[bool] = True
 

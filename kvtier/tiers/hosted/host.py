@@ -194,7 +194,9 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         return  # the engine ended
     try:
         pool = IoPool(opening.header["threads"], name="kvtier-io")
-        tier = await pool.run(functools.partial(_open, opening, pool, engine_pid, memory), priority=0)
+        tier = await pool.run(
+            functools.partial(_open, opening, pool, engine_pid, memory), priority=0
+        )
     except Exception as error:  # noqa: BLE001 - raised again in the engine's process
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
@@ -232,9 +234,7 @@ async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
     return outcome
 
 
-def _open(
-    opening: Frame, pool: IoPool, engine_pid: int, memory: memoryview
-) -> StorageTier:
+def _open(opening: Frame, pool: IoPool, engine_pid: int, memory: memoryview) -> StorageTier:
     header = opening.header
     context = TierContext(
         slot_nbytes=header["slot_nbytes"],

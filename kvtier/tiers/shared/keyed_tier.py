@@ -155,9 +155,7 @@ class KeyedTier(StorageTier, KeyFinder):
         got = [at for at, outcome in enumerate(outcomes) if outcome is _DONE]
 
         def verify() -> list[int]:
-            return [
-                at for at in got if not is_proof_of(values[at].proof, names[at], into[at])
-            ]
+            return [at for at in got if not is_proof_of(values[at].proof, names[at], into[at])]
 
         for at in await self._pool.run(verify, priority=int(purpose)) if got else ():
             outcomes[at] = Outcome.CORRUPT
