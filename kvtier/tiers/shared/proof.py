@@ -1,11 +1,11 @@
 """The proof of a value in a shared tier: what makes its bytes trustworthy.
 
-Anybody with access to the service can write a value, and a service may return the bytes of
-another key, a part of them, or damaged bytes. The proof follows the chunk's bytes and names the
-value's full key, which contains the layout fingerprint and the epoch, the number of bytes and
-their hash. A value without a matching proof is a miss, whoever wrote it.
+Others write to the service too, and it may return the bytes of another key, a part of a value,
+or damaged bytes. The proof follows the chunk's bytes. It has a hash of the value's full key,
+which contains the layout fingerprint and the epoch, the number of bytes, and a hash of the
+bytes. A value without a matching proof is a miss.
 
-A proof detects accidents, and no attacks: whoever may write to the service may also make proofs.
+A proof detects accidents, not attacks: every writer to the service can make proofs.
 """
 
 from __future__ import annotations
