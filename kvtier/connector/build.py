@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier.config import KvtierConfig
+from kvtier.config import KvtierConfig, SharedTierConfig
 from kvtier.manager import GdsSource
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.hits import GroupReach
@@ -101,6 +101,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
             direct_loads=transfer.load_path == "direct",
+            lookup_timeout_s=_lookup_timeout_s(config),
         ),
         slot_status=slot_status,
         record_events=record_events,
@@ -116,6 +117,11 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         counting_group=counting_group,
         gds=gds,
     )
+
+
+def _lookup_timeout_s(config: KvtierConfig) -> float | None:
+    last = config.tiers[-1]
+    return last.lookup_timeout_s if isinstance(last, SharedTierConfig) else None
 
 
 def check_policies(config: KvtierConfig) -> None:

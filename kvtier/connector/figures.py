@@ -168,6 +168,7 @@ class TierFigures(NamedTuple):
         ),
         _failed("corrupt"),
     ]
+    missing_chunks: Annotated[int, _failed("missing", "tier.counters.missing")]
     failed_reads: Annotated[int, _failed("read", "tier.counters.read_failed")]
     failed_writes: Annotated[int, _failed("write", "tier.counters.failed")]
     failed_loads: Annotated[int, _failed("load", "tier.counters.load_failed")]
@@ -186,6 +187,13 @@ class TierFigures(NamedTuple):
     ]
     queue_seconds: Annotated[
         float, _counter("traffic.queued_s", "Time that transfers of the tier were queued.")
+    ]
+    questions: Annotated[
+        int,
+        _counter("traffic.questions", "Questions to a shared tier: which chunks has it?"),
+    ]
+    question_seconds: Annotated[
+        float, _counter("traffic.question_s", "Time until a shared tier answered questions.")
     ]
     refused_jobs: Annotated[
         int,
@@ -328,6 +336,8 @@ class _Traffic:
     refused: int = 0
     expired: int = 0
     is_out_of_service: int = 0
+    questions: int = 0
+    question_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,16 +418,19 @@ def _traffic(
     for ends, channel in channels.items():
         if tier not in ends:
             continue
-        if tier == ends[0]:
-            total.read_bytes += channel.nbytes
+        is_question = ends[0] == ends[1]
+        if is_question:
+            total.questions += channel.jobs
+            total.question_s += channel.seconds
         else:
-            total.written_bytes += channel.nbytes
-        total.seconds += channel.seconds
-        total.queued_s += channel.queued_s
+            total.read_bytes += channel.nbytes if tier == ends[0] else 0
+            total.written_bytes += channel.nbytes if tier == ends[1] else 0
+            total.seconds += channel.seconds
+            total.queued_s += channel.queued_s
         total.queued_bytes += channel.queued_bytes
         total.refused += channel.refused
         total.expired += channel.expired
         # A suspended channel between two slower tiers does not suspend either tier.
-        if channel.out_of_service and fastest in ends and tier != fastest:
+        if channel.out_of_service and tier != fastest and (is_question or fastest in ends):
             total.is_out_of_service = 1
     return total

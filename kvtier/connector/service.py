@@ -165,6 +165,8 @@ class CacheService:
         tokens = 0 if self._is_disabled else self._manager.lookup(req_id, prompt)
         if tokens is None:
             self._waits.begin(req_id)
+            if self._manager.has_output:  # a question, on which the request waits
+                self._submit_now()
         return tokens
 
     @_or_else(_NO_TIER)

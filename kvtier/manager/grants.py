@@ -32,7 +32,7 @@ from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.base import RequestTerms, is_idle
 from kvtier.types import JobId
 
-__all__ = ["DEFERRED", "Grants", "LookupPhase", "RequestState"]
+__all__ = ["DEFERRED", "Grants", "LookupPhase", "RequestState", "SharedAccess"]
 
 _RECHECK_STEPS: Final = 16
 _RESIDENT = CopyState.RESIDENT
@@ -61,15 +61,31 @@ DEFERRED: Final = (LookupPhase.QUEUED, LookupPhase.WAITING)
 """Phases in which a lookup has no result yet."""
 
 
+class SharedAccess:
+    """What a request knows about its chunks in the shared tier."""
+
+    UNKNOWN: ClassVar[int] = 0
+    """It has not asked."""
+    ASKED: ClassVar[int] = 1
+    """It waits for the answer."""
+    READABLE: ClassVar[int] = 2
+    """The tier has some of its chunks."""
+    NONE: ClassVar[int] = 3
+    """It reads nothing from the tier."""
+
+
 class RequestState:
     """One request from its first lookup to its end.
 
-    Only :class:`Grants` changes the attributes from ``phase`` to ``refused_at``.
+    Only :class:`Grants` changes the attributes from ``phase`` to ``refused_at``, except
+    ``shared``.
 
     Attributes:
         req_id: The engine's id of the request.
         terms: The tiers that the request may use.
         phase: One of :class:`LookupPhase`.
+        shared: One of :class:`SharedAccess`; written by
+            :class:`~kvtier.manager.questions.Questions`.
         wanted: Chunks that the request waits for, in the order of its load.
         wanted_since_s: Time when the request was queued.
         deferred_steps: Steps since the request entered its phase.
@@ -94,6 +110,7 @@ class RequestState:
         self.req_id = req_id
         self.terms = terms
         self.phase = LookupPhase.OPEN
+        self.shared = SharedAccess.UNKNOWN
         self.wanted: list[ChunkKey] = []
         self.wanted_since_s = 0.0
         self.deferred_steps = 0
@@ -117,6 +134,7 @@ class RequestState:
         self.tails.clear()
         self.has_gap = False
         self.is_stale = False
+        self.shared = SharedAccess.UNKNOWN
 
     def invalidate(self) -> None:
         """Record a reset of the cache."""

@@ -287,8 +287,7 @@ class Loader:
             raise KeyError(next(key for key in keys if key not in whole))
         self._ram.pin(resident)  # so that they are not evicted for the missing chunks
         self._use(resident)
-        allowed = None if request is None else request.terms.load_tiers
-        direct, found = self._promoter.begin_direct_load(keys, allowed)
+        direct, found = self._promoter.begin_direct_load(keys, request)
         in_ram = list(map(_loadable, map(self._ram.copies.get, keys)))
         copies = [copy for copy in in_ram if copy is not None]
         load = _load_of(keys, copies, direct=direct)

@@ -10,9 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
+from kvtier.manager.grants import (
+    DEFERRED,
+    Grants,
+    LookupPhase,
+    RequestState,
+    SharedAccess,
+)
 from kvtier.manager.hits import HitRules, Presence, Prompt
 from kvtier.manager.promote import Promoter
+from kvtier.manager.questions import Questions
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import CopyState
@@ -31,34 +38,47 @@ class HitLookup:
         rules: The chunks that a hit needs.
         grants: Records the lookups.
         promoter: Prepares the load of a hit.
+        questions: Asks the shared tier, if there is one.
     """
 
     def __init__(
-        self, stack: TierStack, rules: HitRules, grants: Grants, promoter: Promoter
+        self,
+        stack: TierStack,
+        rules: HitRules,
+        grants: Grants,
+        promoter: Promoter,
+        questions: Questions,
     ) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._rules = rules
         self._grants = grants
         self._promoter = promoter
+        self._questions = questions
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now; None to look up again in the next step."""
         self._grants.record_lookup(request)
-        if request.phase in DEFERRED:
+        if request.phase in DEFERRED or request.shared == SharedAccess.ASKED:
             return None
         if request.phase == LookupPhase.FAILED:
             return 0
         presence, readable = self._presence_for(request)
+        if (
+            self._stack.shared is not None
+            and request.shared == SharedAccess.UNKNOWN
+            and request.phase == LookupPhase.OPEN
+            and self._questions.ask(request, prompt, presence.lead)
+        ):
+            return None
         end = self._rules.longest(prompt, presence)
         if end + self._rules.alignment_tokens <= prompt.limit_tokens:
             self._record_missing(request, prompt, end)
         if end == prompt.local_tokens:
             return 0
         needed = self._rules.needed(prompt, end)
-        if not self._promoter.prepare(request, needed, readable):
-            return None
-        return end - prompt.local_tokens
+        can_load = self._promoter.prepare(request, needed, readable)
+        return end - prompt.local_tokens if can_load else None
 
     def residence(self, request: RequestState, key: ChunkKey) -> int | None:
         """Return the index of the fastest tier that can serve ``key``; None for a miss.
@@ -87,7 +107,9 @@ class HitLookup:
         allowed = request.terms.load_tiers
         if request.phase == LookupPhase.SETTLED:
             return _Presence(self._stack, None, allowed), ()
-        readable = self._stack.readable(allowed)
+        readable = self._stack.readable(
+            allowed, with_shared=request.shared == SharedAccess.READABLE
+        )
         return _Presence(self._stack, readable, allowed), readable
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:

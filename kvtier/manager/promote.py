@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.cost_model import LoadChoice
-from kvtier.manager.grants import Grants, RequestState
+from kvtier.manager.grants import Grants, RequestState, SharedAccess
 from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
@@ -155,7 +155,7 @@ class Promoter:
         return False
 
     def begin_direct_load(
-        self, keys: Sequence[ChunkKey], allowed: Collection[int] | None
+        self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> tuple[int, Mapping[ChunkKey, ChunkCopy]]:
         """Begin a direct load of the ``keys`` that RAM lacks.
 
@@ -164,14 +164,14 @@ class Promoter:
 
         Args:
             keys: The chunks of the load.
-            allowed: Indices of the tiers to load from; None for all.
+            request: The request; None if the engine never began it.
 
         Returns:
             The number of promoted chunks, and the copies that workers will read, by key.
         """
         stack, members = self._stack, self._ram.copies
         absent = [key for key in keys if key not in members]
-        readable = stack.readable(allowed)
+        readable = self._readable(request)
         if len(readable) == 1:
             sources = readable[0].resident(absent)
             tiers = [readable[0].index] * len(sources)
@@ -265,6 +265,14 @@ class Promoter:
         choice = stack.cost_model.choose(hit.tiers, counted=counted, now=stack.ctx.now)
         return (hit, None) if choice is None else (hit.head(choice.kept), choice)
 
+    def _readable(self, request: RequestState | None) -> Sequence[TierState]:
+        """Return the slower tiers that ``request`` may read."""
+        if request is None:
+            return self._stack.readable(None, with_shared=False)
+        return self._stack.readable(
+            request.terms.load_tiers, with_shared=request.shared == SharedAccess.READABLE
+        )
+
     # -- granting ---------------------------------------------------------------------------
 
     def _start(self, request: RequestState, *, may_wait: bool) -> bool:
@@ -276,7 +284,7 @@ class Promoter:
                 granted.
         """
         stack, grants = self._stack, self._grants
-        readable = stack.readable(request.terms.load_tiers)
+        readable = self._readable(request)
         hit, choice = self._worthwhile(_Hit(*stack.find_leading(request.wanted, readable)))
         cost = hit.cost
         may_wait = may_wait and cost <= grants.budget

@@ -62,6 +62,8 @@ class TierCounters:
     """Transfers of chunks refused because this tier is out of service or its queue is full."""
     load_failed: int = 0
     """Chunks of this tier that a worker could not load into the GPU."""
+    missing: int = 0
+    """Chunks that this tier, which is shared, no longer had when they were read."""
     corrupt: int = 0
     """Chunks dropped because their bytes were corrupt."""
     lost: int = 0
@@ -84,6 +86,8 @@ class TierCounters:
             self.expired += 1
         elif outcome is Outcome.REFUSED:
             self.shut_out += 1
+        elif outcome is Outcome.MISSING:
+            self.missing += 1
         elif outcome is Outcome.CANCELLED:
             return
         elif reading:

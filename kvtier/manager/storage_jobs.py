@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvtier.keys import ChunkKey
 from kvtier.manager.copies import CopyList
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import NO_GENERATION, TierStack
@@ -158,6 +159,17 @@ class StorageJobs:
             planned.append((self._add(record, places), copies))
         return planned
 
+    def plan_question(self, tier: TierState, keys: Sequence[ChunkKey]) -> JobId:
+        """Plan a job that asks the shared ``tier`` which of ``keys`` it has; return its id."""
+        timeout_s = self._stack.limits.lookup_timeout_s
+        assert timeout_s is not None
+        job_id = self._take_id()
+        numbers = range(len(keys))
+        self._planned.append(
+            Job(job_id, Purpose.FIND, tier.name, tier.name, keys, numbers, numbers, timeout_s)
+        )
+        return job_id
+
     def settle(
         self, record: JobRecord, outcomes: Sequence[Outcome]
     ) -> tuple[Sequence[ChunkCopy], Sequence[Failure]]:
@@ -177,14 +189,15 @@ class StorageJobs:
             destination.abort(written)
             if outcome is Outcome.CORRUPT and record.source:
                 self._stack.drop_corrupt(source, read)
+            elif outcome is Outcome.MISSING and record.source:
+                self._stack.drop_missing(source, read)
         return arrived, failures
 
     def _add(self, record: JobRecord, slots: Sequence[int]) -> JobId:
         """Record a job and queue it for the engine; return the new job id."""
         limits, tiers = self._stack.limits, self._stack.tiers
         is_promotion = record.is_promotion
-        job_id = self._next_id
-        self._next_id += 1
+        job_id = self._take_id()
         self._records[job_id] = record
         self._planned.append(
             Job(
@@ -200,6 +213,10 @@ class StorageJobs:
             )
         )
         return job_id
+
+    def _take_id(self) -> JobId:
+        self._next_id += 1
+        return self._next_id - 1
 
     def find(self, job_id: JobId) -> JobRecord | None:
         """Return the record of a job; None if the job is not in flight."""

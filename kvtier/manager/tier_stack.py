@@ -52,6 +52,8 @@ class ManagerLimits:
         max_store_refusals: Refusals after which a store is cut to the chunks that fit.
         direct_loads: Whether chunks in slower tiers may be loaded directly; else all loads are
             staged.
+        lookup_timeout_s: Deadline of a question to the last tier, which is then a shared tier;
+            None if no tier is shared.
     """
 
     pin_budget: int
@@ -68,6 +70,7 @@ class ManagerLimits:
     max_idle_grant_steps: int = 256
     max_store_refusals: int = 16
     direct_loads: bool = False
+    lookup_timeout_s: float | None = None
 
 
 class SlotStatus(Protocol):
@@ -118,6 +121,7 @@ class TierStack:
         tiers: The tiers; index 0 is RAM.
         ram: The first tier.
         slower: The other tiers.
+        shared: The last tier if it is a shared tier; else None.
         placement: Decides what moves between tiers.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
@@ -153,6 +157,7 @@ class TierStack:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
         self.slower = self.tiers[1:]
+        self.shared = None if limits.lookup_timeout_s is None else self.tiers[-1]
         self.placement = placement
         self.limits = limits
         self.slot_status = slot_status
@@ -200,18 +205,23 @@ class TierStack:
                 return True
         return False
 
-    def readable(self, allowed: Collection[int] | None) -> Sequence[TierState]:
+    def readable(
+        self, allowed: Collection[int] | None, *, with_shared: bool
+    ) -> Sequence[TierState]:
         """Return the slower tiers in service, fastest first.
 
         Args:
             allowed: Indices of the tiers to choose from; None for all.
+            with_shared: Whether the shared tier, if there is one, may be read.
         """
-        if allowed is None and not self.out_of_service:
+        with_shared = with_shared or self.shared is None
+        if allowed is None and with_shared and not self.out_of_service:
             return self.slower
         return [
             tier
             for tier in self.slower
             if tier.index not in self.out_of_service
+            and (with_shared or tier is not self.shared)
             and (allowed is None or tier.index in allowed)
         ]
 
@@ -337,6 +347,11 @@ class TierStack:
         tier.counters.corrupt += 1
         if copy.state == _RESIDENT:
             self.record_corrupt(tier.index, (copy,))
+            self.drop(tier, copy)
+
+    def drop_missing(self, tier: TierState, copy: ChunkCopy) -> None:
+        """Drop a copy that a shared tier no longer has."""
+        if copy.state == _RESIDENT:
             self.drop(tier, copy)
 
     def record_corrupt(self, tier: int, copies: Iterable[ChunkCopy]) -> None:

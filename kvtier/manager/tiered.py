@@ -27,6 +27,7 @@ from kvtier.manager.load import Loader, LoadPlan, ReadFailures
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
 from kvtier.manager.quarantine import Quarantine
+from kvtier.manager.questions import Questions
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
 from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
@@ -87,7 +88,9 @@ class TieredOffloadingManager:
         self._grants = Grants(stack, self._jobs)
         self._demoter = Demoter(stack, self._jobs)
         self._promoter = Promoter(stack, self._jobs, self._grants)
-        self._lookup = HitLookup(stack, HitRules(groups), self._grants, self._promoter)
+        rules = HitRules(groups)
+        self._questions = Questions(stack, self._jobs, rules)
+        self._lookup = HitLookup(stack, rules, self._grants, self._promoter, self._questions)
         self._storer = Storer(stack, self._grants, self._demoter)
         self._loader = Loader(
             stack, grants=self._grants, promoter=self._promoter, demoter=self._demoter
@@ -277,6 +280,7 @@ class TieredOffloadingManager:
         return not (
             self._demoter.queued
             or len(self._jobs)  # late jobs too: their slots become free when they end
+            or self._questions
             or self._quarantine
             or self.has_output
             or self._grants
@@ -323,6 +327,8 @@ class TieredOffloadingManager:
         Do not call this between a lookup and the ``prepare_load`` that relies on the lookup,
         because this call evicts victims that arrived in a slower tier.
         """
+        if self._questions.apply(result):
+            return
         stack = self._stack
         record = self._jobs.find(result.job_id)
         if record is None:
@@ -466,6 +472,7 @@ class TieredOffloadingManager:
         for request in self._requests.values():
             request.invalidate()
         self._grants.clear()
+        self._questions.clear()
         for retention in stack.retentions:
             retention.clear()
         self._demoter.clear()

@@ -147,7 +147,7 @@ class Workbench:
         padded = outcomes or (Outcome.DONE,)
         every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
         filled = job.destination_slots if job.purpose is Purpose.PROMOTE else ()
-        for slot, generation, outcome in zip(filled, job.payload, every, strict=False):
+        for slot, generation, outcome in zip(filled, job.payload or (), every, strict=False):
             if outcome is not Outcome.DONE:
                 self.slot_status.mark_lost([slot], [generation])
             elif settled:

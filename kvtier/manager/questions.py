@@ -1,0 +1,191 @@
+"""Asks a shared tier which chunks of a waiting request it has.
+
+Other engines store into a shared tier and its service evicts, so the manager does not know what
+is there. The first time that a request is looked up, the manager asks for the keys that the
+other tiers lack, all in one *question*. Until the answer arrives, or the question's deadline
+passes, the request waits. Then lookups treat the chunks that were found like chunks of any
+other slower tier. A chunk may be gone when it is read; that is a miss.
+
+A request asks once, and not at all if the answer is not worth the wait: if nothing could be
+loaded beyond the other tiers' chunks, if the first of these keys was missing a moment ago, if
+the cost model would compute the tokens anyway, or if the tier is out of service. A request
+without a positive answer reads nothing from the tier.
+
+The tier's slots remember which chunks it had. The memory avoids putting a chunk twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import ClassVar, Final, NamedTuple
+
+from kvtier.keys import ChunkKey
+from kvtier.manager.grants import RequestState, SharedAccess
+from kvtier.manager.hits import HitRules, Prompt, Reach
+from kvtier.manager.storage_jobs import StorageJobs
+from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import TierStack
+from kvtier.policies import CopyState
+from kvtier.types import JobId, Outcome, TransferResult
+
+__all__ = ["Questions"]
+
+_ABSENT_S: Final = 1.0
+"""Time in which a missing key is not asked for again."""
+_MAX_ABSENT: Final = 1 << 14
+
+
+class _Part(NamedTuple):
+    """The keys of one KV cache group in a question.
+
+    Attributes:
+        keys: Consecutive chunks.
+        parent: The chunk before them; None for the first chunk of a prompt.
+        depth: Number of chunks before them.
+        is_prefix: Whether a hit needs all of the group's chunks.
+    """
+
+    keys: Sequence[ChunkKey]
+    parent: ChunkKey | None
+    depth: int
+    is_prefix: bool
+
+
+class _Question(NamedTuple):
+    request: RequestState
+    parts: Sequence[_Part]
+
+
+class Questions:
+    """Plans the questions to the shared tier and applies the answers.
+
+    Args:
+        stack: The tiers; the last one is the shared tier.
+        jobs: Plans the jobs that carry the questions.
+        rules: The chunks that a hit needs.
+    """
+
+    _ANSWERS: ClassVar = frozenset((Outcome.DONE, Outcome.MISSING))
+
+    def __init__(self, stack: TierStack, jobs: StorageJobs, rules: HitRules) -> None:
+        self._stack = stack
+        self._jobs = jobs
+        self._rules = rules
+        self._pending: dict[JobId, _Question] = {}
+        self._absent: OrderedDict[ChunkKey, float] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        """Return whether a question has no answer yet."""
+        return bool(self._pending)
+
+    def ask(
+        self,
+        request: RequestState,
+        prompt: Prompt,
+        lead: Callable[[Sequence[ChunkKey]], int],
+    ) -> bool:
+        """Ask for the chunks that the other tiers lack; return whether the request must wait.
+
+        Args:
+            request: A request that has not asked yet.
+            prompt: Its chunks.
+            lead: Returns how many leading keys the other tiers have.
+        """
+        request.shared = SharedAccess.NONE
+        tier = self._stack.shared
+        allowed = request.terms.load_tiers
+        if tier is None or tier.index in self._stack.out_of_service:
+            return False
+        if allowed is not None and tier.index not in allowed:
+            return False
+        parts = self._parts(prompt, lead)
+        if not parts or not self._is_worthwhile(tier, parts):
+            return False
+        keys = list(chain.from_iterable(part.keys for part in parts))
+        self._pending[self._jobs.plan_question(tier, keys)] = _Question(request, parts)
+        request.shared = SharedAccess.ASKED
+        return True
+
+    def apply(self, result: TransferResult) -> bool:
+        """Apply the answer to a question; return False if ``result`` is of another job."""
+        question = self._pending.pop(result.job_id, None)
+        if question is None:
+            return False
+        request, parts = question
+        request.shared = SharedAccess.NONE
+        if not self._ANSWERS.issuperset(result.outcomes):
+            return True
+        at = 0
+        for part in parts:
+            end = at + len(part.keys)
+            if self._remember(part, result.outcomes[at:end]):
+                request.shared = SharedAccess.READABLE
+            at = end
+        return True
+
+    def clear(self) -> None:
+        """Forget all questions, because the cache was reset; their answers are ignored."""
+        for question in self._pending.values():
+            question.request.shared = SharedAccess.NONE
+        self._pending.clear()
+        self._absent.clear()
+
+    def _parts(
+        self, prompt: Prompt, lead: Callable[[Sequence[ChunkKey]], int]
+    ) -> Sequence[_Part]:
+        """Return the keys to ask for, by group; none if no longer hit is possible."""
+        parts: list[_Part] = []
+        now = self._stack.ctx.now
+        for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
+            size, is_prefix = group.chunk_tokens, group.reach is Reach.PREFIX
+            first, end = prompt.local_tokens // size, prompt.limit_tokens // size
+            first += lead(keys[first:end])
+            rest = keys[first:end]
+            if is_prefix and rest and now - self._absent.get(rest[0], -_ABSENT_S) < _ABSENT_S:
+                return ()
+            if rest:
+                parent = keys[first - 1] if first else None
+                parts.append(_Part(rest, parent, first, is_prefix))
+        return parts
+
+    def _is_worthwhile(self, tier: TierState, parts: Sequence[_Part]) -> bool:
+        """Return whether the cost model would load any of the chunks if they were found."""
+        stack = self._stack
+        chunks = sum(len(part.keys) for part in parts)
+        counted = sum(len(part.keys) for part in parts if stack.is_counted(part.keys[0]))
+        if not counted:
+            return True  # only chunks of other groups are missing
+        sources = [tier.index] * chunks
+        choice = stack.cost_model.choose(sources, counted=counted, now=stack.ctx.now)
+        return choice is None or choice.kept > 0
+
+    def _remember(self, part: _Part, outcomes: Sequence[Outcome]) -> bool:
+        """Record which chunks of ``part`` the tier has; return whether it has any."""
+        stack, tier = self._stack, self._stack.shared
+        assert tier is not None
+        found: list[int] = []
+        for at, (key, outcome) in enumerate(zip(part.keys, outcomes, strict=True)):
+            copy = tier.copies.get(key)
+            if outcome is Outcome.DONE:
+                if copy is None:
+                    found.append(at)
+            elif copy is not None and copy.state == CopyState.RESIDENT:
+                stack.drop(tier, copy)
+        if Outcome.MISSING in outcomes and part.is_prefix:
+            self._record_absent(part.keys[list(outcomes).index(Outcome.MISSING)])
+        found = found[: tier.available]
+        if found:
+            keys = [part.keys[at] for at in found]
+            parents = [part.keys[at - 1] if at else part.parent for at in found]
+            depths = [part.depth + at for at in found]
+            slots, _ = stack.take_slots(tier, keys)
+            stack.publish(tier, tier.begin_writing(keys, slots, parents, depths))
+        return Outcome.DONE in outcomes
+
+    def _record_absent(self, key: ChunkKey) -> None:
+        self._absent[key] = self._stack.ctx.now
+        self._absent.move_to_end(key)
+        if len(self._absent) > _MAX_ABSENT:
+            self._absent.popitem(last=False)
