@@ -33,7 +33,7 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
         from kvtier.tiers.shared import KeyedTier, SharedTier  # noqa: PLC0415
 
         return KeyedTier.over(TIERS.find_derived(options.kind, SharedTier), options, context)
-    return TIERS.find_derived(options.kind, StorageTier).open(options, context)
+    return _storage_tier(options.kind).open(options, context)
 
 
 def examine_tier(options: TierConfig, identity: Fields) -> StoreExamination | None:
@@ -42,7 +42,7 @@ def examine_tier(options: TierConfig, identity: Fields) -> StoreExamination | No
         return examine(options, identity)
     if options.is_shared:
         return None
-    return TIERS.find_derived(options.kind, StorageTier).examine(options, identity)
+    return _storage_tier(options.kind).examine(options, identity)
 
 
 def check_tiers(config: KvtierConfig) -> None:
@@ -57,3 +57,7 @@ def check_tiers(config: KvtierConfig) -> None:
         if tier.kind not in TIERS.built_in:
             with config.origin.at(f"tiers[{number}].kind"):
                 TIERS.find_derived(tier.kind, SharedTier if tier.is_shared else StorageTier)
+
+
+def _storage_tier(kind: str) -> type[StorageTier]:
+    return TIERS.find_derived(kind, StorageTier)
