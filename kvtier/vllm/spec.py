@@ -92,7 +92,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._settings = read_settings(engine, VllmEntryPoint.SPEC)
         refuse_layout(engine, self._settings)
         if self._settings.tiers[-1].is_shared:
-            raise UnsupportedError(f"a shared tier needs KVTierConnector; {_REMEDY}")
+            raise UnsupportedError(f"a shared tier needs KVTierConnector; {_USE_CONNECTOR}")
         if len(engine.groups) != 1:
             raise UnsupportedError(
                 f"this model has {len(engine.groups)} KV cache groups, and an offloading spec "
