@@ -170,6 +170,14 @@ class TierConfig(_Section):
         path = getattr(self, "path", None)
         return LocalStore(path) if isinstance(path, Path) else None
 
+    def has_own_process(self) -> bool:
+        """Return whether the tier runs in a process of its own; by default it does not."""
+        return False
+
+    def retained_share(self) -> float:
+        """Return the share of the tier that retained chunks may fill, 0 to 1; by default 0."""
+        return 0.0
+
     def remarks(self) -> Iterable[Remark]:
         """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
 
@@ -223,6 +231,14 @@ class NvmeTierConfig(TierConfig):
     @override
     def local_store(self) -> LocalStore:
         return LocalStore(self.path, direct_io=self.direct_io)
+
+    @override
+    def has_own_process(self) -> bool:
+        return self.own_process
+
+    @override
+    def retained_share(self) -> float:
+        return self.retain_quota
 
     @override
     def remarks(self) -> Iterable[Remark]:

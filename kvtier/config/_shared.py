@@ -50,6 +50,10 @@ class SharedTierConfig(TierConfig):
     own_process: bool = True
     """Read, write and checksum in a separate process, so the engine's is not slowed down."""
 
+    @override
+    def has_own_process(self) -> bool:
+        return self.own_process
+
 
 class MooncakeTierConfig(SharedTierConfig):
     """A Mooncake Store: memory of many hosts, pooled by a master."""

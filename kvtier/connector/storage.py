@@ -347,7 +347,7 @@ def _retain(
         zip(config.tiers[1:], tiers, strict=True), start=1
     ):
         asked = sorted(tier.retained().items(), key=lambda each: each[1], reverse=True)
-        quota = int(getattr(options, "retain_quota", 0.0) * tier.capacity_slots)
+        quota = int(options.retained_share() * tier.capacity_slots)
         if len(asked) > quota:
             logger.warning(
                 "tier %s: %d of %d chunks to retain exceed retain_quota, and may be evicted",

@@ -37,7 +37,6 @@ NO_SLOT: Final = -1
 NO_LOAD: Final = -1
 """The ``load_id`` of a :class:`LoadPlan` without a load."""
 _RESIDENT = CopyState.RESIDENT
-_WRITING = CopyState.WRITING
 
 
 class LoadPlan(NamedTuple):
@@ -287,18 +286,17 @@ class Loader:
             raise KeyError(next(key for key in keys if key not in whole))
         self._ram.pin(resident)  # so that they are not evicted for the missing chunks
         self._use(resident)
-        direct, found = self._promoter.begin_direct_load(keys, request)
-        in_ram = list(map(_loadable, map(self._ram.copies.get, keys)))
+        promoted, in_ram, reads = self._promoter.begin_direct_load(keys, request)
         copies = [copy for copy in in_ram if copy is not None]
-        load = _load_of(keys, copies, direct=direct)
-        load.reads = {at: found[key] for at, key in enumerate(keys) if key in found}
+        load = _load_of(keys, copies, direct=promoted)
+        load.reads = {at: copy for at, copy in enumerate(reads) if copy is not None}
         load.coming = {copy for copy in copies if copy.state != _RESIDENT}
         self._ram.pin(load.coming)
         self._ram.count_hits(load.coming)
         plan = LoadPlan(load.slots, load.generations, load.origins)
         if None in in_ram:
             plan = self._plan_with_reads(_plan_with_gaps(in_ram), load.reads)
-        chosen = [copy or load.reads.get(at) for at, copy in enumerate(in_ram)]
+        chosen = [copy or read for copy, read in zip(in_ram, reads, strict=True)]
         if None in chosen:
             load.lead = chosen.index(None)
         present = [copy for copy in chosen if copy is not None]
@@ -395,17 +393,6 @@ def _load_of(
         lead=len(keys),
         direct=direct,
     )
-
-
-def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
-    """Return ``copy`` if it is resident or being promoted, else None.
-
-    A direct load cannot use a copy that a worker is storing: workers that wait for the copy
-    would not learn of a failed store.
-    """
-    if copy is None or copy.state == _RESIDENT:
-        return copy
-    return copy if copy.state == _WRITING and copy.origin else None
 
 
 def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:

@@ -25,7 +25,7 @@ another, and a prefix larger than RAM would be promoted for ever without being l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -38,9 +38,10 @@ from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState, Promotion
 from kvtier.types import JobId, Outcome, TransferResult
 
-__all__ = ["Promoter"]
+__all__ = ["DirectLoad", "Promoter"]
 
 _RESIDENT = CopyState.RESIDENT
+_WRITING = CopyState.WRITING
 _DONE = Outcome.DONE
 
 
@@ -113,6 +114,20 @@ class _Hit(NamedTuple):
         return behind
 
 
+class DirectLoad(NamedTuple):
+    """The copies that a direct load uses.
+
+    Attributes:
+        promoted: Number of chunks whose promotion was planned with the load.
+        in_ram: The RAM copy of each chunk, whole or on its way; None without one.
+        reads: The copy of each chunk that workers read from its tier; None for other chunks.
+    """
+
+    promoted: int
+    in_ram: Sequence[ChunkCopy | None]
+    reads: Sequence[ChunkCopy | None]
+
+
 class Promoter:
     """Pins chunks for queued requests, plans promotion jobs and applies their results."""
 
@@ -148,7 +163,7 @@ class Promoter:
         ram.restore(in_ram, stack.ctx)
         fills = len(hit.copies) - len(in_ram)
         if stack.gds is not None:
-            fills -= sum(stack.gds_readable(*hit))
+            fills -= sum(self._gds_readable(*hit))
         if self._is_direct(hit, in_ram) and self._grants.reserve(request, fills, in_ram):
             return True
         self._grants.enqueue(request, [copy.key for copy in hit.copies])
@@ -156,39 +171,61 @@ class Promoter:
 
     def begin_direct_load(
         self, keys: Sequence[ChunkKey], request: RequestState | None
-    ) -> tuple[int, Mapping[ChunkKey, ChunkCopy]]:
-        """Begin a direct load of the ``keys`` that RAM lacks.
+    ) -> DirectLoad:
+        """Begin a direct load of ``keys``.
 
-        Chunks that workers can read from their tier are pinned there. For the other chunks,
-        promotion jobs are planned if RAM has available slots for all of them.
+        Chunks that workers can read from their tier are pinned there. For the other chunks that
+        RAM lacks, promotion jobs are planned if RAM has available slots for all of them.
 
         Args:
-            keys: The chunks of the load.
+            keys: The chunks of the load; the resident copies in RAM are pinned.
             request: The request; None if the engine never began it.
-
-        Returns:
-            The number of promoted chunks, and the copies that workers will read, by key.
         """
         stack, members = self._stack, self._ram.copies
         absent = [key for key in keys if key not in members]
-        readable = self._readable(request)
-        if len(readable) == 1:
-            sources = readable[0].resident(absent)
-            tiers = [readable[0].index] * len(sources)
-        else:
-            found = [at for key in absent if (at := first_resident(readable, key)) is not None]
-            sources, tiers = [copy for _, copy in found], [tier.index for tier, _ in found]
+        sources, tiers = self._find_slower(absent, request)
         reads: dict[ChunkKey, ChunkCopy] = {}
         if stack.gds is not None:
-            by_gds = stack.gds_readable(sources, tiers)
+            by_gds = self._gds_readable(sources, tiers)
             reads = {copy.key: copy for copy in compress(sources, by_gds)}
             self._begin_reads(stack.tiers[stack.gds.tier], reads.values())
             others = [not is_read for is_read in by_gds]
             sources, tiers = list(compress(sources, others)), list(compress(tiers, others))
-        if not sources or len(sources) > self._ram.available:
-            return 0, reads
-        self._plan(sources, tiers)
-        return len(sources), reads
+        promoted = len(sources) if len(sources) <= self._ram.available else 0
+        if promoted:
+            self._plan(sources, tiers)
+        in_ram = list(map(_loadable, map(members.get, keys)))
+        return DirectLoad(promoted, in_ram, [reads.get(key) for key in keys])
+
+    def _find_slower(
+        self, keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> tuple[Sequence[ChunkCopy], Sequence[int]]:
+        """Return the copies of ``keys`` in slower tiers, and the tier index of each copy."""
+        readable = self._readable(request)
+        if len(readable) == 1:
+            copies = readable[0].resident(keys)
+            return copies, [readable[0].index] * len(copies)
+        found = [at for key in keys if (at := first_resident(readable, key)) is not None]
+        return [copy for _, copy in found], [tier.index for tier, _ in found]
+
+    def _gds_readable(
+        self, copies: Sequence[ChunkCopy], tiers: Sequence[int]
+    ) -> Sequence[bool]:
+        """Return for each copy whether workers can read it from its tier, without RAM.
+
+        Args:
+            copies: Resident copies.
+            tiers: Index of the tier of each copy.
+        """
+        gds = self._stack.gds
+        answers = [False] * len(copies)
+        if gds is None or gds.tier not in tiers:
+            return answers
+        places = [at for at, tier in enumerate(tiers) if tier == gds.tier]
+        readable = gds.readable([copies[at].slot for at in places])
+        for at, answer in zip(places, readable, strict=True):
+            answers[at] = answer
+        return answers
 
     def _begin_reads(self, tier: TierState, copies: Collection[ChunkCopy]) -> None:
         """Pin copies that workers will read from ``tier``, and count their uses."""
@@ -389,3 +426,14 @@ class Promoter:
                 moved.append(copy)
                 self._stack.drop(tier, source)
         return moved
+
+
+def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
+    """Return ``copy`` if it is resident or being promoted, else None.
+
+    A direct load cannot use a copy that a worker is storing: workers that wait for the copy
+    would not learn of a failed store.
+    """
+    if copy is None or copy.state == _RESIDENT:
+        return copy
+    return copy if copy.state == _WRITING and copy.origin else None

@@ -255,23 +255,6 @@ class TierStack:
             copies.append(copy)
         return copies, tiers
 
-    def gds_readable(self, copies: Sequence[ChunkCopy], tiers: Sequence[int]) -> Sequence[bool]:
-        """Return for each copy whether workers can read it from its tier, without RAM.
-
-        Args:
-            copies: Resident copies.
-            tiers: Index of the tier of each copy.
-        """
-        gds = self.gds
-        answers = [False] * len(copies)
-        if gds is None or gds.tier not in tiers:
-            return answers
-        places = [at for at, tier in enumerate(tiers) if tier == gds.tier]
-        readable = gds.readable([copies[at].slot for at in places])
-        for at, answer in zip(places, readable, strict=True):
-            answers[at] = answer
-        return answers
-
     def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
         """Return whether ``key`` is in, or was promoted from, a tier in ``allowed``."""
         copy = self.ram.copies.get(key)

@@ -23,7 +23,7 @@ from abc import ABC
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import pytest
 from typing_extensions import override
@@ -41,6 +41,8 @@ __all__ = ["StorageTierContract"]
 
 T = TypeVar("T")
 AnyHarness = TierHarness[StorageTier]
+_FAR_FUTURE: Final = 1 << 40
+"""Seconds since the epoch."""
 DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 
 
@@ -87,6 +89,13 @@ class StorageTierContract(ABC):
     def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
         """Open the tier; override this method if :attr:`tier_class` needs other arguments."""
         return self.tier_class.open(options, context)
+
+    def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> None:  # noqa: ARG002
+        """Retain the chunks in ``slots`` of the closed tier until ``until``.
+
+        Override this method if the tier implements :meth:`StorageTier.retained`.
+        """
+        pytest.skip("retains no chunks")
 
     @pytest.fixture
     def directory(self, tmp_path: Path) -> Path:
@@ -237,6 +246,48 @@ class StorageTierContract(ABC):
     ) -> None:
         harness.tier.touch([0])
         assert await self.restart(harness) == []
+
+    async def test_only_recovered_chunks_are_retained(self, harness: AnyHarness) -> None:
+        await harness.put(make_keys(range(4)), range(4))
+        harness.tier.forget([1])
+        found = await self.restart(harness)
+        assert harness.tier.retained().keys() <= {slot for _, slot in found}
+
+    async def test_retained_chunks_stay_retained_over_restarts(
+        self, harness: AnyHarness, options: TierConfig
+    ) -> None:
+        await self._fill_and_retain(harness, options, slots=[1, 3])
+        assert harness.tier.retained() == {1: _FAR_FUTURE, 3: _FAR_FUTURE}
+        await self.restart(harness)
+        assert harness.tier.retained() == {1: _FAR_FUTURE, 3: _FAR_FUTURE}
+
+    async def test_overwritten_and_forgotten_chunks_are_no_longer_retained(
+        self, harness: AnyHarness, options: TierConfig
+    ) -> None:
+        await self._fill_and_retain(harness, options, slots=[0, 1, 2])
+        await harness.put(make_keys([9]), [0])
+        harness.tier.forget([1])
+        await self.restart(harness)
+        assert harness.tier.retained() == {2: _FAR_FUTURE}
+
+    async def test_no_chunk_is_retained_after_a_reset(
+        self, harness: AnyHarness, options: TierConfig
+    ) -> None:
+        await self._fill_and_retain(harness, options, slots=[1, 3])
+        await harness.tier.reset()
+        await self.restart(harness)
+        assert not harness.tier.retained()
+
+    async def _fill_and_retain(
+        self, harness: AnyHarness, options: TierConfig, *, slots: Sequence[int]
+    ) -> None:
+        """Store a chunk in each of the first four slots, retain some, and open the tier."""
+        await harness.put(make_keys(range(4)), range(4))
+        await harness.tier.aclose()
+        try:
+            self.retain(options, slots, _FAR_FUTURE)
+        finally:
+            await harness.open()
 
     async def test_reset_forgets_everything_for_good(self, harness: AnyHarness) -> None:
         keys = make_keys(range(4))

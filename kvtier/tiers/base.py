@@ -244,8 +244,8 @@ class StorageTier(ABC):
     def retained(self) -> Mapping[int, int]:
         """Return until when recovered chunks must not be evicted, by slot.
 
-        The times are seconds since the epoch. The manager counts these slots against
-        ``retain_quota``, if :attr:`Options` has this field.
+        The times are seconds since the epoch. The slots are slots of :meth:`recovered`; chunks
+        beyond ``options.retained_share()`` may be evicted.
         """
         return {}
 

@@ -25,7 +25,7 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
         StoreLockedError: Another process has the store open.
         StoreDamagedError: The store's files are damaged or foreign.
     """
-    if context.memory is not None and getattr(options, "own_process", False):
+    if context.memory is not None and options.has_own_process():
         from kvtier.tiers.hosted import HostedTier  # noqa: PLC0415
 
         return HostedTier.open(options, context)

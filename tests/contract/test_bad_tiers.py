@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -192,6 +192,13 @@ class LocksForEver(FileTier):
             raise StoreLockedError(self.name, directory, "another engine") from error
 
 
+class RetainsEmptySlots(FileTier):
+    """Retains slots without asking which of them hold a chunk."""
+
+    def retained(self) -> Mapping[int, int]:
+        return dict.fromkeys(range(self.capacity_slots), 1 << 40)
+
+
 class ForgetsWhenClosed(FileTier):
     """Collects what is to be forgotten until it is closed."""
 
@@ -272,6 +279,7 @@ BAD_TIERS: list[tuple[type[StorageTier], str]] = [
     (AbandonsThreads, READ_WAITS),
     (ShieldsReads, READ_WAITS),
     (ShieldsWrites, WRITE_WAITS),
+    (RetainsEmptySlots, "test_only_recovered_chunks_are_retained"),
 ]
 BAD_STORES: list[tuple[type[StorageTier], str]] = [
     (KeepsNoLock, ONE_ENGINE),

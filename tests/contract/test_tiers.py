@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 
-from kvtier.config import TierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.testing.file_tier import FileTier
 from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.maintain import hold, retain_chunks
 from tests.support.faulty_tier import FaultyTier
 from tests.support.memory_tier import MemoryMedium, MemoryTier
 
@@ -36,6 +38,16 @@ path: {directory}
 direct_io: {self.direct_io}
 durability: {self.durability}
 """
+
+    def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> None:
+        assert isinstance(options, NvmeTierConfig)
+        (space,) = find_namespaces(options.path)
+        with hold(space, "close the tier"):
+            with IndexReader(space, idle=True) as reader:
+                entries = [
+                    entry for entry in reader.entries("stored", -1) if entry.slot in slots
+                ]
+            retain_chunks(space, entries, until, quota_chunks=len(entries))
 
 
 class TestDirectSlab(SlabContract):
