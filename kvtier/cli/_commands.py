@@ -27,6 +27,7 @@ EXAMPLES: Final = {
     "ram": "memory only",
     "ram_nvme": "every key with its default",
     "ram_nvme_gds": "chunks are read from the disk straight into GPU memory",
+    "ram_nvme_shared": "below the disk, a tier that many machines share",
 }
 """The examples, by name, with their purpose."""
 _EXAMPLES_HELP: Final = "; ".join(f"{name}: {text}" for name, text in EXAMPLES.items())

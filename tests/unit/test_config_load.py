@@ -33,7 +33,7 @@ def test_every_example_loads(path: Path) -> None:
 
 
 def test_the_examples_are_the_ones_the_manual_names() -> None:
-    named = {"demo", "ram", "ram_nvme", "ram_nvme_gds"}
+    named = {"demo", "ram", "ram_nvme", "ram_nvme_gds", "ram_nvme_shared"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == named
 
 
