@@ -43,6 +43,7 @@ class TimedCalls:
         elif not self._last.done():
             raise TimeoutError("the call before has not ended")
         self._last = future = Future[T]()
+        future.set_running_or_notify_cancel()  # no waiter can cancel it
         self._queue.put((future, call))
         return future
 

@@ -1,0 +1,78 @@
+"""System calls on the files of a shared directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from typing_extensions import override
+
+from kvtier.tiers.slab.direct_io import BlockIo
+
+__all__ = ["DirIo", "FileEntry"]
+
+
+class FileEntry(NamedTuple):
+    """A file of a folder.
+
+    Attributes:
+        name: Its name.
+        nbytes: Its size.
+        modified_ns: When it was last written or touched, by the file server's clock.
+    """
+
+    name: str
+    nbytes: int
+    modified_ns: int
+
+
+class DirIo(BlockIo):
+    """The system calls of a shared directory, one method each, so that tests can make any fail.
+
+    The process's umask decides the modes of new files and folders. Every method raises
+    :class:`OSError`.
+    """
+
+    @override
+    def open(self, path: Path, flags: int) -> int:
+        """Open ``path``, which must not be a symbolic link."""
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    @override
+    def make_directory(self, path: Path) -> None:
+        """Create a directory."""
+        path.mkdir()
+
+    def status(self, path: Path) -> os.stat_result:
+        """Return the status of a file or a directory."""
+        return path.stat()
+
+    def status_of(self, fd: int) -> os.stat_result:
+        """Return the status of an open file."""
+        return os.fstat(fd)
+
+    def may_create_in(self, directory: Path) -> bool:
+        """Return whether this process may create files in ``directory``."""
+        return os.access(directory, os.W_OK | os.X_OK)
+
+    def touch(self, fd: int) -> None:
+        """Set the open file's time of modification to now, by the file server's clock."""
+        os.utime(fd)
+
+    def link(self, source: Path, destination: Path) -> None:
+        """Give ``source`` a second name; raise FileExistsError if the name is taken."""
+        destination.hardlink_to(source)
+
+    def list_files(self, folder: Path) -> list[FileEntry]:
+        """Return the regular files of ``folder``, without those removed meanwhile."""
+        files = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                try:
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        files.append(FileEntry(entry.name, status.st_size, status.st_mtime_ns))
+                except FileNotFoundError:
+                    continue
+        return files

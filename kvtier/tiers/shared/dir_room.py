@@ -1,0 +1,217 @@
+"""Keeps the folders of a shared directory within their shares of the capacity.
+
+Every engine does it alike, for the folders into which it writes. No engine is needed: if no
+engine writes, no folder grows. Two engines may evict from a folder at the same time: both
+choose the same files, and a file that is gone already is no failure. So there is no lock that
+an engine could hold when it dies.
+
+An engine lists a folder before its first put, and estimates what is in it afterwards: the bytes
+that it listed, and the bytes that it has put since. If the folder grew faster than that between
+the last two listings, others write to it too, and the estimate grows faster as well. When the
+estimate comes near the folder's share, the folder is listed, and its least recently used values
+are removed until there is room again. A put that does not fit meanwhile is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, ParamSpec, TypeVar
+
+import aiofiles.os
+from typing_extensions import override
+
+from kvtier.logs import get_logger
+from kvtier.os.timed_calls import TimedCalls
+from kvtier.tiers.shared.dir_io import DirIo, FileEntry
+from kvtier.tiers.shared.dir_layout import TEMPORARY, VALUE, DirLayout
+
+__all__ = ["DirRoom"]
+
+logger = get_logger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LISTED_FROM: Final = 0.95
+"""Estimated share of its room from which on a folder is listed."""
+_FIRST_LISTING_S: Final = 5.0
+"""Longest wait of a put for the listing of folders that this engine has not used before."""
+_EVICTED_TO: Final = 0.9
+_MOST_GROWTH: Final = 64.0
+"""Most engines that a folder's growth is attributed to."""
+_STALE_NS: Final = 3600 * 10**9
+"""Age from which on a file that is being written belongs to a dead engine."""
+
+
+class _OneThread(Executor):
+    """Runs one call at a time on a daemon thread, which a hanging file server may keep."""
+
+    def __init__(self) -> None:
+        self._calls = TimedCalls(name="kvtier-shared-dir")
+
+    @override
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._calls.begin(functools.partial(fn, *args, **kwargs))
+
+    @override
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._calls.close()
+
+
+@dataclass(slots=True)
+class _Folder:
+    """The size of a folder, as far as this engine knows.
+
+    Attributes:
+        listed_nbytes: Bytes of its files after the last listing.
+        put_nbytes: Bytes that this engine has put since.
+        growth: Bytes by which the folder grows per byte that this engine puts.
+    """
+
+    listed_nbytes: int
+    put_nbytes: int = 0
+    growth: float = 1.0
+
+    def estimate(self) -> float:
+        """Return how many bytes the folder probably has."""
+        return self.listed_nbytes + self.put_nbytes * self.growth
+
+    def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
+        """Learn how fast the folder grows from a new listing.
+
+        Args:
+            found_nbytes: Bytes of all files.
+            put_nbytes: Bytes that this engine put between the listings.
+        """
+        if put_nbytes:
+            growth = (found_nbytes - self.listed_nbytes) / put_nbytes
+            self.growth = min(max(growth, 1.0), _MOST_GROWTH)
+
+
+class DirRoom:
+    """Admits values to the folders of a shared directory, and evicts from them.
+
+    Args:
+        layout: The directory.
+        io: System calls.
+    """
+
+    def __init__(self, layout: DirLayout, io: DirIo) -> None:
+        self._layout = layout
+        self._folders: dict[Path, _Folder] = {}
+        self._due: dict[Path, None] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._executor = _OneThread()
+        self._list = aiofiles.os.wrap(io.list_files)
+        self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
+
+    async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
+        """Return for each value whether it may be put.
+
+        Args:
+            folders: Folder of each value.
+            nbytes: Bytes of each value's file.
+
+        Cancellation:
+            Has no effect.
+        """
+        if unknown := [folder for folder in folders if folder not in self._folders]:
+            listing = self._list_soon(unknown)
+            await asyncio.wait([listing], timeout=_FIRST_LISTING_S)
+        return [self._admit(folder, nbytes) for folder in folders]
+
+    async def wait_until_kept(self) -> None:
+        """Wait until no listing is due."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def aclose(self) -> None:
+        """Stop, without waiting for a call that hangs. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._executor.shutdown(wait=False)
+
+    def _admit(self, path: Path, nbytes: int) -> bool:
+        folder = self._folders.get(path)
+        if folder is None:
+            return False
+        share_nbytes = self._layout.folder_nbytes
+        fits = folder.estimate() + nbytes <= share_nbytes
+        if fits:
+            folder.put_nbytes += nbytes
+        if not fits or folder.estimate() >= _LISTED_FROM * share_nbytes:
+            _ = self._list_soon([path])
+        return fits
+
+    def _list_soon(self, folders: Sequence[Path]) -> asyncio.Task[None]:
+        """Return the task that lists ``folders`` and evicts from them."""
+        self._due.update(dict.fromkeys(folders))
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._keep_due())
+        return self._task
+
+    async def _keep_due(self) -> None:
+        while self._due:
+            path = next(iter(self._due))
+            try:
+                await self._keep_folder(path)
+            except OSError as error:
+                logger.warning("%s: cannot evict chunks: %s", path, error)
+            self._due.pop(path, None)
+
+    async def _keep_folder(self, path: Path) -> None:
+        """List a folder, and evict from it if it is nearly full."""
+        folder = self._folders.get(path)
+        put_nbytes = folder.put_nbytes if folder else 0
+        try:
+            files = await self._list(path, executor=self._executor)
+        except FileNotFoundError:
+            files = []
+        nbytes = sum(file.nbytes for file in files)
+        if folder is None:
+            folder = self._folders[path] = _Folder(nbytes)
+        folder.learn_growth(nbytes, put_nbytes)
+        if victims := _choose_victims(files, self._layout.folder_nbytes):
+            paths = [path / file.name for file in victims]
+            removed = await self._remove(paths, executor=self._executor)
+            nbytes -= sum(file.nbytes for file in victims[:removed])
+        folder.listed_nbytes = nbytes
+        folder.put_nbytes -= put_nbytes
+
+
+def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry]:
+    """Return the files to remove, first those of dead engines, then the least recently used."""
+    # All times are the file server's, and its clock has reached the latest of them.
+    now_ns = max((file.modified_ns for file in files), default=0)
+    victims = [
+        file
+        for file in files
+        if file.name.endswith(TEMPORARY) and file.modified_ns < now_ns - _STALE_NS
+    ]
+    left_nbytes = sum(file.nbytes for file in files) - sum(file.nbytes for file in victims)
+    if left_nbytes < _LISTED_FROM * share_nbytes:
+        return victims
+    values = [file for file in files if file.name.endswith(VALUE)]
+    for file in sorted(values, key=lambda file: (file.modified_ns, file.name)):
+        if left_nbytes <= _EVICTED_TO * share_nbytes:
+            break
+        victims.append(file)
+        left_nbytes -= file.nbytes
+    return victims
+
+
+def _remove_all(io: DirIo, paths: list[Path]) -> int:
+    """Remove files until one cannot be removed; return how many are gone."""
+    for removed, path in enumerate(paths):
+        try:
+            io.unlink(path)
+        except OSError as error:
+            logger.warning("cannot evict %s: %s", path, error.strerror)
+            return removed
+    return len(paths)

@@ -1,0 +1,280 @@
+"""A shared tier in a directory that many engines or hosts mount.
+
+A value is one file: the chunk's bytes, then its proof, padded to a page. An engine writes it
+under a temporary name and renames it, so that others see it whole or not at all. Nothing waits
+for the disk: after a loss of power a file may have wrong bytes, and then its proof fails.
+
+A file server that hangs keeps a thread of the pool until the system call returns. It is the
+engine's deadlines that let requests continue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar, Final, TypeVar
+
+from typing_extensions import override
+
+from kvtier.config import SharedDirTierConfig, SharedTierConfig
+from kvtier.errors import ClosedError, TierUnavailableError
+from kvtier.logs import get_logger
+from kvtier.os.timed_calls import TimedCalls
+from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
+from kvtier.tiers.shared.dir_io import DirIo
+from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
+from kvtier.tiers.shared.dir_room import DirRoom
+from kvtier.tiers.shared.gallop import count_leading
+from kvtier.tiers.slab.direct_io import (
+    PAGE_NBYTES,
+    aligned_buffer,
+    is_aligned,
+    read_fully,
+    write_fully,
+)
+from kvtier.types import Outcome, Purpose
+
+__all__ = ["SharedDirTier"]
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_OPEN_S: Final = 5.0
+"""Longest wait for the file system when the tier opens."""
+_TOUCHED_EVERY_S: Final = 60.0
+"""A read within this time of the last one leaves the file's time unchanged."""
+_ABSENT: Final = (FileNotFoundError, NotADirectoryError)
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class SharedDirTier(SharedTier):
+    """One engine's access to a shared directory.
+
+    Args:
+        options: The tier's options.
+        context: The size of a chunk and threads.
+        io: System calls.
+
+    Raises:
+        ConfigError: The capacity is too small for one chunk.
+    """
+
+    Options: ClassVar[type[SharedTierConfig]] = SharedDirTierConfig
+
+    def __init__(
+        self, options: SharedDirTierConfig, context: SharedContext, io: DirIo | None = None
+    ) -> None:
+        self._io = io or DirIo()
+        self._name = options.name
+        self._pool = context.pool
+        self._payload_nbytes = context.payload_nbytes
+        self._layout = DirLayout(options, context.payload_nbytes + PAGE_NBYTES, self._io)
+        self._room = DirRoom(self._layout, self._io)
+        self._files = _ValueFiles(self._layout, self._io, context.payload_nbytes)
+        self._closed = False
+
+    @classmethod
+    @override
+    def open(cls, options: SharedTierConfig, context: SharedContext) -> SharedDirTier:
+        assert isinstance(options, SharedDirTierConfig)
+        tier = cls(options, context)
+        tier.prepare()
+        return tier
+
+    def prepare(self) -> None:
+        """Prepare the directory, unless it is not reachable now.
+
+        Raises:
+            ConfigError: The options cannot work here; the message says what to do.
+        """
+        calls = TimedCalls(name="kvtier-shared-dir-open")
+        try:
+            calls.begin(self._layout.prepare).result(_OPEN_S)
+        except TierUnavailableError as error:
+            logger.warning("%s; trying again when it is used", error)
+        except TimeoutError:
+            logger.warning("tier %s: the file system does not answer", self._name)
+        finally:
+            calls.close()
+
+    @override
+    async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
+        await self._begin()
+        found = await self._split(self._files.contain, list(keys), purpose=Purpose.FIND)
+        if not all(found):
+            await self._check(Purpose.FIND)
+        return found
+
+    @override
+    async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
+        await self._begin()
+
+        async def ask(positions: Sequence[int]) -> Sequence[bool]:
+            asked = [keys[position] for position in positions]
+            return await self._split(self._files.contain, asked, purpose=Purpose.FIND)
+
+        count = await count_leading(len(keys), ask)
+        if count < len(keys):
+            await self._check(Purpose.FIND)
+        return [True] * count + [False] * (len(keys) - count)
+
+    @override
+    async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
+        await self._begin()
+        values = list(zip(keys, into, strict=True))
+        outcomes = await self._split(self._files.read, values, purpose=Purpose.LOAD)
+        if Outcome.MISSING in outcomes:
+            await self._check(Purpose.LOAD)
+        return outcomes
+
+    @override
+    async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        await self._begin()
+        nbytes = self._payload_nbytes + PAGE_NBYTES
+        folders = [self._layout.folder_of(key) for key in keys]
+        fits = await self._room.admit(folders, nbytes)
+        given = zip(keys, values, strict=True)
+        admitted = [value for value, is_fitting in zip(given, fits, strict=True) if is_fitting]
+        written = iter(await self._split(self._files.write, admitted, purpose=Purpose.STORE))
+        return [next(written) if is_fitting else Outcome.REFUSED for is_fitting in fits]
+
+    @override
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._room.aclose()
+
+    async def _begin(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self._name} is closed")
+        if not self._layout.is_ready:
+            await self._pool.run(self._layout.prepare, priority=int(Purpose.FIND))
+
+    async def _check(self, purpose: Purpose) -> None:
+        """Raise TierUnavailableError if values are missing because the directory is."""
+        await self._pool.run(self._layout.check, priority=int(purpose))
+
+    async def _split(
+        self, call: Callable[[T], R], items: Sequence[T], *, purpose: Purpose
+    ) -> list[R]:
+        """Call ``call`` for each of ``items``, on all threads of the pool."""
+        parts = min(len(items), 2 * self._pool.threads)
+        groups = [
+            items[part * len(items) // parts : (part + 1) * len(items) // parts]
+            for part in range(parts)
+        ]
+
+        def run(group: Sequence[T]) -> list[R]:
+            return [call(item) for item in group]
+
+        calls = [functools.partial(run, group) for group in groups]
+        results = await self._pool.run_all(calls, priority=int(purpose))
+        return list(chain.from_iterable(results))
+
+
+class _ValueFiles:
+    """Reads and writes the files of values. All methods block."""
+
+    def __init__(self, layout: DirLayout, io: DirIo, payload_nbytes: int) -> None:
+        self._layout = layout
+        self._io = io
+        self._payload_nbytes = payload_nbytes
+        self._of_thread = threading.local()
+
+    def contain(self, key: str) -> bool:
+        """Return whether there is a value of ``key``.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        try:
+            self._io.status(self._layout.path_of(key))
+        except _ABSENT:
+            return False
+        return True
+
+    def read(self, item: tuple[str, Value]) -> Outcome:
+        """Read the value of a key into its buffers."""
+        key, value = item
+        flags = os.O_RDONLY | self._direct_flag(value)
+        try:
+            fd = self._io.open(self._layout.path_of(key), flags)
+            try:
+                return self._read_open(fd, value)
+            finally:
+                self._io.close(fd)
+        except _ABSENT:
+            return Outcome.MISSING
+        except OSError as error:
+            logger.debug("cannot read the value of %s: %s", key, error)
+            return Outcome.FAILED
+
+    def _read_open(self, fd: int, value: Value) -> Outcome:
+        status = self._io.status_of(fd)
+        nbytes = self._payload_nbytes + PAGE_NBYTES
+        if status.st_size != nbytes:
+            return Outcome.MISSING
+        page = self._page()
+        if read_fully(self._io, fd, [value.payload, page], 0) != nbytes:
+            return Outcome.MISSING
+        value.proof[:] = page[: value.proof.nbytes]
+        if datetime.now(UTC).timestamp() - status.st_mtime > _TOUCHED_EVERY_S:
+            with contextlib.suppress(OSError):  # another user's file, or one removed meanwhile
+                self._io.touch(fd)
+        return Outcome.DONE
+
+    def write(self, item: tuple[str, Value]) -> Outcome:
+        """Write the value of a key under a temporary name, then rename it."""
+        key, value = item
+        path = self._layout.path_of(key)
+        temporary = path.parent / f".{secrets.token_hex(16)}{TEMPORARY}"
+        try:
+            try:
+                self._write_temporary(temporary, value)
+                self._io.rename(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._io.unlink(temporary)
+                raise
+        except OSError as error:
+            logger.debug("cannot write the value of %s: %s", key, error)
+            return Outcome.REFUSED if error.errno in _NO_ROOM else Outcome.FAILED
+        return Outcome.DONE
+
+    def _write_temporary(self, path: Path, value: Value) -> None:
+        page = self._page()
+        page[: value.proof.nbytes] = value.proof
+        fd = self._create(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct_flag(value))
+        try:
+            write_fully(self._io, fd, [value.payload, page], 0)
+        finally:
+            self._io.close(fd)  # a file server may report only now that the disk is full
+
+    def _create(self, path: Path, flags: int) -> int:
+        """Create a file, and its folder if that is missing."""
+        try:
+            return self._io.open(path, flags)
+        except FileNotFoundError:
+            self._layout.check()
+            with contextlib.suppress(FileExistsError):
+                self._io.make_directory(path.parent)
+            return self._io.open(path, flags)
+
+    def _direct_flag(self, value: Value) -> int:
+        return os.O_DIRECT if self._layout.direct and is_aligned(value.payload) else 0
+
+    def _page(self) -> memoryview:
+        """Return a page of this thread, for a proof and its padding."""
+        if not hasattr(self._of_thread, "page"):
+            self._of_thread.page = aligned_buffer(PAGE_NBYTES)
+        page: memoryview = self._of_thread.page
+        return page
