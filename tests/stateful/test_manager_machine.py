@@ -96,6 +96,7 @@ class ManagerMachine(RuleBasedStateMachine):
         warm=st.sampled_from([[0, 1, 2], [0, 1], [2], []]),
         direct_loads=st.sampled_from([True, False]),
         gds=st.booleans(),
+        shared=st.booleans(),
         eviction=st.sampled_from(["lru", "hedged-lhd"]),
         other=st.sampled_from(OTHERS),
     )
@@ -112,6 +113,7 @@ class ManagerMachine(RuleBasedStateMachine):
         warm: list[int],
         direct_loads: bool,
         gds: bool,
+        shared: bool,
         eviction: str,
         other: GroupReach,
     ) -> None:
@@ -139,6 +141,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 max_queue_steps=PATIENCE,
                 max_store_refusals=2,
                 direct_loads=direct_loads,
+                lookup_timeout_s=0.05 if shared else None,
             ),
         )
         self.manager = self.bench.manager
@@ -479,6 +482,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def finish(self, op: StorageOp, outcomes: list[Outcome]) -> None:
         """Do what ``outcomes`` say to the bytes, and tell the manager."""
         job = op.job
+        if job.purpose is Purpose.FIND:
+            self.answer(op, outcomes)
+            return
         source = TIER_NAMES.index(job.source)
         destination = TIER_NAMES.index(job.destination)
         corrupt = set()
@@ -513,10 +519,22 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             assert named == {(destination, dst) for dst in job.destination_slots if destination}
 
+    def answer(self, op: StorageOp, outcomes: list[Outcome]) -> None:
+        """Answer a question; what is found is in the service under the current epoch."""
+        self.storage.remove(op)
+        self.manager.apply(TransferResult(op.job.job_id, outcomes))
+        last = self.bench.tiers[-1]
+        for copy in last.copies.values():
+            if copy.state == CopyState.RESIDENT and copy.key in op.job.keys:
+                self.contents[-1][copy.slot] = (copy.key, self.epoch)
+
     def collect(self) -> None:
         """Take the jobs the manager planned."""
         for job in self.manager.take_jobs():
             op = StorageOp(job, self.epoch)
+            if job.purpose is Purpose.FIND:
+                self.storage.append(op)
+                continue
             source = TIER_NAMES.index(job.source)
             destination = TIER_NAMES.index(job.destination)
             generations = [0] * len(job.keys) if destination else job.payload
@@ -547,6 +565,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert not op.writes, f"slot {slot} is read while a worker writes it"
         for other in self.storage:
             job = other.job
+            if job.purpose is Purpose.FIND:
+                continue
             if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"
             if tier == TIER_NAMES.index(job.destination):
