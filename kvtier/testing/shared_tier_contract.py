@@ -27,7 +27,6 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 
 from kvtier.config import SharedTierConfig, parse_tier
-from kvtier.errors import ClosedError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.shared_tier_harness import (
     KEY_CHARACTERS,
@@ -412,19 +411,6 @@ class SharedTierContract(ABC):
             await harness.tier.get(keys, into)
             await harness.tier.aclose()
         assert not found, f"on the loop's thread it called {', '.join(sorted({*found}))}"
-
-    async def test_a_closed_client_says_so(self, harness: SharedTierHarness) -> None:
-        keys = harness.keys([1])
-        await harness.tier.aclose()
-        await harness.tier.aclose()
-        with pytest.raises(ClosedError):
-            await harness.put(keys)
-        with pytest.raises(ClosedError):
-            await harness.get(keys)
-        with pytest.raises(ClosedError):
-            await harness.tier.contains(keys)
-        with pytest.raises(ClosedError):
-            await harness.tier.contains_leading(keys)
 
     async def test_an_engine_finds_and_loads_what_another_stored(
         self, make_engine: MakeEngine

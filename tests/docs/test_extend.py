@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakeredis import TcpFakeServer
 
 import kvtier.testing.file_tier
 from kvtier.config import parse_config
@@ -19,6 +21,7 @@ from kvtier.sim.traces import generate
 from kvtier.testing.admission_contract import AdmissionContract
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.placement_contract import PlacementContract
+from kvtier.testing.shared_tier_contract import SharedTierContract
 from kvtier.testing.tier_contract import StorageTierContract
 from tests.docs.pages import DOCS, blocks_of, run_page
 
@@ -42,6 +45,36 @@ MODULES: dict[str, set[str]] = {
     )
 }
 TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]
+RedisTests: type[SharedTierContract] = NAMES["TestRedisTier"]
+RedisTests.__test__ = False  # it names the port of a server that does not run here
+
+
+@pytest.fixture(scope="module")
+def redis_port() -> Iterator[int]:
+    """The port of a Redis server in a thread."""
+    server = TcpFakeServer(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+class TestRedisTierOnThePage(RedisTests):  # type: ignore[valid-type, misc]
+    __test__ = True
+
+    @pytest.fixture(autouse=True)
+    def port(self, redis_port: int) -> None:
+        self._port = redis_port
+
+    def section(self, directory: Path) -> str:  # noqa: ARG002 - as in the suite
+        return f"url: redis://127.0.0.1:{self._port}"
+
+
+def test_the_shared_tier_on_the_page_has_sixty_lines() -> None:
+    (text,) = (block.text for block in blocks_of(PAGE) if "class RedisTier(" in block.text)
+    assert len([line for line in text.splitlines() if line.strip()]) <= 60
 
 
 def imports_of(code: str) -> Iterator[tuple[str, str]]:
