@@ -13,19 +13,21 @@ from kvtier.config import (
     TIERS,
     KvtierConfig,
     LocalStore,
+    SharedTierConfig,
     TierConfig,
     has_rank_paths,
     resolve_rank_paths,
 )
 from kvtier.doctor import _machine, _stores
 from kvtier.doctor._findings import Finding, Status
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.os.limits import huge_page_pool, memory_limits
 from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
 from kvtier.units import approximate_size
 
 if TYPE_CHECKING:
     from kvtier.doctor.rates import MeasuredRates
+    from kvtier.doctor.shared_rates import SharedRates
 
 __all__ = ["Examination", "examine", "examine_existing_stores"]
 
@@ -50,7 +52,7 @@ class Examination:
     """
 
     findings: list[Finding] = field(default_factory=list)
-    rates: dict[str, MeasuredRates] = field(default_factory=dict)
+    rates: dict[str, MeasuredRates | SharedRates] = field(default_factory=dict)
 
     @property
     def status(self) -> Status:
@@ -161,6 +163,11 @@ class _Examiner:
 
     def _examine_tier(self, number: int, tier: TierConfig) -> None:
         store = tier.local_store()
+        if isinstance(tier, SharedTierConfig):
+            if self.measure_s is not None:
+                look = partial(self._measure_shared, tier, self.measure_s)
+                self._add(f"{tier.name}: rates", look)
+            return
         if store is None:
             reason = f"kind {tier.kind} fills no directory of this machine: not examined"
             remedy = "use the tools of the package that provides it"
@@ -205,6 +212,18 @@ class _Examiner:
         measured = rates.measure_store(self.config, store, seconds=seconds)
         self.examination.rates[name] = measured
         yield from rates.check_rates(name, measured)
+
+    def _measure_shared(self, tier: SharedTierConfig, seconds: float) -> Iterator[Finding]:
+        from kvtier.doctor import shared_rates  # noqa: PLC0415 - imports asyncio
+
+        try:
+            measured = shared_rates.measure_shared_tier(self.config, tier, seconds=seconds)
+        except TierUnavailableError as error:
+            remedy = "start the service, or correct its address; engines start without it"
+            yield Finding(f"{tier.name}: service", Status.WARNING, str(error), remedy)
+            return
+        self.examination.rates[tier.name] = measured
+        yield from shared_rates.check_shared_rates(tier, measured)
 
     def _examine_memory(self, config: KvtierConfig) -> None:
         machine, ram = self.machine, config.ram

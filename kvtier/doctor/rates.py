@@ -45,6 +45,7 @@ __all__ = [
     "direct_io_refusal",
     "measure_store",
     "measure_tier_rates",
+    "milliseconds",
     "time_pieces",
 ]
 
@@ -318,11 +319,12 @@ def _judge(check: str, reason: str, rates: MeasuredRates, remedy: str) -> Findin
 
 def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: float) -> str:
     piece = approximate_size(rates.piece_bytes)
-    times = f"p50 {_milliseconds(p50_s)}, p99 {_milliseconds(p99_s)}"
+    times = f"p50 {milliseconds(p50_s)}, p99 {milliseconds(p99_s)}"
     return f"{approximate_rate(bytes_per_s)}; {times} per {piece}, {rates.threads} at once"
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Return a time of milliseconds as text."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

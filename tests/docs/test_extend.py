@@ -68,7 +68,7 @@ class TestRedisTierOnThePage(RedisTests):  # type: ignore[valid-type, misc]
     def port(self, redis_port: int) -> None:
         self._port = redis_port
 
-    def section(self, directory: Path) -> str:  # noqa: ARG002 - as in the suite
+    def section(self, directory: Path) -> str:
         return f"url: redis://127.0.0.1:{self._port}"
 
 

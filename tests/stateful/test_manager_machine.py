@@ -563,10 +563,8 @@ class ManagerMachine(RuleBasedStateMachine):
                     continue
                 assert not writes, f"slot {slot} is given away while a worker uses it"
                 assert not op.writes, f"slot {slot} is read while a worker writes it"
-        for other in self.storage:
-            job = other.job
-            if job.purpose is Purpose.FIND:
-                continue
+        moves = [op.job for op in self.storage if op.job.purpose is not Purpose.FIND]
+        for job in moves:
             if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"
             if tier == TIER_NAMES.index(job.destination):

@@ -1,0 +1,156 @@
+"""Measures how fast a shared tier answers, writes and reads.
+
+The client is opened as an engine opens it. A few values are written and read again and again,
+all at once, under keys that every measurement uses; the service evicts them like any value.
+Proofs are neither made nor verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.config import TIERS, KvtierConfig, SharedTierConfig
+from kvtier.doctor._findings import Finding, Status
+from kvtier.doctor.rates import Timed, milliseconds
+from kvtier.errors import TierUnavailableError
+from kvtier.os.iopool import IoPool
+from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
+from kvtier.types import Outcome
+from kvtier.units import approximate_rate, approximate_size, format_duration
+
+__all__ = ["SharedRates", "check_shared_rates", "measure_shared_tier"]
+
+_VALUES: Final = 8
+_QUESTION_KEYS: Final = 64
+_STALLED_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRates:
+    """Measured times and rates of a shared tier.
+
+    Attributes:
+        piece_bytes: Bytes of one value.
+        at_once: Number of values on their way at a time.
+        seconds: Time for which each direction was measured.
+        question_p50_s: Median time of a question about 64 keys that the tier lacks.
+        question_p99_s: 99th percentile of that time.
+        read_bytes_per_s: Rate of reading.
+        write_bytes_per_s: Rate of writing.
+    """
+
+    piece_bytes: int
+    at_once: int
+    seconds: float
+    question_p50_s: float
+    question_p99_s: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+def measure_shared_tier(
+    config: KvtierConfig, options: SharedTierConfig, *, seconds: float
+) -> SharedRates:
+    """Measure a shared tier for ``seconds`` in each direction; blocks.
+
+    Raises:
+        ConfigError: The tier's options cannot work here.
+        TierUnavailableError: The service failed, or did not answer in time.
+    """
+    nbytes = config.transfer.piece_bytes
+    memory = memoryview(mmap.mmap(-1, _VALUES * nbytes))
+    memory[:] = random.Random(0).randbytes(memory.nbytes)
+    proofs = memoryview(bytearray(_VALUES * PROOF_NBYTES))
+    values = [
+        Value(
+            memory[at * nbytes : (at + 1) * nbytes],
+            proofs[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES],
+        )
+        for at in range(_VALUES)
+    ]
+    pool = IoPool(config.transfer.io_threads, name="kvtier-doctor")
+    try:
+        kind = TIERS.find_derived(options.kind, SharedTier)
+        tier = kind.open(options, SharedContext(nbytes, pool, memory))
+        return asyncio.run(_measure(options.name, tier, values, seconds))
+    finally:
+        pool.close(timeout_s=_STALLED_S)
+
+
+def check_shared_rates(options: SharedTierConfig, rates: SharedRates) -> Iterator[Finding]:
+    """Judge the measured times and rates."""
+    name, limit_s = options.name, options.lookup_timeout_s
+    reason = (
+        f"p50 {milliseconds(rates.question_p50_s)}, p99 {milliseconds(rates.question_p99_s)} "
+        f"for {_QUESTION_KEYS} keys"
+    )
+    status, remedy = Status.OK, ""
+    if rates.question_p99_s > limit_s:
+        status = Status.WARNING
+        reason += f": later than lookup_timeout, {format_duration(limit_s)}"
+        remedy = "raise lookup_timeout; requests wait that long at most, and then compute"
+    yield Finding(f"{name}: questions", status, reason, remedy)
+    moved = f"{rates.at_once} values of {approximate_size(rates.piece_bytes)} at once"
+    for what, rate in (("read", rates.read_bytes_per_s), ("write", rates.write_bytes_per_s)):
+        yield Finding(f"{name}: {what} rate", Status.OK, f"{approximate_rate(rate)}; {moved}")
+
+
+async def _measure(
+    name: str, tier: SharedTier, values: Sequence[Value], seconds: float
+) -> SharedRates:
+    keys = [f"kv1-doctor/{number}" for number in range(len(values))]
+    absent = [f"kv1-doctor/absent-{number}" for number in range(_QUESTION_KEYS)]
+
+    async def write() -> None:
+        _require_done(name, await tier.put(keys, values))
+
+    async def read() -> None:
+        _require_done(name, await tier.get(keys, values))
+
+    try:
+        async with asyncio.timeout(3 * seconds + _STALLED_S):
+            asked = await _repeat(lambda: tier.contains_leading(absent), seconds / 4)
+            written = await _repeat(write, seconds)
+            got = await _repeat(read, seconds)
+    except TierUnavailableError:
+        raise
+    except TimeoutError as error:
+        raise TierUnavailableError(name, f"no answer for {_STALLED_S:.0f} s") from error
+    except Exception as error:  # a client raises errors of its own library
+        raise TierUnavailableError(name, f"{type(error).__name__}: {error}") from error
+    finally:
+        await tier.aclose()
+    moved_nbytes = sum(value.payload.nbytes for value in values)
+    return SharedRates(
+        piece_bytes=values[0].payload.nbytes,
+        at_once=len(values),
+        seconds=seconds,
+        question_p50_s=asked.quantile_s(0.5),
+        question_p99_s=asked.quantile_s(0.99),
+        read_bytes_per_s=got.per_s * moved_nbytes,
+        write_bytes_per_s=written.per_s * moved_nbytes,
+    )
+
+
+def _require_done(name: str, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome is not Outcome.DONE:
+            raise TierUnavailableError(name, f"a value was {outcome.value}")
+
+
+async def _repeat(call: Callable[[], Awaitable[object]], seconds: float) -> Timed:
+    """Await ``call`` for ``seconds``, at least once; return the times of the calls."""
+    times_s: list[float] = []
+    begin_s = now_s = time.monotonic()
+    while now_s < begin_s + seconds:
+        await call()
+        ended_s = time.monotonic()
+        times_s.append(ended_s - now_s)
+        now_s = ended_s
+    return Timed(times_s, now_s - begin_s)
