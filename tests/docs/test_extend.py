@@ -46,7 +46,6 @@ MODULES: dict[str, set[str]] = {
 }
 TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]
 RedisTests: type[SharedTierContract] = NAMES["TestRedisTier"]
-RedisTests.__test__ = False  # it names the port of a server that does not run here
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +61,6 @@ def redis_port() -> Iterator[int]:
 
 
 class TestRedisTierOnThePage(RedisTests):  # type: ignore[valid-type, misc]
-    __test__ = True
-
     @pytest.fixture(autouse=True)
     def port(self, redis_port: int) -> None:
         self._port = redis_port

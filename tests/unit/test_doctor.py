@@ -17,6 +17,7 @@ from kvtier.cli._examine import show_examination
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.doctor import Examination, Finding, Status, _examine, examine
 from kvtier.doctor._machine import Machine
+from kvtier.doctor.rates import MeasuredRates
 from kvtier.errors import ConfigError
 from kvtier.os.limits import HugePagePool, MemoryLimit
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -197,6 +198,7 @@ def test_a_measurement_is_in_the_findings_and_in_the_rates(tmp_path: Path) -> No
     examination = examine(config_of(tmp_path), measure_s=0.05)
     (read,) = found(examination, "nvme: read rate")
     rates = examination.rates["nvme"]
+    assert isinstance(rates, MeasuredRates)
     assert approximate_rate(rates.read_bytes_per_s) in read.reason
     assert (rates.piece_bytes, rates.threads) == (64 << 10, 2)
     assert found(examination, "nvme: O_DIRECT")

@@ -23,7 +23,9 @@ def test_the_measured_times_of_a_shared_tier_are_reported(tmp_path: Path) -> Non
     assert 0 < rates.question_p50_s <= rates.question_p99_s
     assert min(rates.read_bytes_per_s, rates.write_bytes_per_s) > 0
     checks = {finding.check for finding in examination.findings}
-    assert {f"shared_dir: {what}" for what in ("questions", "read rate", "write rate")} <= checks
+    assert {
+        f"shared_dir: {what}" for what in ("questions", "read rate", "write rate")
+    } <= checks
 
 
 def test_a_question_that_takes_longer_than_its_deadline_is_a_warning(tmp_path: Path) -> None:
