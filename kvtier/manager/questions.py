@@ -27,7 +27,6 @@ from kvtier.manager.hits import HitRules, Prompt, Reach
 from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack
-from kvtier.policies import CopyState
 from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Questions"]
@@ -165,23 +164,27 @@ class Questions:
         """Record which chunks of ``part`` the tier has; return whether it has any."""
         stack, tier = self._stack, self._stack.shared
         assert tier is not None
+        keys: Sequence[ChunkKey] = part.keys
+        if part.is_prefix and Outcome.MISSING in outcomes:
+            # Chunks behind the first missing one are of no use.
+            end = list(outcomes).index(Outcome.MISSING)
+            self._record_absent(keys[end])
+            keys, outcomes = keys[: end + 1], outcomes[: end + 1]
         found: list[int] = []
-        for at, (key, outcome) in enumerate(zip(part.keys, outcomes, strict=True)):
+        for at, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
             copy = tier.copies.get(key)
-            if outcome is Outcome.DONE:
-                if copy is None:
-                    found.append(at)
-            elif copy is not None and copy.state == CopyState.RESIDENT:
-                stack.drop(tier, copy)
-        if Outcome.MISSING in outcomes and part.is_prefix:
-            self._record_absent(part.keys[list(outcomes).index(Outcome.MISSING)])
+            if outcome is Outcome.MISSING:
+                if copy is not None:
+                    stack.drop_missing(tier, copy)
+            elif copy is None:
+                found.append(at)
         found = found[: tier.available]
         if found:
-            keys = [part.keys[at] for at in found]
-            parents = [part.keys[at - 1] if at else part.parent for at in found]
+            parents = [keys[at - 1] if at else part.parent for at in found]
             depths = [part.depth + at for at in found]
-            slots, _ = stack.take_slots(tier, keys)
-            stack.publish(tier, tier.begin_writing(keys, slots, parents, depths))
+            wanted = [keys[at] for at in found]
+            slots, _ = stack.take_slots(tier, wanted)
+            stack.publish(tier, tier.begin_writing(wanted, slots, parents, depths))
         return Outcome.DONE in outcomes
 
     def _record_absent(self, key: ChunkKey) -> None:
