@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli._options import AsJson, choice, numpy_needed
+from kvtier.cli._options import AsJson, choice, filled, numpy_needed
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.keys import ChunkKey, strip_adapter
 from kvtier.tiers.slab.piece_io import hash_key
@@ -109,7 +109,7 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
         from kvtier.warmup import namespaces_of_model  # noqa: PLC0415 - imports asyncio, numpy
 
     skips = choice("--on-bad-line", on_bad_line, BAD_LINES) == "skip"
-    spaces = namespaces_of_model(directory, model, namespace)
+    spaces = filled(namespaces_of_model(directory, model, namespace))
     setup = _Setup(model, arguments or ())
     found = _read(prompts, setup, skips=skips)
     answers = [_answer(space, found, setup) for space in spaces]

@@ -143,7 +143,7 @@ class EngineSetup:
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 multiprocess_mode=False,
             )
-        except (RuntimeError, ValueError) as error:  # a worker's own error is in the log
+        except Exception as error:  # a worker's own error, of any kind, is in the log
             raise KvtierError(f"{_of_vllm(error)}; see its log above") from error
         return OfflineEngine(engine, self._loras)
 

@@ -220,7 +220,7 @@ def test_no_live_tier_may_have_belady() -> None:
         ("mru", r"unknown eviction policy 'mru'; installed: .*lru, .*mine.*module:Class"),
         ("lruu", r"unknown eviction policy 'lruu'; .*; did you mean lru\?$"),
         ("gone", r"'gone' .*does not load: No module.*repair or remove"),
-        ("kvtier_mine:Absent", r"does not load: .*Absent.*repair or remove"),
+        ("kvtier_mine:Absent", r"does not load: .*Absent.*; name a class that kvtier_mine has"),
         (
             "kvtier_away:Lru",
             r"No module.*; put the directory of kvtier_away on PYTHONPATH, the engine's too$",
