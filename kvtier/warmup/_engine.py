@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.base import Fields
 from kvtier.warmup._prompts import Prompt, PromptLimits, PromptLine
 
+if TYPE_CHECKING:
+    from kvtier.connector.figures import StoreInfo
+
 __all__ = ["EngineSetup", "OpenEngine", "WarmupEngine", "open_vllm", "to_prompt"]
-
-
-class StorePlace(Protocol):
-    """Where one tier keeps its chunks; :class:`kvtier.connector.figures.StoreInfo` is one."""
-
-    @property
-    def tier(self) -> str:
-        """Name of the tier."""
-
-    @property
-    def namespace(self) -> str:
-        """Name of the engine's directory in the store."""
-
-    @property
-    def path(self) -> str:
-        """The store; empty if the tier has none."""
 
 
 class WarmupEngine(Protocol):
@@ -39,7 +26,7 @@ class WarmupEngine(Protocol):
     """Requests that it runs at a time."""
 
     @property
-    def stores(self) -> Sequence[StorePlace]:
+    def stores(self) -> Sequence[StoreInfo]:
         """The places where the tiers keep chunks."""
 
     def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:

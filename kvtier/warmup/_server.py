@@ -8,7 +8,7 @@ import importlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,21 +35,25 @@ _FIRST_REPORT_S: Final = 30.0
 _RANK: Final = "X-data-parallel-rank"
 _ENGINE: Final = "vllm:num_requests_running"
 """A metric that every engine has from its start."""
+Json = Mapping[str, Any]
 _UNKNOWN: Final = KeyRules(((0, GroupReach(16)),), 16)
 """For stores on other machines: where nothing is stored, only the number of chunks matters."""
 
 
 class HttpClient(Protocol):
-    """Sends HTTP requests; raises KvtierError if the server does not answer."""
+    """Sends HTTP requests."""
 
-    async def get(self, url: str) -> str:
-        """Return the text at ``url``."""
+    async def fetch(self, url: str, body: Json | None = None, rank: str = "") -> str:
+        """Return the answer of ``url`` to a GET, or to a POST of ``body`` as JSON.
 
-    async def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
-        """Send ``body`` as JSON and return the answer, parsed from JSON.
+        Args:
+            url: The address.
+            body: The JSON object to send; None for a GET.
+            rank: The data-parallel rank that must answer; empty for any.
 
         Raises:
             ConfigError: The server refuses the request.
+            KvtierError: The server does not answer.
         """
 
 
@@ -62,31 +66,21 @@ class _Aiohttp:
 
     def __init__(self, session: Any, aiohttp: Any) -> None:  # noqa: ANN401 - aiohttp's
         self._session = session
-        self._error = aiohttp.ClientError
+        self._errors = (aiohttp.ClientError, TimeoutError)
 
-    async def get(self, url: str) -> str:
-        with self._explained(url):
-            async with self._session.get(url) as answer:
-                answer.raise_for_status()
-                text: str = await answer.text()
-        return text
-
-    async def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:  # noqa: ANN401 - JSON
-        with self._explained(url):
-            async with self._session.post(url, json=body, headers=headers) as answer:
-                if answer.status >= 400:
-                    text = printable(await answer.text())
-                    raise ConfigError(f"{url}: {answer.status} {text}")
-                content = await answer.json()
-        return content
-
-    @contextlib.contextmanager
-    def _explained(self, url: str) -> Iterator[None]:
+    async def fetch(self, url: str, body: Json | None = None, rank: str = "") -> str:
+        method, headers = "GET" if body is None else "POST", {_RANK: rank} if rank else {}
         try:
-            yield
-        except (self._error, TimeoutError) as error:
+            asking = self._session.request(method, url, json=body, headers=headers)
+            async with asking as answer:
+                text: str = await answer.text()
+        except self._errors as error:
             why = str(error) or type(error).__name__
             raise KvtierError(f"{url}: {why}; check that the server runs") from error
+        if answer.status >= 400:
+            remedy = "see the server's log"
+            raise ConfigError(f"{url}: {answer.status} {printable(text)}; {remedy}")
+        return text
 
 
 @contextlib.asynccontextmanager
@@ -174,7 +168,7 @@ class _Server:
     @classmethod
     async def open(cls, client: HttpClient, url: str, model: str) -> _Server:
         url = url.rstrip("/").removesuffix("/v1")
-        cards = json.loads(await client.get(f"{url}/v1/models"))["data"]
+        cards = json.loads(await client.fetch(f"{url}/v1/models"))["data"]
         bases = [card for card in cards if not card.get("parent")]
         fitting = [card for card in bases if model in {card["id"], card.get("root")}]
         if not fitting:
@@ -195,7 +189,8 @@ class _Server:
             body["add_generation_prompt"] = True
             extra = {"tools": line.tools, "chat_template_kwargs": line.chat_template_kwargs}
             body |= {name: value for name, value in extra.items() if value}
-        tokens: list[int] = (await self.client.post(f"{self.url}/tokenize", body, {}))["tokens"]
+        answer = await self.client.fetch(f"{self.url}/tokenize", body)
+        tokens: list[int] = json.loads(answer)["tokens"]
         return tokens
 
     async def compute(self, prompt: Prompt, rank: str) -> int:
@@ -208,14 +203,14 @@ class _Server:
         }
         if prompt.cache_salt:
             body["cache_salt"] = prompt.cache_salt
-        url = f"{self.url}/v1/completions"
-        usage = (await self.client.post(url, body, {_RANK: rank}))["usage"]
+        answer = await self.client.fetch(f"{self.url}/v1/completions", body, rank)
+        usage = json.loads(answer)["usage"]
         details = usage.get("prompt_tokens_details") or {}
         return int(usage["prompt_tokens"]) - int(details.get("cached_tokens") or 0)
 
     async def figures(self) -> dict[str, _Figures]:
         """Return the figures of each engine behind the server, by the engine's number."""
-        text = await self.client.get(f"{self.url}/metrics")
+        text = await self.client.fetch(f"{self.url}/metrics")
         found: dict[str, _Figures] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
