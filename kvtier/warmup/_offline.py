@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -324,11 +325,12 @@ class _Target:
 
 
 def _start(setup: EngineSetup) -> WarmupEngine:
-    """Start the engine; its processes ignore the signals that end this command.
+    """Start the engine, whose processes do not get the signals of the terminal.
 
-    This process then lets the engine write what is computed, for which vLLM's workers must run.
-    Children inherit blocked signals, and vLLM's workers set handlers of their own.
+    So vLLM's workers still run when this process lets the engine write what is computed. They
+    set handlers of their own, but they inherit blocked signals.
     """
+    resource_tracker.ensure_running()  # its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_TERMINAL)
     try:
         return setup.start()
