@@ -227,7 +227,7 @@ def test_no_live_tier_may_have_belady() -> None:
         ),
         ("wrong", r"'wrong': kvtier_mine:Wrong is no Eviction; derive it from"),
         ("kvtier_mine:PLUGIN", r"does not load"),
-        ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
+        ("kvtier_mine:k", r"no attribute 'k'; name a class that kvtier_mine has"),
         (
             "kvtier_mine:Uninitialised",
             r"'kvtier_mine:Uninitialised' has no tracks_misses; its __init__ must c",
