@@ -6,6 +6,7 @@ Built-in classes are named as text, so that reading a configuration does not imp
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -114,7 +115,13 @@ class NamedClasses:
 
 def _remedy(point: EntryPoint, error: Exception) -> str:
     """Return how to repair a class that does not load."""
+    is_named = point.name == point.value
+    if is_named and isinstance(error, AttributeError) and error.name == point.attr:
+        module = sys.modules[point.module]
+        known = [name for name in vars(module) if not name.startswith("_")]
+        hint = did_you_mean(point.attr, known)
+        return f"name a class that {point.module} has{hint}"
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
+    if is_named and f"{point.module}.".startswith(f"{missing}."):
         return f"put the directory of {point.module} on PYTHONPATH, the engine's too"
     return "repair or remove the package that provides it"

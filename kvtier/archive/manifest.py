@@ -98,7 +98,7 @@ class Manifest:
         if checksum != _checksum(document) or whole != text:
             raise ManifestError("its bytes are not those written")
         fingerprint = LayoutFingerprint(
-            document["fingerprint"], document["model"], tuple(document["groups"])
+            document["fingerprint"], document["model"], tuple(document.get("groups", ()))
         )
         layout = Layout(fingerprint, document["slot_nbytes"])
         return cls(layout, [PartEntry(**part) for part in document["parts"]])

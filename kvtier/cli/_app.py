@@ -145,4 +145,11 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - typer has no public type for it
     if text.startswith("Usage: "):
         return str(text)
     words = " ".join(text.split()).rstrip(".")
-    return f"error: {words[:1].lower()}{words[1:]}; see {command} --help"
+    remedy = f"see {command} --help"
+    if hasattr(error, "option_name") and error.ctx and _takes_engine_arguments(error.ctx):
+        remedy = f"write arguments of vllm serve after --, or {remedy}"
+    return f"error: {words[:1].lower()}{words[1:]}; {remedy}"
+
+
+def _takes_engine_arguments(context: Any) -> bool:  # noqa: ANN401 - typer has no public type
+    return any(each.name == "arguments" for each in context.command.params)

@@ -17,7 +17,16 @@ from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.cli._cache_ship import export_cache, import_cache, merge_caches, verify_parts
 from kvtier.cli._coverage import coverage
-from kvtier.cli._options import AsJson, BadLimit, Commands, Only, Store, choice, quantity
+from kvtier.cli._options import (
+    AsJson,
+    BadLimit,
+    Commands,
+    Only,
+    Store,
+    choice,
+    filled,
+    quantity,
+)
 from kvtier.cli._progress import pulse, show_bars
 from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
@@ -127,7 +136,7 @@ def ls(
     """
     order = cast("Order", choice("--sort", sort, _ORDERS))
     listings = []
-    for space in find_namespaces(directory, namespace):
+    for space in filled(find_namespaces(directory, namespace)):
         with explained(space), IndexReader(space) as reader:
             entries = reader.entries(order, min(limit, _MOST_ROWS) or -1)
             chunks, reset_at = reader.totals().chunks, reader.reset_at()
@@ -158,7 +167,7 @@ def verify(
         verify_parts(where, limit, as_json=as_json)
         return
     checks: list[render.Check] = []
-    spaces = find_namespaces(Path(where), namespace)
+    spaces = filled(find_namespaces(Path(where), namespace))
     with show_bars() as progress:
         for space in spaces:
             task = progress.add_task(space.name, total=_slots(space))
@@ -176,6 +185,7 @@ def verify(
 
 @cache.command()
 def explain(
+    directory: Store,
     key: Annotated[
         str,
         typer.Argument(
@@ -184,7 +194,6 @@ def explain(
             "/GROUP.",
         ),
     ],
-    directory: Store,
     *,
     namespace: Only = None,
     as_json: AsJson = False,
@@ -195,7 +204,8 @@ def explain(
     gone. Only reads, and may run beside an engine.
     """
     pattern = KeyPattern.parse(key)
-    answers = [_explanation(space, pattern) for space in find_namespaces(directory, namespace)]
+    spaces = filled(find_namespaces(directory, namespace))
+    answers = [_explanation(space, pattern) for space in spaces]
     found = [answer for answer in answers if answer.entry]
     telling = found or [answer for answer in answers if answer.reason] or answers
     if as_json:
@@ -208,12 +218,12 @@ def explain(
 
 @cache.command()
 def evict(  # noqa: PLR0913 - each is an option of the command
-    *,
+    directory: Store,
     keys: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY", help="Chunks to remove; written as for explain."),
     ] = None,
-    directory: Store,
+    *,
     older_than: Annotated[
         str | None,
         typer.Option(metavar="AGE", help="Remove chunks not stored or used for AGE, as in 7d."),
@@ -229,7 +239,7 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     keep their size. Without --yes the command shows what it would remove and asks.
     """
     selection = _Selection(tuple(keys or ()), older_than, everything=everything)
-    spaces = find_namespaces(directory, namespace)
+    spaces = filled(find_namespaces(directory, namespace))
     with _held(spaces, _STOP_OR_RESET):
         chosen = _choose(spaces, selection)
         if not yes and any(entries for _, entries in chosen):
@@ -247,7 +257,7 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
 
     Rewrites the whole index. Stop the engine that uses the store first.
     """
-    spaces = find_namespaces(directory, namespace)
+    spaces = filled(find_namespaces(directory, namespace))
     done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
     with _held(spaces, _STOP_FIRST), show_bars() as progress:
         for space in spaces:

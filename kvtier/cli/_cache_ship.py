@@ -30,7 +30,7 @@ from kvtier.cli._cache_ship_render import (
     VerifyReport,
 )
 from kvtier.cli._coverage import EngineArguments, needed_by
-from kvtier.cli._options import AsJson, BadLimit, Only, Store, quantity
+from kvtier.cli._options import AsJson, BadLimit, Only, Store, filled, quantity
 from kvtier.cli._progress import show_bars
 from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
@@ -98,7 +98,7 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
     Only reads the store, and may run beside an engine. Run the command again after an
     interrupt, or later: it writes what the archive lacks. Exits with 1 if a chunk is bad.
     """
-    space = _one_of(find_namespaces(directory, namespace), directory)
+    space = _one_of(filled(find_namespaces(directory, namespace)), directory)
     chosen = None if keys is None else KeyList.read(keys)
     wanted: Callable[[ChunkKey], bool] = chosen.take if chosen else lambda _: True
     if prompts is not None:

@@ -29,8 +29,13 @@ class ExportReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether chunks of the store are bad."""
-        return bool(self.found.bad)
+        """Whether chunks of the store are bad, or none of the given keys is in the store."""
+        return bool(self.found.bad) or self._finds_nothing
+
+    @property
+    def _finds_nothing(self) -> bool:
+        found = self.found
+        return bool(self.missing) and not (found.chunks or found.present or found.changed)
 
     def as_dict(self, limit: int) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -63,10 +68,15 @@ class ExportReport:
             _moved("exported", found.chunks, self.space.layout, self.seconds),
             *_counted(found.present, "the archive had already"),
             *_counted(found.changed, "an engine replaced meanwhile"),
-            *_counted(len(self.missing), "of the given keys are not in the store"),
+            *self._missing_lines(),
             *_listed("bad", bad, limit),
             _whole(self.location, found.archive_chunks, found.archive_nbytes),
         ]
+
+    def _missing_lines(self) -> list[str]:
+        if self._finds_nothing:
+            return ["none of the given keys is in the store: write them as ls shows them"]
+        return list(_counted(len(self.missing), "of the given keys are not in the store"))
 
 
 @dataclass(frozen=True, slots=True)

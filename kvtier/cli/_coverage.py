@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli._options import AsJson, choice, numpy_needed
+from kvtier.cli._options import AsJson, choice, filled, numpy_needed
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
-from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, strip_adapter
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.units import approximate_size
@@ -23,11 +22,13 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.slab.inspect import StoredNamespace
     from kvtier.warmup import (
+        BadLine,
         Coverage,
         CoverageReader,
         EngineSetup,
         Prompt,
         PromptCoverage,
+        PromptLine,
         StoredKeys,
     )
 
@@ -37,7 +38,6 @@ __all__ = [
     "OnBadLine",
     "Prompts",
     "coverage",
-    "coverage_document",
     "coverage_rows",
     "needed_by",
     "show_rows",
@@ -74,6 +74,7 @@ class _Answer:
     space: StoredNamespace
     total: Coverage
     prompts: Sequence[PromptCoverage]
+    nbytes_per_token: float
 
 
 def coverage(  # noqa: PLR0913 - each is an option of the command
@@ -108,9 +109,9 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
         from kvtier.warmup import namespaces_of_model  # noqa: PLC0415 - imports asyncio, numpy
 
     skips = choice("--on-bad-line", on_bad_line, BAD_LINES) == "skip"
-    spaces = namespaces_of_model(directory, model, namespace)
+    spaces = filled(namespaces_of_model(directory, model, namespace))
     setup = _Setup(model, arguments or ())
-    found = asyncio.run(_read(prompts, setup, skips=skips))
+    found = _read(prompts, setup, skips=skips)
     answers = [_answer(space, found, setup) for space in spaces]
     if as_json:
         show_json([_document(answer, limit) for answer in answers])
@@ -118,8 +119,8 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
     console = make_console()
     for answer in answers:
         show_line(console, f"{answer.space.name}  {answer.space.layout.model}")
-        size = _nbytes_per_token(answer.space)
-        show_rows(console, coverage_rows(answer.total, nbytes_per_token=size))
+        rows = coverage_rows(answer.total, nbytes_per_token=answer.nbytes_per_token)
+        show_rows(console, rows)
         _show_prompts(console, answer, limit)
 
 
@@ -142,23 +143,16 @@ class _Setup:
         return self.engine if self._arguments else None
 
 
-async def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
-    from kvtier.warmup import BadLine, read_prompts, to_prompt  # noqa: PLC0415 - as above
+def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
+    from kvtier.warmup import load_prompts, to_prompt  # noqa: PLC0415 - as above
 
-    found: list[Prompt] = []
-    async for line in read_prompts(path):
-        bad = line if isinstance(line, BadLine) else None
-        if not isinstance(line, BadLine):
-            number, content = line
-            try:
-                found.append(to_prompt(number, content, lambda: setup.engine))
-            except ConfigError as error:
-                bad = BadLine(number, str(error))
-        if bad is not None:
-            if not skips:
-                raise bad.error(path)
-            typer.echo(f"note: {bad.error(path)}", err=True)
-    return found
+    async def read(number: int, line: PromptLine) -> Prompt:
+        return to_prompt(number, line, lambda: setup.engine)
+
+    def note(bad: BadLine) -> None:
+        typer.echo(f"note: {bad.error(path)}", err=True)
+
+    return asyncio.run(load_prompts(path, read, on_bad=note if skips else None))
 
 
 def needed_by(
@@ -175,7 +169,7 @@ def needed_by(
     setup = _Setup(model, arguments)
     reader = _reader(space, setup, {})
     needed: set[int] = set()
-    for prompt in asyncio.run(_read(prompts, setup, skips=False)):
+    for prompt in _read(prompts, setup, skips=False):
         needed.update(reader.cover(prompt).key_hashes.tolist())
     return lambda key: hash_key(strip_adapter(key)) in needed
 
@@ -191,30 +185,26 @@ def _reader(
 
 
 def _answer(space: StoredNamespace, prompts: Sequence[Prompt], setup: _Setup) -> _Answer:
-    from kvtier.warmup import StoredKeys  # noqa: PLC0415 - as above
+    from kvtier.warmup import Coverage, KeyRules, StoredKeys  # noqa: PLC0415 - as above
 
     stored = StoredKeys.read(space, with_adapters=False)
     reader = _reader(space, setup, {"stored": stored})
-    total, covered = reader.totals(), []
+    total, covered = Coverage(), []
     for prompt in prompts:
         one = reader.cover(prompt)
         total.add(one)
         covered.append(one)
-    return _Answer(space, total, covered)
-
-
-def coverage_document(total: Coverage) -> dict[str, object]:
-    """Return a coverage as plain values."""
-    return asdict(total) | {"share": total.share}
+    nbytes = space.layout.slot_nbytes * KeyRules.of(space).chunks_per_token
+    return _Answer(space, total, covered, nbytes)
 
 
 def coverage_rows(total: Coverage, *, nbytes_per_token: float) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each fact of a coverage."""
-    missing = total.prompts - total.whole - total.partly
-    yield (
-        "prompts",
-        f"{total.prompts:,}: {total.whole:,} stored, {total.partly:,} in part, {missing:,} not",
-    )
+    missing = total.prompts - total.whole - total.partly - total.short
+    counts = f"{total.whole:,} stored, {total.partly:,} in part, {missing:,} not"
+    if total.short:
+        counts += f", {total.short:,} too short to store"
+    yield "prompts", f"{total.prompts:,}: {counts}"
     yield "tokens", f"{total.tokens:,}, of which {total.reusable_tokens:,} reusable"
     for name, tokens in total.tier_tokens.items():
         size = approximate_size(tokens * nbytes_per_token)
@@ -234,7 +224,7 @@ def _document(answer: _Answer, limit: int) -> dict[str, object]:
     return {
         "namespace": answer.space.name,
         "model": answer.space.layout.model,
-        **coverage_document(answer.total),
+        **answer.total.as_dict(),
         "lines": [
             {
                 "line": each.line,
@@ -265,9 +255,3 @@ def _show_prompts(console: Console, answer: _Answer, limit: int) -> None:
             f"{each.hit_tokens:,}",
         )
     show_table(console, table)
-
-
-def _nbytes_per_token(space: StoredNamespace) -> float:
-    from kvtier.warmup import nbytes_per_token  # noqa: PLC0415 - as above
-
-    return nbytes_per_token(space)

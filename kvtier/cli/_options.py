@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +20,9 @@ from typing_extensions import override
 from kvtier.errors import ConfigError, did_you_mean
 from kvtier.printable import printable
 from kvtier.units import UnitError
+
+if TYPE_CHECKING:
+    from kvtier.tiers.slab.inspect import StoredNamespace
 
 __all__ = [
     "AsJson",
@@ -30,6 +33,7 @@ __all__ = [
     "Only",
     "Store",
     "choice",
+    "filled",
     "finite",
     "numpy_needed",
     "quantity",
@@ -89,6 +93,18 @@ def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
             raise
         remedy = f"install it with: pip install 'kvtier[{extra}]'"
         raise ConfigError(f"{command} needs the package numpy; {remedy}") from error
+
+
+def filled(spaces: Sequence[StoredNamespace]) -> list[StoredNamespace]:
+    """Return the namespaces with an index or slots, if there is one; name the others."""
+    found = [space for space in spaces if not space.is_blank]
+    if not found:
+        return list(spaces)
+    for space in spaces:
+        if space.is_blank:
+            where = printable(str(space.directory))
+            typer.echo(f"note: {where} is left out: it has no index and no slots", err=True)
+    return found
 
 
 def choice(option: str, value: str, known: Iterable[str]) -> str:

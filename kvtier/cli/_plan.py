@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.text import Text
 
-from kvtier.cli._model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
 from kvtier.cli._options import AsJson, File, choice, finite
 from kvtier.cli._render import make_console, make_table, show_json, show_table
 from kvtier.config import (
@@ -21,6 +20,7 @@ from kvtier.config import (
     slot_nbytes,
 )
 from kvtier.units import approximate_duration, approximate_size
+from kvtier.vllm.model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,7 +19,6 @@ from kvtier.cli._coverage import (
     EngineArguments,
     OnBadLine,
     Prompts,
-    coverage_document,
     coverage_rows,
     show_rows,
 )
@@ -140,8 +139,6 @@ async def _follow(job: WarmupJob, prompts: Path, bars: Bars) -> WarmupEvent:
                         typer.echo(f"note: {bad.error(prompts)}", err=True)
                     case events.Progress():
                         bars.update(bar, **_shown(last))
-                    case events.Verified():
-                        bars.update(bar, description=f"verified {last.tier}")
                     case _:
                         pass
         except asyncio.CancelledError:
@@ -222,15 +219,14 @@ def _show(last: WarmupEvent, *, as_json: bool) -> bool:
 
 
 def _plan_document(planned: Planned) -> dict[str, Any]:
-    document = asdict(planned)
-    return document | {"before": coverage_document(planned.before)}
+    return asdict(planned) | {"before": planned.before.as_dict()}
 
 
 def _document(finished: Finished) -> dict[str, Any]:
     report = finished.report
     return asdict(report) | {
         "planned": _plan_document(report.planned),
-        "coverage": report.coverage and coverage_document(report.coverage),
+        "coverage": report.coverage and report.coverage.as_dict(),
         "is_complete": report.is_complete,
     }
 
@@ -241,7 +237,7 @@ def _plan_rows(planned: Planned) -> Iterator[tuple[str, str]]:
     for count, name, why in (
         (planned.stored, "stored", "already"),
         (planned.shared, "shared", "contained in others"),
-        (planned.short, "short", "less than one chunk, which no tier stores"),
+        (planned.short, "too short", "less than one chunk, which no tier stores"),
         (planned.left_out, "left out", "no room in the budget or the capacity"),
     ):
         if count:

@@ -11,7 +11,7 @@ from kvtier.connector.groups import CacheGroup
 from kvtier.keys import counting_group
 from kvtier.manager.hits import Reach
 
-__all__ = ["EngineFacts", "data_parallel_rank", "read_vllm_config"]
+__all__ = ["EngineFacts", "data_parallel_rank", "kv_dtype", "read_vllm_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,6 @@ def read_vllm_config(
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     cache, events = vllm_config.cache_config, vllm_config.kv_events_config
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    dtype = vllm_config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     extra_config = transfer.kv_connector_extra_config
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     layers = [kv_cache_config.kv_cache_groups[group.index].layer_names for group in groups]
@@ -95,7 +94,7 @@ def read_vllm_config(
         extra_config=extra_config,
         records_events=events is not None and events.enable_kv_cache_events,
         model_name=vllm_config.model_config.model,
-        kv_dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=kv_dtype(vllm_config),
         kv_layout=kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "",
         canonical_layout=bool(extra_config.get("canonical_layout", False)),
         groups=tuple(
@@ -117,6 +116,13 @@ def read_vllm_config(
         dcp_size=parallel.decode_context_parallel_size,
         data_parallel_rank=data_parallel_rank(parallel, transfer.engine_id),
     )
+
+
+def kv_dtype(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
+    """Return the element type of the KV cache."""
+    dtype = vllm_config.cache_config.cache_dtype
+    dtype = vllm_config.model_config.dtype if dtype == "auto" else dtype
+    return str(dtype).removeprefix("torch.")
 
 
 def data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's

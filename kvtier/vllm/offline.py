@@ -30,6 +30,7 @@ from kvtier.keys import ChunkKey
 from kvtier.printable import printable
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.connector import KVTierConnector
+from kvtier.vllm.engine import kv_dtype
 from kvtier.vllm.versions import SUPPORTED
 
 __all__ = ["EngineSetup", "OfflineEngine"]
@@ -53,6 +54,8 @@ class EngineSetup:
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
         block_tokens: Tokens of a block, if known before the start.
         most_tokens: Tokens of the longest prompt.
+        vocabulary: Number of token ids.
+        identity: The part of a store's identity that the arguments determine.
         lora_paths: Path of each LoRA adapter, by name.
     """
 
@@ -79,6 +82,11 @@ class EngineSetup:
         self.algorithm: str = self._config.cache_config.prefix_caching_hash_algo
         self.block_tokens: int = self._config.cache_config.block_size
         self.most_tokens: int = self._config.model_config.max_model_len - 1
+        self.vocabulary: int = self._config.model_config.get_vocab_size()
+        self.identity: dict[str, str | int] = {"kv_dtype": kv_dtype(self._config)}
+        ranks: int = self._config.parallel_config.decode_context_parallel_size
+        if self._args.block_size is not None and ranks == 1:
+            self.identity["tokens_per_hash"] = self.block_tokens
         adapters = self._args.lora_modules or ()
         self._loras = {
             each.name: _lora(each, number) for number, each in enumerate(adapters, start=1)
@@ -135,7 +143,7 @@ class EngineSetup:
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 multiprocess_mode=False,
             )
-        except (RuntimeError, ValueError) as error:  # a worker's own error is in the log
+        except Exception as error:  # a worker's own error, of any kind, is in the log
             raise KvtierError(f"{_of_vllm(error)}; see its log above") from error
         return OfflineEngine(engine, self._loras)
 
@@ -290,8 +298,10 @@ def _make_parser() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def _of_vllm(error: Exception) -> str:
-    """Return the first informative sentence of an error that vLLM raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # The first line of pydantic's errors only counts them.
-    text = lines[1] if len(lines) > 1 and "validation error" in lines[0] else "".join(lines[:1])
+    """Return an error that vLLM raised as one line."""
+    lines = str(error).splitlines()
+    # The first line of pydantic's errors only counts them, and the last names a web page.
+    if len(lines) > 1 and "validation error" in lines[0]:
+        lines = [line for line in lines[1:] if "errors.pydantic.dev" not in line]
+    text = " ".join(" ".join(lines).split())
     return f"vLLM: {printable(text) or type(error).__name__}"

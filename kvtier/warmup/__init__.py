@@ -8,27 +8,26 @@ from kvtier.warmup._coverage import (
     KeyRules,
     PromptCoverage,
     StoredKeys,
+    Stores,
 )
 from kvtier.warmup._engine import EngineSetup, WarmupEngine, open_vllm, to_prompt
 from kvtier.warmup._events import (
-    EngineStarted,
     Finished,
     LineSkipped,
     Planned,
     Progress,
-    PromptsRead,
     Saving,
     Verified,
     WarmupEvent,
+    WarmupOptions,
     WarmupReport,
 )
+from kvtier.warmup._filling import FillState, Target, fill
 from kvtier.warmup._hashing import BlockHasher, Scope
-from kvtier.warmup._identity import namespaces_of_model
 from kvtier.warmup._job import WarmupJob
-from kvtier.warmup._options import WarmupOptions
-from kvtier.warmup._prompts import BadLine, Prompt, PromptLine, read_prompts
-from kvtier.warmup._spool import PromptSpool
-from kvtier.warmup._stores import nbytes_per_token
+from kvtier.warmup._plan import Work
+from kvtier.warmup._prompts import BadLine, Prompt, PromptLine, load_prompts
+from kvtier.warmup._stores import namespaces_of_model
 
 __all__ = [
     "BadLine",
@@ -36,7 +35,7 @@ __all__ = [
     "Coverage",
     "CoverageReader",
     "EngineSetup",
-    "EngineStarted",
+    "FillState",
     "Finished",
     "KeyRules",
     "LineSkipped",
@@ -45,20 +44,21 @@ __all__ = [
     "Prompt",
     "PromptCoverage",
     "PromptLine",
-    "PromptSpool",
-    "PromptsRead",
     "Saving",
     "Scope",
     "StoredKeys",
+    "Stores",
+    "Target",
     "Verified",
     "WarmupEngine",
     "WarmupEvent",
     "WarmupJob",
     "WarmupOptions",
     "WarmupReport",
+    "Work",
+    "fill",
+    "load_prompts",
     "namespaces_of_model",
-    "nbytes_per_token",
     "open_vllm",
-    "read_prompts",
     "to_prompt",
 ]

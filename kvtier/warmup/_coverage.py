@@ -6,9 +6,9 @@ The *coverage* of a prompt is the number of tokens that an engine could load ins
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ __all__ = [
     "KeyRules",
     "PromptCoverage",
     "StoredKeys",
-    "sum_coverages",
+    "Stores",
 ]
 
 NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
@@ -116,6 +116,11 @@ class KeyRules:
             groups, tokens_per_hash, algorithm, str(identity.fields.get("hash_seed", ""))
         )
 
+    @property
+    def chunks_per_token(self) -> float:
+        """Return the chunks of one token, summed over all KV cache groups."""
+        return sum(1 / reach.chunk_tokens for _, reach in self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptCoverage:
@@ -127,8 +132,9 @@ class PromptCoverage:
         tail_tokens: Tokens after the prompt's last whole chunk.
         reusable_tokens: Tokens that could be loaded if all chunks of the prompt were stored.
         hit_tokens: Tokens that can be loaded.
-        tier_tokens: The part of ``hit_tokens`` from each tier, fastest first.
-        key_hashes: Hash of each chunk that the prompt needs to be stored.
+        tier_tokens: The part of ``hit_tokens`` from each tier, by name.
+        key_hashes: Hash of each chunk that the prompt needs to be stored; none if the prompt is
+            shorter than a chunk.
         is_missing: For each of these chunks, whether it is not stored.
         is_stored: Whether a warm-up would add nothing for this prompt.
     """
@@ -138,7 +144,7 @@ class PromptCoverage:
     tail_tokens: int
     reusable_tokens: int
     hit_tokens: int
-    tier_tokens: tuple[int, ...]
+    tier_tokens: Mapping[str, int]
     key_hashes: npt.NDArray[np.uint64]
     is_missing: npt.NDArray[np.bool_]
     is_stored: bool
@@ -150,8 +156,9 @@ class Coverage:
 
     Attributes:
         prompts: Number of prompts.
-        whole: Prompts whose reusable tokens are all stored.
+        whole: Prompts whose chunks are all stored.
         partly: Prompts with some, but not all, reusable tokens stored.
+        short: Prompts that are too short: they have no whole chunk, so nothing can be stored.
         tokens: Tokens of all prompts.
         reusable_tokens: Tokens that could be loaded if all chunks of the prompts were stored.
         hit_tokens: Tokens that can be loaded.
@@ -161,6 +168,7 @@ class Coverage:
     prompts: int = 0
     whole: int = 0
     partly: int = 0
+    short: int = 0
     tokens: int = 0
     reusable_tokens: int = 0
     hit_tokens: int = 0
@@ -168,8 +176,8 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Return the share of the reusable tokens that can be loaded; 1 if there are none."""
-        return self.hit_tokens / self.reusable_tokens if self.reusable_tokens else 1.0
+        """Return the share of the reusable tokens that can be loaded; 0 if there are none."""
+        return self.hit_tokens / self.reusable_tokens if self.reusable_tokens else 0.0
 
     def add(self, prompt: PromptCoverage) -> None:
         """Add the coverage of one prompt to the sums."""
@@ -177,28 +185,18 @@ class Coverage:
         self.tokens += prompt.tokens
         self.reusable_tokens += prompt.reusable_tokens
         self.hit_tokens += prompt.hit_tokens
-        if prompt.is_stored:
+        if not len(prompt.key_hashes):
+            self.short += 1
+        elif prompt.is_stored:
             self.whole += 1
         elif prompt.hit_tokens:
             self.partly += 1
-        for name, tokens in zip(self.tier_tokens, prompt.tier_tokens, strict=True):
-            self.tier_tokens[name] += tokens
+        for name, tokens in prompt.tier_tokens.items():
+            self.tier_tokens[name] = self.tier_tokens.get(name, 0) + tokens
 
-
-def sum_coverages(coverages: Sequence[Coverage]) -> Coverage:
-    """Return the coverage of several engines together."""
-    names = dict.fromkeys(name for each in coverages for name in each.tier_tokens)
-    total = Coverage(tier_tokens=dict.fromkeys(names, 0))
-    for each in coverages:
-        total.prompts += each.prompts
-        total.whole += each.whole
-        total.partly += each.partly
-        total.tokens += each.tokens
-        total.reusable_tokens += each.reusable_tokens
-        total.hit_tokens += each.hit_tokens
-        for name, tokens in each.tier_tokens.items():
-            total.tier_tokens[name] += tokens
-    return total
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sums and the share as plain values."""
+        return asdict(self) | {"share": self.share}
 
 
 class _Found:
@@ -246,10 +244,6 @@ class CoverageReader:
             {number: reach.reach is Reach.PREFIX for number, reach in rules.groups}
         )
         self._counted = [number for number, _ in rules.groups].index(counted)
-
-    def totals(self) -> Coverage:
-        """Return an empty :class:`Coverage`, to which prompts can be added."""
-        return Coverage(tier_tokens=dict.fromkeys(self._stores, 0))
 
     def cover(self, prompt: Prompt) -> PromptCoverage:
         """Return the coverage of ``prompt``."""
@@ -318,7 +312,7 @@ class CoverageReader:
         keys: Sequence[Sequence[ChunkKey]],
         in_tier: Sequence[npt.NDArray[np.bool_]],
         hit: int,
-    ) -> tuple[int, ...]:
+    ) -> dict[str, int]:
         """Return how many of the ``hit`` tokens come from each tier, by the counting group."""
         first = sum(map(len, keys[: self._counted]))
         size = self._groups[self._counted][1].chunk_tokens
@@ -330,4 +324,41 @@ class CoverageReader:
             left &= ~held
         if tokens:  # chunks of windows that a hit skips are in no tier
             tokens[-1] += hit - sum(tokens)
-        return tuple(tokens)
+        return dict(zip(self._stores, tokens, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The stores of an engine that are on this machine, and how the engine makes keys.
+
+    Attributes:
+        spaces: The engine's namespace in each persistent tier, by the tier's name.
+        rules: How the engine makes keys.
+        capacity_chunks: Chunks that the largest of the tiers holds.
+        slot_nbytes: Bytes of a slot; 0 if unknown.
+        lora_paths: Path of each LoRA adapter, by name.
+        name_chunk: As for :class:`CoverageReader`.
+    """
+
+    spaces: Mapping[str, StoredNamespace]
+    rules: KeyRules
+    capacity_chunks: float
+    slot_nbytes: int
+    lora_paths: Mapping[str, str]
+    name_chunk: NameChunk | None
+
+    def reader(self) -> CoverageReader:
+        """Read the indexes, and return a reader of them."""
+        named = self.name_chunk is not None
+        keys = {
+            tier: StoredKeys.read(space, with_adapters=named)
+            for tier, space in self.spaces.items()
+        }
+        return CoverageReader(
+            self.rules, keys, lora_paths=self.lora_paths, name_chunk=self.name_chunk
+        )
+
+    @property
+    def nbytes_per_token(self) -> float:
+        """Return the bytes of stored KV per token, summed over all KV cache groups."""
+        return self.slot_nbytes * self.rules.chunks_per_token

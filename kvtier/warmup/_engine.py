@@ -1,67 +1,56 @@
-"""The interface of the engines that compute a warm-up's prompts, and vLLM's implementation."""
+"""The interface of the engine that a warm-up starts, and vLLM's implementation."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.printable import printable
-from kvtier.warmup._prefill import PrefillEngine
-from kvtier.warmup._prompts import Prompt, PromptLine
+from kvtier.tiers.base import Fields
+from kvtier.warmup._prompts import Prompt, PromptLimits, PromptLine
 
-__all__ = [
-    "EngineSetup",
-    "OpenEngine",
-    "WarmupEngine",
-    "check_prompt",
-    "open_vllm",
-    "to_prompt",
-]
+if TYPE_CHECKING:
+    from kvtier.connector.figures import StoreInfo
+
+__all__ = ["EngineSetup", "OpenEngine", "WarmupEngine", "open_vllm", "to_prompt"]
 
 
-class StorePlace(Protocol):
-    """Where one tier keeps its chunks, as an engine reports it.
+class WarmupEngine(Protocol):
+    """A running engine, driven by one thread."""
 
-    :class:`kvtier.connector.figures.StoreInfo` is one.
-    """
+    ram_chunks: int
+    """Slots of the RAM tier."""
+    max_requests: int
+    """Requests that it runs at a time."""
 
     @property
-    def tier(self) -> str:
-        """Name of the tier."""
-
-    @property
-    def namespace(self) -> str:
-        """Name of the engine's directory in the store."""
-
-    @property
-    def path(self) -> str:
-        """The store; empty if the tier has none."""
-
-
-class WarmupEngine(PrefillEngine, Protocol):
-    """A running engine."""
-
-    @property
-    def stores(self) -> Sequence[StorePlace]:
+    def stores(self) -> Sequence[StoreInfo]:
         """The places where the tiers keep chunks."""
+
+    def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
+        """Queue a prompt; return why the engine refuses it, or an empty text."""
+
+    def step(self) -> Sequence[tuple[int, int, int]]:
+        """Run one step.
+
+        Returns:
+            One tuple per prompt that ended: its line, its number of tokens, and how many of
+            these tokens came from a cache.
+        """
+
+    def has_work(self) -> bool:
+        """Return whether the engine has a prompt to compute or a chunk to move."""
+
+    def unwritten_chunks(self) -> int:
+        """Return how many chunks a slower tier must still receive."""
+
+    def abort(self) -> None:
+        """Drop all queued and running prompts."""
 
     def close(self) -> None:
         """Write the remaining chunks, close the tiers and end the engine."""
-
-
-class PromptLimits(Protocol):
-    """Limits on the prompts that an engine accepts."""
-
-    @property
-    def most_tokens(self) -> int:
-        """Number of tokens of the longest prompt that the engine accepts."""
-
-    @property
-    def lora_paths(self) -> Mapping[str, str]:
-        """Path of each LoRA adapter, by name."""
 
 
 class EngineSetup(PromptLimits, Protocol):
@@ -74,6 +63,10 @@ class EngineSetup(PromptLimits, Protocol):
 
     algorithm: str
     block_tokens: int
+
+    @property
+    def identity(self) -> Fields:
+        """The part of a store's identity that the arguments determine."""
 
     def tokens_of_text(self, text: str) -> Sequence[int]:
         """Return the token ids of a text."""
@@ -120,41 +113,20 @@ def open_vllm(
     return setup
 
 
-def to_prompt(
-    number: int, line: PromptLine, setup: EngineSetup | Callable[[], EngineSetup]
-) -> Prompt:
+def to_prompt(number: int, line: PromptLine, setup: Callable[[], EngineSetup]) -> Prompt:
     """Return the prompt in a line, as token ids.
 
     Args:
         number: Number of the line.
         line: Its content.
-        setup: The engine, or a function that returns it; called only if the line needs it.
+        setup: Returns the engine; called only if the line needs it.
 
     Raises:
-        ConfigError: The engine cannot compute the line as a prompt.
+        ConfigError: The engine makes no tokens of the line.
     """
     if line.prompt_token_ids is not None:
-        tokens: Sequence[int] = line.prompt_token_ids
-    else:
-        engine = setup() if callable(setup) else setup
-        if line.messages is not None:
-            tokens = engine.tokens_of_chat(line.messages, line.tools, line.chat_template_kwargs)
-        else:
-            tokens = engine.tokens_of_text(line.prompt or "")
-    return Prompt(number, tuple(tokens), line.priority, line.lora, line.cache_salt)
-
-
-def check_prompt(prompt: Prompt, engine: PromptLimits) -> None:
-    """Check that ``engine`` can compute ``prompt``.
-
-    Raises:
-        ConfigError: The prompt is empty or too long, or its adapter is unknown.
-    """
-    if not prompt.tokens:
-        raise ConfigError("empty: the tokenizer makes no token of it; remove the line")
-    if len(prompt.tokens) > engine.most_tokens:
-        problem = f"{len(prompt.tokens):,} tokens; the engine takes {engine.most_tokens:,}"
-        raise ConfigError(f"too long: {problem}; shorten it, or raise --max-model-len")
-    if prompt.lora and prompt.lora not in engine.lora_paths:
-        remedy = f"add it to the engine: --lora-modules {printable(prompt.lora)}=PATH"
-        raise ConfigError(f"lora: {printable(prompt.lora)} is no adapter; {remedy}")
+        return line.with_tokens(number, line.prompt_token_ids)
+    if line.messages is None:
+        return line.with_tokens(number, setup().tokens_of_text(line.prompt or ""))
+    tokens = setup().tokens_of_chat(line.messages, line.tools, line.chat_template_kwargs)
+    return line.with_tokens(number, tokens)

@@ -1,27 +1,47 @@
-"""The events that a warm-up yields while it runs."""
+"""The settings of a warm-up, the events that it yields, and its report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvtier.warmup._coverage import Coverage
-from kvtier.warmup._prefill import PrefillState
 from kvtier.warmup._prompts import BadLine
 
 __all__ = [
-    "EngineStarted",
     "Finished",
     "LineSkipped",
     "Planned",
     "Progress",
-    "PromptsRead",
     "Saving",
     "Verified",
     "WarmupEvent",
+    "WarmupOptions",
     "WarmupReport",
-    "progress_of",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupOptions:
+    """Settings of a warm-up.
+
+    Attributes:
+        budget_bytes: Bytes that may be written to each tier; None for no limit.
+        skip_bad_lines: Whether to skip lines that are no usable prompts; else they are fatal.
+        new_cache: Whether a new cache may be filled although the store has a cache of the same
+            model with other settings.
+        dry_run: Whether to choose the prompts, but compute nothing.
+        retain_s: Time for which the prompts' chunks are not evicted, within the tiers'
+            ``retain_quota``; None to leave them to the eviction policy.
+        servers: Addresses of running servers to warm up in place; empty to start an engine.
+    """
+
+    budget_bytes: int | None = None
+    skip_bad_lines: bool = False
+    new_cache: bool = False
+    dry_run: bool = False
+    retain_s: float | None = None
+    servers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,40 +51,14 @@ class LineSkipped:
     bad: BadLine
 
 
-@dataclass(frozen=True, slots=True)
-class PromptsRead:
-    """Event: the file of prompts was read.
-
-    Attributes:
-        prompts: Number of prompts.
-        tokens: Number of tokens of all prompts.
-        skipped: Number of lines that were skipped.
-    """
-
-    prompts: int
-    tokens: int
-    skipped: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStarted:
-    """Event: the engine runs, and has opened its stores.
-
-    Attributes:
-        stores: Directory of the engine's namespace in each persistent tier, by tier.
-    """
-
-    stores: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Planned:
     """Event: the prompts to compute were chosen.
 
     Attributes:
         prompts: Prompts to compute.
         tokens: Tokens to compute, if every shared prefix is computed once.
-        nbytes: Bytes to write to each tier; None if it is not known before an engine starts.
+        nbytes: Bytes to write to each tier; None if a chunk's size is unknown.
         stored: Prompts that are stored already.
         shared: Prompts whose chunks are all in other prompts of the file.
         short: Prompts shorter than one chunk, which no tier stores.
@@ -72,14 +66,14 @@ class Planned:
         before: How many tokens of the prompts could be loaded before the warm-up.
     """
 
-    prompts: int
-    tokens: int
-    nbytes: int | None
-    stored: int
-    shared: int
-    short: int
-    left_out: int
-    before: Coverage
+    prompts: int = 0
+    tokens: int = 0
+    nbytes: int | None = 0
+    stored: int = 0
+    shared: int = 0
+    short: int = 0
+    left_out: int = 0
+    before: Coverage = field(default_factory=Coverage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +85,6 @@ class Progress:
         tokens: Planned tokens that were computed or loaded so far.
         planned_tokens: Tokens that were planned.
         tokens_per_s: Rate so far; 0 if unknown.
-        left_s: Estimated time left; None if unknown.
         unwritten_chunks: Chunks that a persistent tier must still receive.
     """
 
@@ -99,27 +92,12 @@ class Progress:
     tokens: int
     planned_tokens: int
     tokens_per_s: float
-    left_s: float | None
     unwritten_chunks: int
-
-
-def progress_of(state: PrefillState, planned_tokens: int) -> Progress:
-    """Return the event that reports the progress in ``state``."""
-    rate = state.tokens / state.seconds if state.seconds else 0.0
-    left = max(planned_tokens - state.tokens, 0)
-    return Progress(
-        prompts=state.prompts,
-        tokens=state.tokens,
-        planned_tokens=planned_tokens,
-        tokens_per_s=rate,
-        left_s=left / rate if rate else None,
-        unwritten_chunks=state.unwritten_chunks,
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Event: chunks of a tier were read and compared with their checksums.
+    """Chunks of a tier that were read and compared with their checksums.
 
     Attributes:
         tier: Name of the tier.
@@ -190,6 +168,4 @@ class Finished:
     report: WarmupReport
 
 
-WarmupEvent = (
-    LineSkipped | PromptsRead | EngineStarted | Planned | Progress | Verified | Finished
-)
+WarmupEvent = LineSkipped | Planned | Progress | Finished

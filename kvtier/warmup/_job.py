@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from kvtier.config import load_config, resolve_rank_paths
 from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
-from kvtier.vllm.identity import declared_identity
+from kvtier.warmup._coverage import Coverage, Stores
 from kvtier.warmup._engine import OpenEngine, open_vllm
-from kvtier.warmup._events import WarmupEvent
-from kvtier.warmup._http import OpenClient, open_aiohttp
-from kvtier.warmup._identity import persistent_tiers, require_same_identity
-from kvtier.warmup._options import WarmupOptions
-from kvtier.warmup._run import WarmupRun
-from kvtier.warmup._server import ServerRun
-from kvtier.warmup._settings import write_settings
-from kvtier.warmup._spool import PromptSpool
+from kvtier.warmup._events import (
+    Finished,
+    LineSkipped,
+    Planned,
+    WarmupEvent,
+    WarmupOptions,
+    WarmupReport,
+)
+from kvtier.warmup._filling import FillState, Target, fill
+from kvtier.warmup._offline import OfflineSite
+from kvtier.warmup._plan import Work, cover, plan_prompts
+from kvtier.warmup._prompts import BadLine, Prompt, PromptLine, load_prompts
+from kvtier.warmup._server import OpenClient, ServerSite, open_aiohttp
 
 __all__ = ["WarmupJob"]
+
+
+class _Site(Protocol):
+    """The engines of a warm-up."""
+
+    async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
+        """Return the prompt in a line; raises ConfigError if no engine can compute it."""
+
+    def stores(self) -> Sequence[Stores]:
+        """Return the stores of each engine, as far as they are known yet; blocks."""
+
+    def targets(self) -> AbstractAsyncContextManager[Sequence[Target]]:
+        """Open the engines, and close them afterwards."""
 
 
 class WarmupJob:
@@ -58,7 +76,7 @@ class WarmupJob:
     ) -> None:
         self._file = Path(file)
         self._model = model
-        self._prompts = Path(prompts)
+        self._path = Path(prompts)
         self._arguments = arguments
         self._options = options or WarmupOptions()
         self._open_engine = open_engine
@@ -72,64 +90,88 @@ class WarmupJob:
                 the deployment does not read.
             KvtierError: The engine cannot start, or makes no progress.
         """
-        pool, stack = IoPool(1, name="kvtier-warmup"), contextlib.ExitStack()
-        run = self._on_servers if self._options.servers else self._on_engine
+        pool = IoPool(1, name="kvtier-warmup")
+        opened = self._open_servers() if self._options.servers else self._open_offline(pool)
         try:
-            async with contextlib.aclosing(run(pool, stack)) as events:
+            async with opened as site, aclosing(self._events(site, pool)) as events:
                 async for event in events:
                     yield event
         finally:
-            await pool.run(stack.close, priority=0)
             pool.close(timeout_s=0.0)
 
-    async def _on_servers(
-        self, pool: IoPool, stack: contextlib.ExitStack
-    ) -> AsyncGenerator[WarmupEvent, None]:
+    async def _events(self, site: _Site, pool: IoPool) -> AsyncGenerator[WarmupEvent, None]:
+        bad: list[BadLine] = []
+        on_bad = bad.append if self._options.skip_bad_lines else None
+        prompts = await load_prompts(self._path, site.to_prompt, on_bad=on_bad)
+        for line in bad:
+            yield LineSkipped(line)
+        planned, state = Planned(), FillState()
+        plan = partial(self._plan, site, prompts, planned)
+        if self._options.dry_run:
+            await pool.run(plan, priority=0)
+            yield planned
+            return
+        async with site.targets() as targets:
+            works = await pool.run(plan, priority=0)
+            yield planned
+            async with aclosing(
+                fill(list(zip(targets, works, strict=True)), state)
+            ) as progress:
+                async for event in progress:
+                    yield event
+        report = partial(_report, site, prompts, planned, state)
+        yield Finished(await pool.run(report, priority=0))
+
+    def _plan(
+        self, site: _Site, prompts: Sequence[Prompt], planned: Planned
+    ) -> list[list[Work]]:
+        plan = partial(plan_prompts, prompts, budget_bytes=self._options.budget_bytes)
+        return [plan(stores, planned) for stores in site.stores()]
+
+    @contextlib.asynccontextmanager
+    async def _open_servers(self) -> AsyncIterator[_Site]:
         if self._options.retain_s is not None or self._arguments:
             what = "arguments after --" if self._arguments else "--retain"
             raise ConfigError(f"{what}: not with --server, whose engine runs; leave it out")
-        spool = await pool.run(partial(_open_spool, stack), priority=0)
         async with self._open_client() as client:
-            run = ServerRun(self._options, self._prompts, self._model, client, spool, pool)
-            async with contextlib.aclosing(run.events()) as events:
-                async for event in events:
-                    yield event
+            urls = self._options.servers
+            yield await ServerSite.open(client, urls, self._model)
 
-    async def _on_engine(
-        self, pool: IoPool, stack: contextlib.ExitStack
-    ) -> AsyncGenerator[WarmupEvent, None]:
-        run = await pool.run(partial(self._open, pool, stack), priority=0)
-        async with contextlib.aclosing(run.events()) as events:
-            async for event in events:
-                yield event
+    @contextlib.asynccontextmanager
+    async def _open_offline(self, pool: IoPool) -> AsyncIterator[_Site]:
+        with contextlib.ExitStack() as resources:
 
-    def _open(self, pool: IoPool, stack: contextlib.ExitStack) -> WarmupRun:
-        """Check the settings that are known before an engine starts; prepare the engine."""
-        config = resolve_rank_paths(load_config(self._file), rank=None)
-        tiers = persistent_tiers(config)
-        identity = declared_identity(config, self._model)
-        if not self._options.new_cache:
-            for tier in tiers:
-                require_same_identity(tier, identity, own=None)
-        directory = tempfile.TemporaryDirectory(prefix="kvtier-warmup-")
-        transfer = write_settings(
-            config,
-            Path(stack.enter_context(directory)),
-            may_remove=self._options.new_cache,
-        )
-        setup = self._open_engine(self._model, self._arguments, transfer)
-        stack.callback(setup.close)
-        return WarmupRun(
-            options=self._options,
-            prompts=self._prompts,
-            config=config,
-            tiers=tiers,
-            identity=identity,
-            setup=setup,
-            spool=_open_spool(stack),
-            pool=pool,
-        )
+            def open_site() -> OfflineSite:
+                site = OfflineSite(
+                    self._file,
+                    model=self._model,
+                    arguments=self._arguments,
+                    options=self._options,
+                    open_engine=self._open_engine,
+                    pool=pool,
+                )
+                resources.enter_context(contextlib.closing(site))
+                site.check()
+                return site
+
+            yield await pool.run(open_site, priority=0)
 
 
-def _open_spool(stack: contextlib.ExitStack) -> PromptSpool:
-    return stack.enter_context(contextlib.closing(PromptSpool()))
+def _report(
+    site: _Site, prompts: Sequence[Prompt], planned: Planned, state: FillState
+) -> WarmupReport:
+    """Return what is stored now; blocks."""
+    coverage, ranks = Coverage(), dict[int, int]()
+    readable = [stores for stores in site.stores() if stores.spaces]
+    for stores in readable:
+        ranks = cover(prompts, stores, coverage)
+    report = WarmupReport(
+        planned=planned,
+        prompts=state.prompts,
+        failed=tuple(state.failed),
+        computed_tokens=state.computed_tokens,
+        seconds=state.seconds,
+        coverage=coverage if readable else None,
+        nbytes_per_token=readable[0].nbytes_per_token if readable else 0.0,
+    )
+    return site.finish(report, ranks) if isinstance(site, OfflineSite) else report

@@ -3,103 +3,105 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.warmup._coverage import Coverage, CoverageReader, PromptCoverage, sum_coverages
+from kvtier.errors import ConfigError
+from kvtier.warmup._coverage import Coverage, PromptCoverage, Stores
 from kvtier.warmup._events import Planned
 from kvtier.warmup._prompts import Prompt
 
-__all__ = ["Plan", "Room", "make_plan", "pick", "planned_of"]
+__all__ = ["Work", "cover", "plan_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Limits on what a warm-up may store.
+class Work:
+    """A prompt to compute.
 
     Attributes:
-        capacity_chunks: Number of chunks that a tier holds.
-        budget_chunks: Number of chunks that the warm-up may write to a tier.
+        prompt: The prompt.
+        chunks: Number of chunks that it adds.
+        tokens: Number of tokens that it adds.
     """
 
-    capacity_chunks: float = math.inf
-    budget_chunks: float = math.inf
+    prompt: Prompt
+    chunks: int
+    tokens: int
 
 
-@dataclass(slots=True)
-class Plan:
-    """The prompts that a warm-up computes, in order.
-
-    Attributes:
-        before: The coverage of all prompts before the warm-up.
-        ids: Ids of the prompts to compute, as in the :class:`PromptSpool`.
-        chunks: For each of ``ids``, the number of chunks that the prompt adds.
-        tokens: For each of ``ids``, the number of tokens that the prompt adds.
-        stored: Number of prompts that are stored already.
-        shared: Number of prompts whose chunks are all in other prompts of the file.
-        short: Number of prompts shorter than one chunk, which no tier stores.
-        left_out: Number of prompts without room in a tier or in the budget.
-    """
-
-    before: Coverage
-    ids: array[int] = field(default_factory=lambda: array("q"))
-    chunks: array[int] = field(default_factory=lambda: array("q"))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    stored: int = 0
-    shared: int = 0
-    short: int = 0
-    left_out: int = 0
-
-    @property
-    def new_chunks(self) -> int:
-        """Return how many chunks will be stored."""
-        return sum(self.chunks)
-
-    @property
-    def new_tokens(self) -> int:
-        """Return how many tokens will be computed, if every shared prefix is computed once."""
-        return sum(self.tokens)
-
-
-def make_plan(
-    prompts: Iterable[tuple[int, Prompt]], reader: CoverageReader, room: Room
-) -> Plan:
-    """Choose the prompts that a warm-up computes.
+def plan_prompts(
+    prompts: Sequence[Prompt], stores: Stores, planned: Planned, *, budget_bytes: int | None
+) -> list[Work]:
+    """Choose the prompts that one engine computes.
 
     Chunks that are stored already must stay stored, so they count against the capacity too.
 
     Args:
-        prompts: Id and content of each prompt, in the order in which to compute them.
-        reader: Looks up which chunks are stored.
-        room: Limits on what the warm-up may store.
+        prompts: The prompts, in the order in which to compute them.
+        stores: The engine's stores.
+        planned: This call adds the choice to it.
+        budget_bytes: Bytes that may be written to each tier; None for no limit.
+
+    Raises:
+        ConfigError: There is a budget, and the size of a chunk is unknown.
     """
-    plan = Plan(reader.totals())
-    wanted: set[int] = set()
-    budget = room.budget_chunks
-    for number, prompt in prompts:
-        found = reader.cover(prompt)
-        plan.before.add(found)
-        hashes, missing = found.key_hashes.tolist(), found.is_missing.tolist()
+    reader, choice = stores.reader(), _Choice(planned, stores.capacity_chunks)
+    if budget_bytes is not None:
+        if not stores.slot_nbytes:
+            problem = "the size of a chunk is unknown before an engine of this machine starts"
+            raise ConfigError(f"--budget: {problem}; leave it out, or leave out --dry-run")
+        choice.budget_chunks = budget_bytes // stores.slot_nbytes
+    for prompt in prompts:
+        choice.add(prompt, reader.cover(prompt))
+    planned.prompts += len(choice.work)
+    planned.tokens += sum(each.tokens for each in choice.work)
+    if not stores.slot_nbytes:
+        planned.nbytes = None
+    elif planned.nbytes is not None:
+        planned.nbytes += sum(each.chunks for each in choice.work) * stores.slot_nbytes
+    return choice.work
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The prompts that were chosen so far, and the room that is left.
+
+    Attributes:
+        planned: Counts the prompts.
+        capacity_chunks: Chunks that a tier holds.
+        budget_chunks: Chunks that may still be written to a tier.
+        wanted: Hashes of the chunks that must be stored in the end.
+        work: The prompts to compute.
+    """
+
+    planned: Planned
+    capacity_chunks: float
+    budget_chunks: float = math.inf
+    wanted: set[int] = field(default_factory=set)
+    work: list[Work] = field(default_factory=list)
+
+    def add(self, prompt: Prompt, found: PromptCoverage) -> None:
+        """Choose or leave out the next prompt."""
+        planned = self.planned
+        planned.before.add(found)
+        hashes = found.key_hashes.tolist()
+        added = set(hashes) - self.wanted
+        missing = zip(hashes, found.is_missing.tolist(), strict=True)
+        new = sum(is_new and key in added for key, is_new in missing)
         if not hashes:
-            plan.short += 1
-            continue
-        added = set(hashes) - wanted
-        new = sum(key in added for key, is_new in zip(hashes, missing, strict=True) if is_new)
-        if len(wanted) + len(added) > room.capacity_chunks or new > budget:
-            plan.left_out += not found.is_stored
-            continue
-        wanted |= added
+            planned.short += 1
+            return
+        if len(self.wanted) + len(added) > self.capacity_chunks or new > self.budget_chunks:
+            planned.left_out += not found.is_stored
+            return
+        self.wanted |= added
         if found.is_stored:
-            plan.stored += 1
+            planned.stored += 1
         elif not new and found.is_missing.any():
-            plan.shared += 1
+            planned.shared += 1
         else:
-            budget -= new
-            plan.ids.append(number)
-            plan.chunks.append(new)
-            plan.tokens.append(_new_tokens(found, new))
-    return plan
+            self.budget_chunks -= new
+            self.work.append(Work(prompt, new, _new_tokens(found, new)))
 
 
 def _new_tokens(found: PromptCoverage, new_chunks: int) -> int:
@@ -108,25 +110,16 @@ def _new_tokens(found: PromptCoverage, new_chunks: int) -> int:
     return whole * new_chunks // len(found.key_hashes) + found.tail_tokens
 
 
-def pick(plan: Plan, prompts: Iterator[Prompt]) -> Iterator[tuple[Prompt, int, int]]:
-    """Yield each prompt of ``plan`` with the chunks and the tokens that it adds."""
-    return zip(prompts, plan.chunks, plan.tokens, strict=True)
+def cover(prompts: Sequence[Prompt], stores: Stores, total: Coverage) -> dict[int, int]:
+    """Add the coverage of ``prompts`` to ``total``.
 
-
-def planned_of(plans: Sequence[Plan], nbytes: int | None) -> Planned:
-    """Return the event that tells of the plans of all engines.
-
-    Args:
-        plans: One for each engine.
-        nbytes: Bytes to write to each tier, as in the event.
+    Returns:
+        The rank of each chunk that a prompt needs, by the hash of its key.
     """
-    return Planned(
-        prompts=sum(len(plan.ids) for plan in plans),
-        tokens=sum(plan.new_tokens for plan in plans),
-        nbytes=nbytes,
-        stored=sum(plan.stored for plan in plans),
-        shared=sum(plan.shared for plan in plans),
-        short=sum(plan.short for plan in plans),
-        left_out=sum(plan.left_out for plan in plans),
-        before=sum_coverages([plan.before for plan in plans]),
-    )
+    reader, ranks = stores.reader(), dict[int, int]()
+    for prompt in prompts:
+        found = reader.cover(prompt)
+        total.add(found)
+        for key_hash in found.key_hashes.tolist():
+            ranks.setdefault(key_hash, len(ranks))
+    return ranks

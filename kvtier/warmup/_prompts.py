@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncGenerator
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Protocol, Self
 
 import aiofiles
 from pydantic import (
@@ -23,12 +24,11 @@ from pydantic_core import PydanticCustomError
 from kvtier.errors import ConfigError, did_you_mean
 from kvtier.printable import printable
 
-__all__ = ["BadLine", "Line", "Prompt", "PromptLine", "batches", "read_prompts"]
+__all__ = ["BadLine", "Prompt", "PromptLimits", "PromptLine", "check_prompt", "load_prompts"]
 
 _CONTENTS: Final = ("prompt", "prompt_token_ids", "messages")
 _CONTENT_REMEDY: Final = f"write one of {', '.join(_CONTENTS)}"
 _MOST_TOKEN: Final = (1 << 32) - 1
-_LINES_AT_ONCE: Final = 256
 
 
 def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
@@ -72,6 +72,10 @@ class PromptLine(BaseModel):
             raise PydanticCustomError("kvtier", f"{problem}; leave them out")
         return self
 
+    def with_tokens(self, number: int, tokens: Sequence[int]) -> Prompt:
+        """Return the prompt in line ``number``, as ``tokens``."""
+        return Prompt(number, array("I", tokens), self.priority, self.lora, self.cache_salt)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -86,10 +90,19 @@ class Prompt:
     """
 
     line: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     priority: int = 0
     lora: str = ""
     cache_salt: str = ""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Return a key for sorting, by which each shared prefix is computed once.
+
+        Prompts with a common prefix follow each other, and a prompt comes before the prompts
+        that continue it.
+        """
+        return self.priority, self.lora, self.cache_salt, self.tokens, self.line
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,32 +122,88 @@ class BadLine:
         return ConfigError(f"{printable(str(path))}:{self.line}: {self.problem}")
 
 
-Line = tuple[int, PromptLine] | BadLine
-"""A line's number and content, or what is wrong with it."""
+class PromptLimits(Protocol):
+    """Limits on the prompts that an engine accepts."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Number of tokens of the longest prompt that the engine accepts."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids; 0 if unknown."""
+
+    @property
+    def lora_paths(self) -> Mapping[str, str]:
+        """Path of each LoRA adapter, by name."""
 
 
-async def read_prompts(path: Path) -> AsyncGenerator[Line, None]:
-    """Yield each line of the file at ``path``: its number and content, or its problem.
-
-    Blank lines at the end of the file are ignored.
+def check_prompt(prompt: Prompt, limits: PromptLimits) -> None:
+    """Check that an engine with these ``limits`` can compute ``prompt``.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The prompt is empty or too long, or a token or its adapter is unknown.
     """
+    if not prompt.tokens:
+        raise ConfigError("empty: the tokenizer makes no token of it; remove the line")
+    if len(prompt.tokens) > limits.most_tokens:
+        problem = f"{len(prompt.tokens):,} tokens; the engine takes {limits.most_tokens:,}"
+        raise ConfigError(f"too long: {problem}; shorten it, or raise --max-model-len")
+    if limits.vocabulary and (largest := max(prompt.tokens)) >= limits.vocabulary:
+        remedy = f"the model's token ids end at {limits.vocabulary - 1}"
+        raise ConfigError(f"prompt_token_ids: {largest} is no token of the model; {remedy}")
+    if prompt.lora and prompt.lora not in limits.lora_paths:
+        remedy = f"add it to the engine: --lora-modules {printable(prompt.lora)}=PATH"
+        raise ConfigError(f"lora: {printable(prompt.lora)} is no adapter; {remedy}")
+
+
+async def load_prompts(
+    path: Path,
+    to_prompt: Callable[[int, PromptLine], Awaitable[Prompt]],
+    *,
+    on_bad: Callable[[BadLine], None] | None,
+) -> list[Prompt]:
+    """Return the prompts in the file at ``path``, in the order in which to compute them.
+
+    Args:
+        path: The file.
+        to_prompt: Returns the prompt in a line; raises ConfigError if it is not usable.
+        on_bad: Called with each line that is no usable prompt; None if such a line is fatal.
+
+    Raises:
+        ConfigError: The file cannot be read or has no usable prompt, or a line is bad.
+    """
+    prompts = []
+    async with aclosing(_read(path)) as lines:
+        async for number, line in lines:
+            try:
+                prompts.append(await to_prompt(number, _parse(line)))
+            except ConfigError as error:
+                bad = BadLine(number, str(error))
+                if on_bad is None:
+                    raise bad.error(path) from error
+                on_bad(bad)
+    if not prompts:
+        source = printable(str(path))
+        raise ConfigError(f"--prompts {source}: has no usable prompt; write one a line")
+    return sorted(prompts, key=lambda prompt: prompt.order)
+
+
+async def _read(path: Path) -> AsyncGenerator[tuple[int, bytes], None]:
+    """Yield each line of a file and its number; ignore blank lines at the end."""
     source = printable(str(path))
+    blank: list[int] = []
     try:
         async with aiofiles.open(path, "rb") as file:
             number = 0
-            blank: list[int] = []
-            async for raw in file:
+            async for line in file:
                 number += 1
-                if not raw.strip():
-                    blank.append(number)
-                    continue
-                for empty in blank:
-                    yield BadLine(empty, "empty; remove the line")
-                blank.clear()
-                yield _parse(number, raw)
+                blank.append(number)
+                if line.strip():
+                    for each in blank[:-1]:
+                        yield each, b""
+                    yield number, line
+                    blank.clear()
     except FileNotFoundError as error:
         raise ConfigError(f"--prompts {source}: no such file; check the path") from error
     except IsADirectoryError as error:
@@ -144,18 +213,20 @@ async def read_prompts(path: Path) -> AsyncGenerator[Line, None]:
         raise ConfigError(f"--prompts {source}: {problem}; check its permissions") from error
 
 
-def _parse(number: int, raw: bytes) -> Line:
+def _parse(line: bytes) -> PromptLine:
+    if not line.strip():
+        raise ConfigError("empty; remove the line")
     try:
-        content = json.loads(raw)
+        content = json.loads(line)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         why = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        return BadLine(number, f"not JSON ({why}); {_CONTENT_REMEDY} in an object")
+        raise ConfigError(f"not JSON ({why}); {_CONTENT_REMEDY} in an object") from error
     if not isinstance(content, dict):
-        return BadLine(number, f"not an object; {_CONTENT_REMEDY} in one")
+        raise ConfigError(f"not an object; {_CONTENT_REMEDY} in one")
     try:
-        return number, PromptLine.model_validate(content)
+        return PromptLine.model_validate(content)
     except ValidationError as error:
-        return BadLine(number, _problem(error))
+        raise ConfigError(_problem(error)) from error
 
 
 def _problem(error: ValidationError) -> str:
@@ -169,16 +240,3 @@ def _problem(error: ValidationError) -> str:
     if not place:
         return str(first["msg"])
     return f"{printable(place)}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-
-
-async def batches(lines: AsyncGenerator[Line, None]) -> AsyncGenerator[list[Line], None]:
-    """Yield ``lines`` in lists, so that the job's thread handles many lines per call."""
-    batch: list[Line] = []
-    async with contextlib.aclosing(lines):
-        async for line in lines:
-            batch.append(line)
-            if len(batch) == _LINES_AT_ONCE:
-                yield batch
-                batch = []
-    if batch:
-        yield batch

@@ -1,369 +1,351 @@
-"""Warms up running servers in place: every engine behind them computes every prompt."""
+"""A warm-up by running servers: every engine behind them computes every prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import json
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, Protocol
 
-from kvtier.errors import ConfigError, TierUnavailableError
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager.hits import GroupReach
-from kvtier.os.iopool import IoPool
-from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
-from kvtier.warmup._coverage import (
-    Coverage,
-    CoverageReader,
-    KeyRules,
-    StoredKeys,
-    sum_coverages,
-)
-from kvtier.warmup._engine import check_prompt
-from kvtier.warmup._events import (
-    EngineStarted,
-    Finished,
-    Planned,
-    Progress,
-    WarmupEvent,
-    WarmupReport,
-    progress_of,
-)
-from kvtier.warmup._http import EngineFigures, HttpClient, Server
-from kvtier.warmup._options import WarmupOptions
-from kvtier.warmup._plan import Plan, Room, make_plan, pick, planned_of
-from kvtier.warmup._prefill import RAM_SHARE, STALL_S, PrefillState
-from kvtier.warmup._prompts import BadLine, Line, Prompt
-from kvtier.warmup._spool import PromptSpool, fill_spool
-from kvtier.warmup._stores import nbytes_per_token
+from kvtier.printable import printable
+from kvtier.warmup._coverage import KeyRules, Stores
+from kvtier.warmup._prompts import Prompt, PromptLine, check_prompt
+from kvtier.warmup._stores import readable
 
-__all__ = ["ServerRun"]
+__all__ = ["HttpClient", "OpenClient", "ServerSite", "open_aiohttp"]
 
-T = TypeVar("T")
-
+_TIMEOUT_S: Final = 3600.0
+"""Longest wait for one answer: a server may compute other prompts first."""
 _AT_ONCE: Final = 4
 """Requests to one engine at a time, beside those of users."""
 _LOOK_S: Final = 1.0
 """How often figures are read; the server updates them once a second."""
 _FIRST_REPORT_S: Final = 30.0
+_RANK: Final = "X-data-parallel-rank"
+_ENGINE: Final = "vllm:num_requests_running"
+"""A metric that every engine has from its start."""
+Json = Mapping[str, Any]
 _UNKNOWN: Final = KeyRules(((0, GroupReach(16)),), 16)
 """For stores on other machines: where nothing is stored, only the number of chunks matters."""
 
 
-@dataclass(slots=True, eq=False)
-class _Engine:
-    """One engine behind a server."""
+class HttpClient(Protocol):
+    """Sends HTTP requests."""
 
-    server: Server
-    rank: str
-    figures: EngineFigures
-    spaces: Mapping[str, StoredNamespace] = field(default_factory=dict)
-    plan: Plan | None = None
-    underway: int = 0
-    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+    async def fetch(self, url: str, body: Json | None = None, rank: str = "") -> str:
+        """Return the answer of ``url`` to a GET, or to a POST of ``body`` as JSON.
 
-    @property
-    def name(self) -> str:
-        """Return the engine's name in messages."""
-        return f"{self.server.url} engine {self.rank}"
+        Args:
+            url: The address.
+            body: The JSON object to send; None for a GET.
+            rank: The data-parallel rank that must answer; empty for any.
 
-    async def take_room(self, chunks: int) -> None:
-        """Wait until RAM has room for ``chunks`` more chunks, and reserve the room."""
-        async with self.moved:
-            await self.moved.wait_for(lambda: self._has_room(chunks))
-            self.underway += chunks
-
-    async def give_back(self, chunks: int) -> None:
-        """Release the room for ``chunks`` that :meth:`take_room` reserved."""
-        async with self.moved:
-            self.underway -= chunks
-            self.moved.notify_all()
-
-    async def update(self, figures: EngineFigures) -> bool:
-        """Replace the figures; return whether the number of unwritten chunks changed."""
-        has_moved = figures.unwritten_chunks != self.figures.unwritten_chunks
-        async with self.moved:
-            self.figures = figures
-            self.moved.notify_all()
-        return has_moved
-
-    def _has_room(self, chunks: int) -> bool:
-        waiting = self.underway + self.figures.unwritten_chunks
-        return not waiting or waiting + chunks <= RAM_SHARE * self.figures.ram_chunks
+        Raises:
+            ConfigError: The server refuses the request.
+            KvtierError: The server does not answer.
+        """
 
 
-@dataclass(frozen=True, slots=True)
-class ServerRun:
-    """A warm-up of running servers.
+OpenClient = Callable[[], AbstractAsyncContextManager[HttpClient]]
+"""Makes a client."""
+
+
+class _Aiohttp:
+    """An :class:`HttpClient` of aiohttp, which vLLM installs."""
+
+    def __init__(self, session: Any, aiohttp: Any) -> None:  # noqa: ANN401 - aiohttp's
+        self._session = session
+        self._errors = (aiohttp.ClientError, TimeoutError)
+
+    async def fetch(self, url: str, body: Json | None = None, rank: str = "") -> str:
+        method, headers = "GET" if body is None else "POST", {_RANK: rank} if rank else {}
+        try:
+            asking = self._session.request(method, url, json=body, headers=headers)
+            async with asking as answer:
+                text: str = await answer.text()
+        except self._errors as error:
+            why = str(error) or type(error).__name__
+            raise KvtierError(f"{url}: {why}; check that the server runs") from error
+        if answer.status >= 400:
+            remedy = "see the server's log"
+            raise ConfigError(f"{url}: {answer.status} {printable(text)}; {remedy}")
+        return text
+
+
+@contextlib.asynccontextmanager
+async def open_aiohttp() -> AsyncIterator[HttpClient]:
+    """Open a client.
+
+    Raises:
+        ConfigError: aiohttp is not installed.
+    """
+    try:
+        aiohttp = importlib.import_module("aiohttp")
+    except ImportError as error:
+        remedy = "install it with: pip install aiohttp"
+        raise ConfigError(f"--server needs the package aiohttp; {remedy}") from error
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        yield _Aiohttp(session, aiohttp)
+
+
+@dataclass(slots=True)
+class _Figures:
+    """The figures of one engine in a server's ``/metrics``.
 
     Attributes:
-        options: Settings of the warm-up.
-        prompts: The file of prompts.
-        model: The model, as the servers call it.
-        client: Sends requests.
-        spool: Sorts the prompts.
-        pool: One thread for blocking calls.
+        ram: Name of the RAM tier; empty before the engine's first report.
+        stores: Directory of the engine's namespace in each slower tier, by name.
+        dirty: Chunks that a slower tier must still receive, by tier.
+        capacity: Slots, by tier.
     """
 
-    options: WarmupOptions
-    prompts: Path
-    model: str
+    ram: str = ""
+    stores: dict[str, Path] = field(default_factory=dict)
+    dirty: dict[str, float] = field(default_factory=dict)
+    capacity: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        tier = labels.get("tier", "")
+        if name == "kvtier_info":
+            if labels["path"]:
+                self.stores[tier] = Path(labels["path"], labels["namespace"])
+            else:
+                self.ram = tier
+        elif name == "kvtier_dirty_chunks":
+            self.dirty[tier] = value
+        elif name == "kvtier_capacity_chunks":
+            self.capacity[tier] = value
+
+    @property
+    def ram_chunks(self) -> int:
+        """Slots of the RAM tier; 0 before the engine's first report."""
+        return int(self.capacity.get(self.ram, 0))
+
+    @property
+    def unwritten_chunks(self) -> int:
+        """Chunks that a slower tier must still receive."""
+        return int(sum(self.dirty.values()))
+
+    @property
+    def store_chunks(self) -> float:
+        """Slots of the largest slower tier; infinite if unknown."""
+        slower = [value for tier, value in self.capacity.items() if tier != self.ram]
+        return max(slower, default=0) or math.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Server:
+    """One running vLLM server.
+
+    Attributes:
+        client: Sends requests.
+        url: The server's address, without a path.
+        model: The name of the model in requests.
+        most_tokens: Number of tokens of the longest prompt that the server accepts.
+        lora_paths: Path of each LoRA adapter, by name.
+        vocabulary: 0, because a server does not say how many token ids there are.
+    """
+
     client: HttpClient
-    spool: PromptSpool
-    pool: IoPool
+    url: str
+    model: str
+    most_tokens: int
+    lora_paths: Mapping[str, str]
+    vocabulary: int = 0
 
-    async def events(self) -> AsyncGenerator[WarmupEvent, None]:
-        """Run the whole warm-up and yield its events."""
-        opening = partial(Server.open, self.client, model=self.model)
-        servers = [await opening(url=url) for url in self.options.servers]
-        reading = fill_spool(
-            self.spool,
-            self.prompts,
-            convert=partial(_to_prompts, servers[0]),
-            skip_bad_lines=self.options.skip_bad_lines,
-            pool=self.pool,
-        )
-        async with contextlib.aclosing(reading) as events:
-            async for event in events:
-                yield event
-        engines = [engine for server in servers for engine in await self._engines(server)]
-        for engine in engines:
-            engine.spaces = await self._call(partial(_local_spaces, engine.figures))
-        yield EngineStarted(
-            {
-                f"{engine.name} {tier}": str(path)
-                for engine in engines
-                for tier, path in engine.figures.stores.items()
-            }
-        )
-        for engine in engines:
-            engine.plan = await self._call(partial(self._plan, engine))
-        planned = _planned(engines)
-        yield planned
-        if self.options.dry_run:
+    @classmethod
+    async def open(cls, client: HttpClient, url: str, model: str) -> _Server:
+        url = url.rstrip("/").removesuffix("/v1")
+        cards = json.loads(await client.fetch(f"{url}/v1/models"))["data"]
+        bases = [card for card in cards if not card.get("parent")]
+        fitting = [card for card in bases if model in {card["id"], card.get("root")}]
+        if not fitting:
+            names = ", ".join(printable(str(card["id"])) for card in bases)
+            raise ConfigError(f"{url}: serves {names}; write that as --model")
+        longest = int(fitting[0].get("max_model_len") or 0)
+        loras = {str(card["id"]): str(card["root"]) for card in cards if card.get("parent")}
+        return cls(client, url, str(fitting[0]["id"]), longest - 1, loras)
+
+    async def tokens(self, line: PromptLine) -> Sequence[int]:
+        if line.prompt_token_ids is not None:
+            return line.prompt_token_ids
+        body: dict[str, Any] = {"model": line.lora or self.model}
+        if line.messages is None:
+            body["prompt"] = line.prompt
+        else:
+            body["messages"] = line.messages
+            body["add_generation_prompt"] = True
+            extra = {"tools": line.tools, "chat_template_kwargs": line.chat_template_kwargs}
+            body |= {name: value for name, value in extra.items() if value}
+        answer = await self.client.fetch(f"{self.url}/tokenize", body)
+        tokens: list[int] = json.loads(answer)["tokens"]
+        return tokens
+
+    async def compute(self, prompt: Prompt, rank: str) -> int:
+        """Compute a prompt in engine ``rank``; return how many tokens were not cached."""
+        body = {
+            "model": prompt.lora or self.model,
+            "prompt": list(prompt.tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        if prompt.cache_salt:
+            body["cache_salt"] = prompt.cache_salt
+        answer = await self.client.fetch(f"{self.url}/v1/completions", body, rank)
+        usage = json.loads(answer)["usage"]
+        details = usage.get("prompt_tokens_details") or {}
+        return int(usage["prompt_tokens"]) - int(details.get("cached_tokens") or 0)
+
+    async def figures(self) -> dict[str, _Figures]:
+        """Return the figures of each engine behind the server, by the engine's number."""
+        text = await self.client.fetch(f"{self.url}/metrics")
+        found: dict[str, _Figures] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == _ENGINE or sample.name.startswith("kvtier_"):
+                    engine = found.setdefault(sample.labels.get("engine", "0"), _Figures())
+                    engine.add(sample.name, sample.labels, sample.value)
+        return found
+
+
+class _Engine:
+    """One engine behind a server, as a :class:`kvtier.warmup._filling.Target`."""
+
+    most_requests = _AT_ONCE
+
+    def __init__(self, server: _Server, rank: str, figures: _Figures) -> None:
+        self._server = server
+        self._rank = rank
+        self._looked_s = self._moved_s = time.monotonic()
+        self.ram_chunks = figures.ram_chunks
+        self._ended = asyncio.Event()
+        self.unwritten_chunks = figures.unwritten_chunks
+        self._figures = figures
+
+    @property
+    def is_idle(self) -> bool:
+        # The figures are older than the end of the last prompt.
+        return not self.unwritten_chunks and time.monotonic() - self._moved_s > 2 * _LOOK_S
+
+    async def compute(self, prompt: Prompt) -> int:
+        try:
+            return await self._server.compute(prompt, self._rank)
+        finally:
+            self._moved_s = time.monotonic()
+            self._ended.set()
+
+    async def work(self) -> None:
+        """Wait for the end of a prompt, but not for long; read the figures if they are old."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await self._ended.wait()
+        self._ended.clear()
+        if time.monotonic() - self._looked_s < _LOOK_S:
             return
-        state = PrefillState()
-        async with contextlib.aclosing(self._compute(engines, state)) as progress:
-            async for each in progress:
-                yield each
-        yield await self._call(partial(self._finished, engines, planned, state))
+        figures = (await self._server.figures()).get(self._rank, _Figures())
+        self._looked_s = time.monotonic()
+        if figures.unwritten_chunks != self.unwritten_chunks:
+            self.unwritten_chunks, self._moved_s = figures.unwritten_chunks, self._looked_s
 
-    async def _call(self, call: Callable[[], T]) -> T:
-        return await self.pool.run(call, priority=0)
+    def stores(self) -> Stores:
+        """Return the engine's namespaces that are on this machine; blocks."""
+        found = {tier: readable(path) for tier, path in self._figures.stores.items()}
+        spaces = {tier: spaces[0] for tier, spaces in found.items() if spaces}
+        space = next(iter(spaces.values()), None)
+        return Stores(
+            spaces=spaces,
+            rules=_UNKNOWN if space is None else KeyRules.of(space),
+            capacity_chunks=self._figures.store_chunks,
+            slot_nbytes=0 if space is None else space.layout.slot_nbytes,
+            lora_paths=self._server.lora_paths,
+            name_chunk=None,  # only the server knows the content of adapters
+        )
 
-    # -- engines -------------------------------------------------------------------------------
 
-    async def _engines(self, server: Server) -> list[_Engine]:
-        """Return the engines behind ``server``, each with its first report.
+class ServerSite:
+    """The engines of running servers.
+
+    Args:
+        servers: The servers.
+        engines: The engines behind them, before their first step perhaps.
+    """
+
+    def __init__(self, servers: Sequence[_Server], engines: Sequence[_Engine]) -> None:
+        self._servers = servers
+        self._engines = engines
+        self._first: Prompt | None = None
+
+    @classmethod
+    async def open(cls, client: HttpClient, urls: Sequence[str], model: str) -> ServerSite:
+        """Query the models and engines of servers.
+
+        Raises:
+            ConfigError: A server serves another model.
+            KvtierError: A server does not answer.
+        """
+        servers = [await _Server.open(client, url, model) for url in urls]
+        engines = [
+            _Engine(server, rank, figures)
+            for server in servers
+            for rank, figures in sorted((await server.figures()).items())
+        ]
+        return cls(servers, engines)
+
+    async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
+        """Return the prompt in a line.
+
+        Raises:
+            ConfigError: The first server refuses it.
+        """
+        prompt = line.with_tokens(number, await self._servers[0].tokens(line))
+        check_prompt(prompt, self._servers[0])
+        self._first = self._first or prompt
+        return prompt
+
+    def stores(self) -> list[Stores]:
+        """Return the stores of each engine, as far as it has reported them; blocks."""
+        return [engine.stores() for engine in self._engines]
+
+    @contextlib.asynccontextmanager
+    async def targets(self) -> AsyncIterator[Sequence[_Engine]]:
+        """Yield the engines, each with its first report.
 
         An engine reports its tiers only after its first step. So this method first sends a
-        prompt.
+        prompt to those that have not.
 
         Raises:
             ConfigError: An engine has no kvtier.
         """
-        figures = await server.figures()
-        silent = [rank for rank, each in figures.items() if not each.ram_chunks]
-        if silent and self.options.dry_run:
-            return [_Engine(server, rank, each) for rank, each in sorted(figures.items())]
-        if silent:
-            _, first = await self._call(lambda: next(self.spool.in_order()))
-            for rank in silent:
-                await server.compute(first, rank)
-        deadline_s = time.monotonic() + _FIRST_REPORT_S
-        while not figures or not all(each.ram_chunks for each in figures.values()):
-            if time.monotonic() > deadline_s:
-                remedy = "start it with what kvtier vllm-args prints"
-                raise ConfigError(f"{server.url}: an engine reports no kvtier; {remedy}")
-            await asyncio.sleep(_LOOK_S)
-            figures = await server.figures()
-        return [_Engine(server, rank, each) for rank, each in sorted(figures.items())]
-
-    def _plan(self, engine: _Engine) -> Plan:
-        space, budget = next(iter(engine.spaces.values()), None), math.inf
-        if space is not None and self.options.budget_bytes is not None:
-            budget = self.options.budget_bytes // space.layout.slot_nbytes
-        room = Room(engine.figures.tier_chunks or math.inf, budget)
-        return make_plan(self.spool.in_order(), _reader(engine), room)
-
-    # -- work ----------------------------------------------------------------------------------
-
-    async def _compute(
-        self, engines: Sequence[_Engine], state: PrefillState
-    ) -> AsyncGenerator[Progress, None]:
-        """Let each engine compute its plan; yield progress until all chunks are written."""
-        began_s = moved_s = time.monotonic()
-        total = sum(engine.plan.new_tokens for engine in engines if engine.plan)
-        work = [
-            asyncio.create_task(self._feed(engine, state), name=f"kvtier-warmup-{number}")
-            for number, engine in enumerate(engines)
+        assert self._first is not None, "a file has a prompt"
+        first = self._first
+        self._engines = [
+            engine for each in self._servers for engine in await _reported(each, first)
         ]
-        try:
-            # The figures of a server are older than the end of its last prompt.
-            while not _is_done(work, state, quiet_s=time.monotonic() - moved_s):
-                before = state.prompts
-                await _wait(work)
-                _raise_failed(work)
-                has_moved = await _look(engines)
-                state.unwritten_chunks = sum(
-                    engine.figures.unwritten_chunks for engine in engines
-                )
-                now_s = time.monotonic()
-                state.seconds = now_s - began_s
-                if has_moved or state.prompts > before:
-                    moved_s = now_s
-                elif now_s - moved_s > STALL_S:
-                    raise TierUnavailableError("warm-up", _stalled(state))
-                yield progress_of(state, total)
-        finally:
-            for task in work:
-                task.cancel()
-            await asyncio.wait(work)
-
-    async def _feed(self, engine: _Engine, state: PrefillState) -> None:
-        """Send the prompts of the engine's plan, a few at a time."""
-        if engine.plan is None or not engine.plan.ids:
-            return
-        prompts = pick(engine.plan, self.spool.pick(engine.plan.ids))
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_AT_ONCE):
-                group.create_task(self._send(engine, prompts, state))
-
-    async def _send(
-        self,
-        engine: _Engine,
-        prompts: Iterator[tuple[Prompt, int, int]],
-        state: PrefillState,
-    ) -> None:
-        while (found := await self._call(partial(next, prompts, None))) is not None:
-            prompt, chunks, tokens = found
-            await engine.take_room(chunks)
-            try:
-                state.computed_tokens += await engine.server.compute(prompt, engine.rank)
-                state.prompts += 1
-                state.tokens += tokens
-            except ConfigError as error:
-                state.failed.append(BadLine(prompt.line, str(error)))
-            finally:
-                await engine.give_back(chunks)
-
-    def _finished(
-        self, engines: Sequence[_Engine], planned: Planned, state: PrefillState
-    ) -> Finished:
-        total: Coverage | None = None
-        for engine in engines:
-            if not engine.spaces:
-                continue
-            reader = _reader(engine)
-            coverage = reader.totals()
-            for _, prompt in self.spool.in_order():
-                coverage.add(reader.cover(prompt))
-            total = sum_coverages([coverage] if total is None else [total, coverage])
-        spaces = [space for engine in engines for space in engine.spaces.values()]
-        return Finished(
-            WarmupReport(
-                planned=planned,
-                prompts=state.prompts,
-                failed=tuple(state.failed),
-                computed_tokens=state.computed_tokens,
-                seconds=state.seconds,
-                coverage=total,
-                nbytes_per_token=nbytes_per_token(spaces[0]) if spaces else 0.0,
-            )
-        )
+        yield self._engines
 
 
-async def _to_prompts(server: Server, lines: Sequence[Line]) -> list[Prompt | BadLine]:
-    """Return the prompt in each line, or the line's problem; ``server`` finds the tokens."""
-    return [await _to_prompt(line, server) for line in lines]
-
-
-async def _to_prompt(line: Line, server: Server) -> Prompt | BadLine:
-    """Return the prompt in a line, or the line's problem."""
-    if isinstance(line, BadLine):
-        return line
-    number, content = line
-    try:
-        tokens = await server.tokens(content)
-        prompt = Prompt(number, tokens, content.priority, content.lora, content.cache_salt)
-        check_prompt(prompt, server)
-    except ConfigError as error:
-        return BadLine(number, str(error))
-    return prompt
-
-
-def _local_spaces(figures: EngineFigures) -> dict[str, StoredNamespace]:
-    """Return the engine's namespaces that are on this machine, by the tier's name."""
-    spaces: dict[str, StoredNamespace] = {}
-    for tier, path in figures.stores.items():
-        with contextlib.suppress(ConfigError):
-            spaces[tier] = find_namespaces(path)[0]
-    return spaces
-
-
-def _reader(engine: _Engine) -> CoverageReader:
-    """Return a reader of the engine's stores; of none if they are on another machine."""
-    space = next(iter(engine.spaces.values()), None)
-    rules = _UNKNOWN if space is None else KeyRules.of(space)
-    # Only the server knows the content of adapters. So keys are compared without its digest.
-    stores = {
-        name: StoredKeys.read(each, with_adapters=False) for name, each in engine.spaces.items()
-    }
-    return CoverageReader(rules, stores, lora_paths=engine.server.lora_paths)
-
-
-def _planned(engines: Sequence[_Engine]) -> Planned:
-    plans = [(engine, engine.plan) for engine in engines if engine.plan is not None]
-    nbytes = 0
-    for engine, plan in plans:
-        for space in engine.spaces.values():
-            nbytes += plan.new_chunks * space.layout.slot_nbytes
-    known = nbytes if all(engine.spaces for engine in engines) else None
-    return planned_of([plan for _, plan in plans], known)
-
-
-async def _look(engines: Sequence[_Engine]) -> bool:
-    """Read the figures of all engines; return whether a number of unwritten chunks changed."""
-    has_moved = False
-    for server in dict.fromkeys(engine.server for engine in engines):
+async def _reported(server: _Server, first: Prompt) -> list[_Engine]:
+    figures = await server.figures()
+    for rank, each in figures.items():
+        if not each.ram_chunks:
+            await server.compute(first, rank)
+    deadline_s = time.monotonic() + _FIRST_REPORT_S
+    while not figures or not all(each.ram_chunks for each in figures.values()):
         figures = await server.figures()
-        for engine in engines:
-            if engine.server is server and engine.rank in figures:
-                has_moved |= await engine.update(figures[engine.rank])
-    return has_moved
-
-
-def _is_done(
-    work: Sequence[asyncio.Task[None]], state: PrefillState, *, quiet_s: float
-) -> bool:
-    """Return whether all prompts ended and all chunks are written, for some seconds already."""
-    is_idle = all(task.done() for task in work) and not state.unwritten_chunks
-    return is_idle and quiet_s > 2 * _LOOK_S
-
-
-async def _wait(work: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until the next reading of the figures is due, or until a task ends."""
-    running = [task for task in work if not task.done()]
-    if running:
-        await asyncio.wait(running, timeout=_LOOK_S)
-    else:
+        if time.monotonic() > deadline_s:
+            remedy = "start it with what kvtier vllm-args prints"
+            raise ConfigError(f"{server.url}: an engine reports no kvtier; {remedy}")
         await asyncio.sleep(_LOOK_S)
-
-
-def _raise_failed(work: Sequence[asyncio.Task[None]]) -> None:
-    """Raise the error of a task that failed."""
-    for task in work:
-        if task.done() and (error := task.exception()) is not None:
-            raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-
-
-def _stalled(state: PrefillState) -> str:
-    return (
-        f"no prompt ended and nothing was written for {STALL_S:.0f} s, and "
-        f"{state.unwritten_chunks} chunks are only in RAM; with write: evict they reach the "
-        "disk when the server stops"
-    )
+    return [_Engine(server, rank, each) for rank, each in sorted(figures.items())]

@@ -1,41 +1,146 @@
-"""Reads the stores that a warm-up fills: finds, verifies and retains their chunks."""
+"""The stores that a warm-up fills: finds the deployment's, verifies and retains chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
-from kvtier.config import KvtierConfig, NvmeTierConfig
+from kvtier.config import KvtierConfig, NvmeTierConfig, TierConfig
 from kvtier.doctor.rates import measure_store
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.printable import printable
+from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.explain import explained
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from kvtier.tiers.slab.piece_io import hash_key
+from kvtier.tiers.slab.start_plan import describe_difference
 from kvtier.tiers.slab.verify import verify
-from kvtier.warmup._coverage import Coverage
-from kvtier.warmup._engine import WarmupEngine
-from kvtier.warmup._events import Saving, Verified
-from kvtier.warmup._prefill import PrefillState
+from kvtier.vllm.identity import model_identity
+from kvtier.warmup._events import Verified
 
 __all__ = [
-    "estimate_saving",
-    "nbytes_per_token",
+    "find_fitting",
+    "load_seconds",
+    "namespaces_of_model",
     "newest_generation",
-    "opened_namespaces",
+    "persistent_tiers",
+    "readable",
+    "require_same_identity",
     "retain",
     "verify_since",
 ]
 
+_MODEL: Final = ("model", "model_files")
 
-def opened_namespaces(
-    engine: WarmupEngine, tiers: Iterable[NvmeTierConfig]
-) -> dict[str, StoredNamespace]:
-    """Return the namespace of ``engine`` in each of ``tiers``, by the tier's name."""
-    places = {place.tier: Path(place.path, place.namespace) for place in engine.stores}
-    return {tier.name: find_namespaces(places[tier.name])[0] for tier in tiers}
+
+def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
+    """Return the tiers that keep chunks on this machine, each with its directory.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    tiers = [(tier, store.path) for tier in config.tiers if (store := tier.local_store())]
+    if not tiers:
+        problem = "none of them keeps chunks in a directory after the warm-up's engine ends"
+        remedy = "add one that does, such as kind: nvme, or warm up a running server (--server)"
+        raise ConfigError(config.origin.format_problem("tiers", problem, remedy))
+    return tiers
+
+
+def namespaces_of_model(
+    directory: Path, model: str | None, name: str | None = None
+) -> list[StoredNamespace]:
+    """Return the namespaces of ``model`` in the store at ``directory``.
+
+    Args:
+        directory: A store or a namespace in it.
+        model: The engine's ``--model``, or the name of ``identity.name``; None for all.
+        name: Return only the namespace of this name.
+
+    Raises:
+        ConfigError: There is none, or the model's files cannot be read.
+    """
+    spaces = find_namespaces(directory, name)
+    if model is None:
+        return spaces
+    found = [space for space in spaces if _is_of(space, model)]
+    if not found:
+        models = ", ".join(dict.fromkeys(space.layout.model for space in spaces))
+        problem = f"{printable(str(directory))} has nothing of --model {printable(model)}"
+        raise ConfigError(f"{problem}; it has chunks of {models}")
+    return found
+
+
+def _is_of(space: StoredNamespace, model: str) -> bool:
+    fields, own = space.layout.fingerprint.fields, model_identity(model)
+    if own["model_files"] and fields.get("model_files") == own["model_files"]:
+        return True
+    names = {model, own["model"]} - {""}
+    return not names.isdisjoint({space.layout.model, fields.get("model")})
+
+
+def readable(path: Path) -> list[StoredNamespace]:
+    """Return the namespaces at ``path``; none if it is absent or of another kind of tier."""
+    try:
+        return find_namespaces(path)
+    except ConfigError:
+        return []
+
+
+def find_fitting(path: Path, identity: Fields) -> list[StoredNamespace]:
+    """Return the namespaces that an engine of ``identity``, or of a part of it, might use."""
+    return [space for space in readable(path) if not _difference(space, identity)]
+
+
+def _difference(space: StoredNamespace, identity: Fields) -> str:
+    """Return the settings of ``identity`` that are others in ``space``, as text."""
+    known = dict(identity)
+    if len(space.layout.fingerprint.groups) > 1:
+        known.pop("tokens_per_hash", None)  # vLLM chooses it, whatever --block-size says
+    return describe_difference(space.layout.fingerprint.fields, known)
+
+
+def require_same_identity(
+    tier: str, path: Path, identity: Fields, *, own: StoredNamespace | None
+) -> None:
+    """Check that an engine uses the namespace in which the deployment stored its chunks.
+
+    Args:
+        tier: Name of the tier.
+        path: Its directory.
+        identity: The engine's identity, or the known part of it.
+        own: The namespace that the running engine uses; None if none runs.
+
+    Raises:
+        ConfigError: Another namespace has chunks of the same model, and the engine's own has
+            none; the message names the settings that differ.
+    """
+    if find_fitting(path, identity) if own is None else _has_chunks(own):
+        return
+    model = {name: identity[name] for name in _MODEL}
+    others = [
+        (difference, space.directory)
+        for space in find_fitting(path, model)
+        if (difference := _difference(space, identity)) and _has_chunks(space)
+    ]
+    if others:
+        difference, directory = min(others, key=lambda other: other[0].count(" there and "))
+        raise ConfigError(
+            f"tier {tier}: {directory} has the model's chunks, but an engine with these "
+            f"arguments would not read them: {difference}; give the arguments of the "
+            "deployment after --, or --new-cache to fill another cache"
+        )
+
+
+def _has_chunks(space: StoredNamespace) -> bool:
+    with contextlib.suppress(ConfigError), explained(space), IndexReader(space) as reader:
+        return reader.chunks_from(0) > 0
+    return False
 
 
 def newest_generation(space: StoredNamespace) -> int:
@@ -52,14 +157,14 @@ def verify_since(tier: str, space: StoredNamespace, generation: int) -> Verified
 
 
 def retain(
-    tier: NvmeTierConfig, space: StoredNamespace, places: Mapping[int, int], *, seconds: float
+    tier: NvmeTierConfig, space: StoredNamespace, ranks: Mapping[int, int], *, seconds: float
 ) -> int:
     """Protect chunks from eviction for a time, within the quota of ``tier``.
 
     Args:
         tier: The tier.
         space: The namespace; no engine may have it open.
-        places: Rank of each chunk to retain, by the hash of its key. Beyond the quota, chunks
+        ranks: Rank of each chunk to retain, by the hash of its key. Beyond the quota, chunks
             with higher ranks are not retained.
         seconds: Time from now until the chunks may be evicted.
 
@@ -74,54 +179,35 @@ def retain(
     with explained(space), hold(space, "stop that engine first"):
         with IndexReader(space, idle=True) as reader:
             found = [
-                (places[key_hash], entry)
+                (ranks[key_hash], entry)
                 for entry in reader.entries("stored", -1)
-                if (key_hash := hash_key(entry.key)) in places
+                if (key_hash := hash_key(entry.key)) in ranks
             ]
         found.sort(key=operator.itemgetter(0))
         entries = [entry for _, entry in found]
         return retain_chunks(space, entries, until, quota_chunks=quota)
 
 
-def estimate_saving(
-    config: KvtierConfig,
-    coverage: Coverage,
-    state: PrefillState,
-    spaces: Mapping[str, StoredNamespace],
-    *,
-    seconds: float,
-) -> Saving | None:
-    """Measure the disks, and return the time that loading the covered tokens saves.
+def load_seconds(
+    config: KvtierConfig, nbytes: Mapping[str, float], *, seconds: float
+) -> float | None:
+    """Measure the disks, and return the time to load some bytes from each tier.
 
     Args:
         config: The configuration of the tiers.
-        coverage: The tokens that can be loaded.
-        state: The tokens that were computed, and the time for them.
-        spaces: The namespaces, by the tier's name.
+        nbytes: Bytes to load, by the tier's name.
         seconds: Time to measure each direction of each disk.
 
     Returns:
-        The saving; None if nothing was computed or a disk cannot be measured.
+        The time; None if a disk cannot be measured.
     """
-    if not state.computed_tokens or not coverage.hit_tokens:
-        return None
     load_s = 0.0
     for tier in config.tiers:
-        store, tokens = tier.local_store(), coverage.tier_tokens.get(tier.name, 0)
-        if store is None or not tokens:
-            continue
-        try:
-            rates = measure_store(config, store, seconds=seconds)
-        except (KvtierError, OSError):
-            return None
-        nbytes = tokens * nbytes_per_token(spaces[tier.name])
-        load_s += nbytes / rates.read_bytes_per_s
-    rate = state.computed_tokens / max(state.seconds, 1e-9)
-    return Saving(coverage.hit_tokens / rate, load_s)
-
-
-def nbytes_per_token(space: StoredNamespace) -> float:
-    """Return the bytes of stored KV per token, summed over all KV cache groups."""
-    slot_nbytes = space.layout.slot_nbytes
-    groups = space.layout.fingerprint.groups
-    return sum(slot_nbytes / int(group["chunk_tokens"]) for group in groups)
+        store = tier.local_store()
+        if store is not None and nbytes.get(tier.name):
+            try:
+                rates = measure_store(config, store, seconds=seconds)
+            except (KvtierError, OSError):
+                return None
+            load_s += nbytes[tier.name] / rates.read_bytes_per_s
+    return load_s

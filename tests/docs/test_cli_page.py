@@ -157,9 +157,9 @@ def used_store(tmp_path: Path) -> Store:
 def test_what_the_page_shows_of_a_chunk_that_is_gone_is_what_the_command_says(
     used_store: Store,
 ) -> None:
-    arguments, output = shown("cache explain 10af")
-    asked, shown_key = short_key(KEYS[5]), arguments[2]
-    command = ["cache", "explain", asked, str(used_store.root)]
+    arguments, output = shown("cache explain /var/lib/kvtier 10af")
+    asked, shown_key = short_key(KEYS[5]), arguments[3]
+    command = ["cache", "explain", str(used_store.root), asked]
     answer = CliRunner(env={"COLUMNS": "96"}).invoke(app, command)
     assert answer.exit_code == 1
     assert output.splitlines()[0] == shown_key
@@ -174,9 +174,8 @@ def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
 ) -> None:
     arguments, output = shown(f"cache {command}")
     key = [KEYS[1].hex()] if command == "explain" else []
-    printed = invoke(
-        ["cache", command, *key, *arguments[2 + len(key) : -1], str(used_store.root)]
-    )
+    options = arguments[2 : len(arguments) - 1 - len(key)]
+    printed = invoke(["cache", command, *options, str(used_store.root), *key])
     # Below the heading; of a list, only the columns.
     rows = slice(1, 2) if command == "ls" else slice(1, None)
     assert labels(printed)[rows] == labels(output)[rows]

@@ -110,6 +110,18 @@ def test_a_legend_names_labels_that_are_left(
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left
 
 
+def test_the_page_says_which_metrics_each_panel_shows() -> None:
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    (table,) = re.findall(r"^\| panel \| metrics \|\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    shown = {}
+    for panel in PANELS:
+        asked = METRIC.findall(" ".join(target["expr"] for target in panel["targets"]))
+        names = [re.sub("(?<=_seconds)_(bucket|count)$", "", name) for name in asked]
+        shown[panel["title"]] = [f"`{name}`" for name in dict.fromkeys(names)]
+    rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+    assert {title: names.split(", ") for title, names in rows} == shown
+
+
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_every_panel_has_a_unit_and_says_what_it_shows(panel: dict[str, Any]) -> None:
     assert panel["fieldConfig"]["defaults"]["unit"]

@@ -192,7 +192,10 @@ def check_resumed(warmed: Warmed, site: Site, number: signal.Signals, *, share: 
     code = warmer.interrupt("first", number, chunks=int(share * len(warmed.keys)))
     assert code == {signal.SIGKILL: -signal.SIGKILL}.get(number, 128 + number)
     if number is not signal.SIGKILL:
-        assert "run the same command again to go on" in site.log("first")
+        log = site.log("first")
+        assert "run the same command again to go on" in log
+        assert "Traceback" not in log
+        assert "never retrieved" not in log
     before = warmer.count()
     report = warmer.run("second")
     assert report["is_complete"] is True

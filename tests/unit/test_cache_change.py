@@ -21,13 +21,13 @@ class TestEvict:
     def test_keys_leave_and_nothing_else(self, shell: Shell, store: Store) -> None:
         store.filled()
         gone = [KEYS[2].hex(), short_key(KEYS[5])]
-        ran = shell("evict", *gone, "--yes", store.root)
+        ran = shell("evict", store.root, *gone, "--yes")
         assert (ran.code, ran.err) == (0, "")
         assert ran.out.splitlines()[-1] == "removed 2 chunks (16.0 KiB)"
         assert store.start() == [KEYS[slot] for slot in range(SLOTS) if slot not in {2, 5}]
 
     def test_a_chunk_named_twice_is_one_chunk(self, shell: Shell, store: Store) -> None:
-        ran = shell("evict", KEYS[2].hex(), short_key(KEYS[2]), "--yes", store.filled().root)
+        ran = shell("evict", store.filled().root, KEYS[2].hex(), short_key(KEYS[2]), "--yes")
         assert (ran.code, ran.out.splitlines()[-1]) == (0, "removed 1 chunk (8.00 KiB)")
 
     def test_what_was_not_used_for_long_leaves(self, shell: Shell, store: Store) -> None:
@@ -35,7 +35,7 @@ class TestEvict:
         store.sql("UPDATE chunks SET stored_at = stored_at - 86400, used_at = used_at - 86400")
         store.sql("UPDATE chunks SET used_at = used_at + 80000 WHERE slot = 3")
         store.sql("UPDATE chunks SET stored_at = 0, used_at = 0 WHERE slot = 4")
-        document = shell.json("evict", "--older-than", "12h", "--yes", store.root)
+        document = shell.json("evict", store.root, "--older-than", "12h", "--yes")
         (left,) = document["namespaces"]
         assert left["chunks"] == 14
         assert store.start() == [KEYS[3], KEYS[4]]
@@ -67,7 +67,7 @@ class TestEvict:
     def test_one_way_to_choose_is_needed(
         self, shell: Shell, store: Store, arguments: list[str]
     ) -> None:
-        ran = shell("evict", *arguments, store.filled().root)
+        ran = shell("evict", store.filled().root, *arguments)
         assert (ran.code, ran.err) == (
             2,
             "error: give exactly one of KEYs, --older-than and --all\n",
@@ -75,13 +75,13 @@ class TestEvict:
 
     def test_a_key_that_is_not_there_stops_everything(self, shell: Shell, store: Store) -> None:
         store.filled()
-        ran = shell("evict", KEYS[0].hex(), KEYS[30].hex(), "--yes", store.root)
+        ran = shell("evict", store.root, KEYS[0].hex(), KEYS[30].hex(), "--yes")
         assert ran.code == 2
         assert f"{KEYS[30].hex()} is not there; nothing was removed" in ran.err
         assert len(store.start()) == SLOTS
 
     def test_an_age_without_a_unit_is_refused(self, shell: Shell, store: Store) -> None:
-        ran = shell("evict", "--older-than", "7", store.filled().root)
+        ran = shell("evict", store.filled().root, "--older-than", "7")
         assert ran.code == 2
         assert ran.err.startswith("error: --older-than 7: 7 has no unit; write 7d")
 
@@ -90,7 +90,7 @@ class TestEvict:
     ) -> None:
         lock = store.filled().directory / "lock"
         os.utime(lock, ns=(1_000, 2_000))
-        assert shell("evict", "--all", "--yes", store.root).code == 0
+        assert shell("evict", store.root, "--all", "--yes").code == 0
         assert lock.stat().st_mtime_ns == 2_000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,9 +96,9 @@ class TestStat:
             if not live:
                 store.stop()
             for command in READING:
-                text = flat(shell(*command, store.root).out)
+                text = flat(shell(command[0], store.root, *command[1:]).out)
                 assert ("the cache was reset at 20" in text) is not keeps, command
-                documents = shell.json(*command, store.root)
+                documents = shell.json(command[0], store.root, *command[1:])
                 key = {"stat": "namespaces", "explain": "answers"}.get(command[0])
                 (document,) = documents[key] if key else documents
                 assert document["doubted"] is not keeps
@@ -112,7 +113,7 @@ class TestStat:
         assert "problem" in ran.out
         assert "index.sqlite cannot be used" in flat(ran.out).replace(" ", " ")
         for command in READING[1:]:
-            ran = shell(*command, store.root)
+            ran = shell(command[0], store.root, *command[1:])
             assert ran.code == 2
             assert ran.err.startswith(f"error: {store.index} cannot be used: file is not a")
 
@@ -121,7 +122,7 @@ class TestStat:
         self, shell: Shell, store: Store, command: list[str]
     ) -> None:
         store.filled().index.unlink()
-        ran = shell(*command, store.root)
+        ran = shell(command[0], store.root, *command[1:])
         assert ran.code == 2
         assert flat(ran.err) == (
             f"error: {store.index} is missing; an engine would start with an empty cache"
@@ -160,7 +161,7 @@ class TestDisturbingNobody:
         self, shell: Shell, store: Store, command: list[str]
     ) -> None:
         seen = store.filled().seen()
-        assert shell(*command, store.root).code == 0
+        assert shell(command[0], store.root, *command[1:]).code == 0
         assert store.seen() == seen
 
     def test_what_a_killed_engine_left_is_read_and_left_as_it_is(
@@ -171,7 +172,7 @@ class TestDisturbingNobody:
         assert (store.directory / "index.sqlite-wal").stat().st_size > 0
         seen = store.seen()
         for command in READING:
-            assert shell(*command, store.root).code == 0, command
+            assert shell(command[0], store.root, *command[1:]).code == 0, command
             assert store.seen() == seen, command
         assert shell.json("stat", store.root)["namespaces"][0]["chunks"] == SLOTS
         assert len(store.start()) == SLOTS
@@ -225,7 +226,7 @@ class TestDisturbingNobody:
     ) -> None:
         store.filled()
         store.sql("UPDATE chunks SET stored_at = ?, used_at = ?", seconds, seconds)
-        ran = shell(*command, store.root)
+        ran = shell(command[0], store.root, *command[1:])
         assert (ran.code, ran.err) == (0, "")
         (space,) = find_namespaces(store.root)
         with IndexReader(space) as reader:
@@ -237,7 +238,7 @@ class TestDisturbingNobody:
     ) -> None:
         store.start()
         store.fill()
-        assert shell(*command, store.root).code == 0
+        assert shell(command[0], store.root, *command[1:]).code == 0
         (report,) = shell.json("stat", store.root)["namespaces"]
         assert report["in_use_by"].startswith(f"pid {os.getpid()} on host ")
         assert report["chunks"] == SLOTS
@@ -249,7 +250,7 @@ class TestDisturbingNobody:
         self, shell: Shell, store: Store, other_engine: subprocess.Popen[bytes]
     ) -> None:
         for command in READING:
-            assert shell(*command, store.root).code == 0, command
+            assert shell(command[0], store.root, *command[1:]).code == 0, command
         (report,) = shell.json("stat", store.root)["namespaces"]
         assert report["in_use_by"].startswith(f"pid {other_engine.pid} on host ")
         other_engine.send_signal(signal.SIGTERM)
@@ -264,7 +265,7 @@ class TestDisturbingNobody:
         inside = ["unshare", "--mount", "sh", "-c", mounted + ' && exec "$@"', place]
         if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
             pytest.skip("this user may not mount")
-        run = [sys.executable, "-m", "kvtier", "cache", *command, place]
+        run = [sys.executable, "-m", "kvtier", "cache", command[0], place, *command[1:]]
         ran = subprocess.run(
             [*inside, *run], capture_output=True, text=True, check=False, cwd=ROOT
         )
@@ -281,7 +282,7 @@ class TestDisturbingNobody:
     ) -> None:
         store.start()
         store.fill()
-        ran = shell(*command, store.root)
+        ran = shell(command[0], store.root, *command[1:])
         assert (ran.code, ran.out) == (2, "")
         assert f"is in use by pid {os.getpid()} on host" in ran.err
         assert "; stop that engine first" in ran.err
@@ -323,7 +324,7 @@ class TestLs:
         assert max(map(len, ran.out.splitlines())) <= 80
         assert ran.out.splitlines()[-1] == "3 of 16 chunks"
         assert short_key(KEYS[15]) in ran.out
-        assert shell("explain", short_key(KEYS[15]), store.root).code == 0
+        assert shell("explain", store.root, short_key(KEYS[15])).code == 0
 
 
 @contextlib.contextmanager
@@ -356,7 +357,7 @@ class TestWrongDirectory:
             (tmp_path / "file", f"{tmp_path / 'file'} is not a directory"),
             (tmp_path, f"no nvme store in {tmp_path}"),
         ):
-            ran = shell(*command, place)
+            ran = shell(command[0], place, *command[1:])
             expected = f"error: {problem}; give the path of an nvme tier\n"
             assert ran == Ran(2, "", expected)
 
@@ -411,7 +412,7 @@ class TestWrongDirectory:
         store.fill(1)
         store.stop()
         for command in (*READING, ["compact-index"]):
-            ran = shell(*command, store.root)
+            ran = shell(command[0], store.root, *command[1:])
             assert r"mean\x1b[2J\r\nmodel" in ran.out
             assert "\x1b" not in ran.out + ran.err
 
@@ -429,5 +430,32 @@ def test_everything_fits_the_terminal(
     shell: Shell, store: Store, command: list[str], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    ran = shell(*command, store.filled().root)
+    ran = shell(command[0], store.filled().root, *command[1:])
     assert max(map(len, ran.out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    "command", [*READING[1:], *CHANGING, ["export"]], ids=lambda command: command[0]
+)
+def test_a_namespace_that_was_never_filled_is_named_and_left_out(
+    shell: Shell, store: Store, tmp_path: Path, command: list[str]
+) -> None:
+    store.filled()
+    blank = store.root / "0123456789abcdef"
+    blank.mkdir(mode=0o700)
+    shutil.copy(store.directory / "layout.json", blank)
+    out = [tmp_path / "archive"] if command == ["export"] else []
+    ran = shell(command[0], store.root, *command[1:], *out)
+    assert ran.code == 0
+    assert f"note: {blank} is left out: it has no index and no slots" in ran.err
+
+
+def test_a_store_with_nothing_but_a_blank_namespace_is_an_error(
+    shell: Shell, store: Store
+) -> None:
+    store.filled()
+    (store.directory / "slots.bin").unlink()
+    store.index.unlink()
+    ran = shell("ls", store.root)
+    assert ran.code == 2
+    assert "index.sqlite is missing" in ran.err

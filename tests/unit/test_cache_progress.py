@@ -91,7 +91,7 @@ def test_what_may_take_long_shows_a_bar_on_a_terminal(
     command: list[str],
     shown: list[str],
 ) -> None:
-    terminal = on_terminal([*command, store.filled().root])
+    terminal = on_terminal([command[0], store.filled().root, *command[1:]])
     assert "\u2501" in terminal  # of which bars are made
     assert store.directory.name in terminal
     for words in shown:

@@ -163,3 +163,24 @@ def test_a_store_of_an_earlier_kvtier_is_looked_into_after_the_next_start(
     assert len(warm.start()) == 6
     warm.stop()
     assert coverage(shell, warm, prompts)["share"] == 1
+
+
+def test_an_argument_of_the_engine_belongs_behind_two_dashes(
+    shell: Shell, warm: Store, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "p", [tokens(6)])
+    asked = ("coverage", warm.root, "--prompts", prompts, "--model", MODEL)
+    ran = shell(*asked, "--max-model-len", "9")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: no such option: --max-model-len")
+    assert "; write arguments of vllm serve after --, or see kvtier cache" in ran.err
+
+
+def test_coverage_counts_prompts_that_are_too_short(
+    shell: Shell, warm: Store, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "p", [tokens(2, own=9), [1, 2]])
+    answer = coverage(shell, warm, prompts)
+    assert (answer["prompts"], answer["whole"], answer["short"]) == (2, 1, 1)
+    ran = shell("coverage", warm.root, "--prompts", prompts, "--model", MODEL)
+    assert "2: 1 stored, 0 in part, 0 not, 1 too short to store" in ran.out

@@ -138,7 +138,7 @@ class TestByClass:
                 "kvtier_gone:Tier",
                 "does not load: No module .* put the directory of kvtier_gone",
             ),
-            ("kvtier_own:Gone", "does not load: .*; repair or remove the package"),
+            ("kvtier_own:Gone", "does not load: .*; name a class that kvtier_own has"),
             ("kvtier_own:Empty", "has no Options derived from TierConfig; derive it from"),
         ],
     )

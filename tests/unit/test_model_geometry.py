@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli._model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
 from kvtier.errors import ConfigError
+from kvtier.vllm.model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
 from tests.unit.model_shapes import LLAMA_8B
 
 # Shapes as the models' authors publish them.

@@ -220,14 +220,14 @@ def test_no_live_tier_may_have_belady() -> None:
         ("mru", r"unknown eviction policy 'mru'; installed: .*lru, .*mine.*module:Class"),
         ("lruu", r"unknown eviction policy 'lruu'; .*; did you mean lru\?$"),
         ("gone", r"'gone' .*does not load: No module.*repair or remove"),
-        ("kvtier_mine:Absent", r"does not load: .*Absent.*repair or remove"),
+        ("kvtier_mine:Absent", r"does not load: .*Absent.*; name a class that kvtier_mine has"),
         (
             "kvtier_away:Lru",
             r"No module.*; put the directory of kvtier_away on PYTHONPATH, the engine's too$",
         ),
         ("wrong", r"'wrong': kvtier_mine:Wrong is no Eviction; derive it from"),
         ("kvtier_mine:PLUGIN", r"does not load"),
-        ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
+        ("kvtier_mine:k", r"no attribute 'k'; name a class that kvtier_mine has"),
         (
             "kvtier_mine:Uninitialised",
             r"'kvtier_mine:Uninitialised' has no tracks_misses; its __init__ must c",

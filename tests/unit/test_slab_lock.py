@@ -132,6 +132,6 @@ def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
             (report,) = shell.json("stat", store.root)["namespaces"]
             assert report["problem"] == problem
         else:
-            ran = shell(*command, store.root)
+            ran = shell(command[0], store.root, *command[1:])
             assert (ran.code, ran.err) == (2, f"error: {problem}\n")
     assert shell("verify", store.root).code == 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import signal
 import sqlite3
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -18,19 +21,16 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from kvtier.tiers.slab.schema import IndexMissingError
 from kvtier.warmup import (
-    EngineStarted,
     Finished,
     LineSkipped,
     Planned,
     Progress,
-    PromptsRead,
-    Verified,
     WarmupEvent,
     WarmupJob,
     WarmupOptions,
     WarmupReport,
 )
-from kvtier.warmup import _run as run
+from kvtier.warmup import _offline as offline
 from tests.unit.warm_up_engine import BLOCK, MODEL, SLOT, World
 
 SHARED = list(range(2 * BLOCK))
@@ -62,10 +62,17 @@ class Site:
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         self.prompts.write_text("".join(f"{text}\n" for text in texts))
 
-    def job(self, world: World, arguments: Sequence[str] = (), **options: Any) -> WarmupJob:
+    def job(
+        self,
+        world: World,
+        arguments: Sequence[str] = (),
+        *,
+        model: str = MODEL,
+        **options: Any,
+    ) -> WarmupJob:
         return WarmupJob(
             self.file,
-            model=MODEL,
+            model=model,
             prompts=self.prompts,
             arguments=arguments,
             options=WarmupOptions(**options),
@@ -84,7 +91,7 @@ class Site:
 
 @pytest.fixture(autouse=True)
 def _disks_are_measured_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_MEASURE_S", 0.01)
+    monkeypatch.setattr(offline, "_MEASURE_S", 0.01)
 
 
 @pytest.fixture
@@ -130,14 +137,7 @@ def test_every_prompt_is_stored_and_a_shared_prefix_is_computed_once(
 def test_the_events_come_in_the_order_of_the_work(site: Site, world: World) -> None:
     site.write([ids(10), ids(11)])
     kinds = [type(event) for event in events_of(site.job(world))]
-    assert list(dict.fromkeys(kinds)) == [
-        PromptsRead,
-        EngineStarted,
-        Planned,
-        Progress,
-        Verified,
-        Finished,
-    ]
+    assert list(dict.fromkeys(kinds)) == [Planned, Progress, Finished]
 
 
 def test_a_second_run_computes_only_what_is_new(site: Site, world: World) -> None:
@@ -190,7 +190,7 @@ def test_a_job_that_is_no_longer_followed_ends_its_engine(site: Site, world: Wor
     async def stop_following() -> None:
         async with aclosing(site.job(world).__aiter__()) as events:
             async for event in events:
-                if isinstance(event, EngineStarted):
+                if isinstance(event, Planned):
                     break
 
     asyncio.run(stop_following())
@@ -279,6 +279,9 @@ BAD = {
     '{"prompt": "' + "a" * 65 + '"}': (
         "too long: 65 tokens; the engine takes 64; shorten it, or raise --max-model-len"
     ),
+    '{"prompt_token_ids": [256]}': (
+        "prompt_token_ids: 256 is no token of the model; the model's token ids end at 255"
+    ),
     '{"prompt": "a", "lora": "de"}': (
         "lora: de is no adapter; add it to the engine: --lora-modules de=PATH"
     ),
@@ -335,6 +338,130 @@ def test_a_dry_run_plans_without_an_engine(site: Site, world: World) -> None:
     assert world.started == 1
 
 
+def plan_of(job: WarmupJob) -> Planned:
+    last = events_of(job)[-1]
+    assert isinstance(last, Planned)
+    return last
+
+
+def test_a_dry_run_of_token_ids_on_a_known_cache_needs_no_vllm(
+    site: Site, world: World
+) -> None:
+    site.write([ids(10)])
+    report_of(site.job(world))
+    world.opened = 0
+    assert plan_of(site.job(world, dry_run=True)).stored == 1
+    assert world.opened == 0
+    site.write([{"prompt": "a text"}])
+    plan_of(site.job(world, dry_run=True))
+    assert world.opened == 1
+
+
+def test_a_dry_run_names_the_arguments_that_differ_from_the_deployment(
+    site: Site, world: World
+) -> None:
+    site.write([ids(10)])
+    report_of(site.job(world))
+    other = World(known={"kv_dtype": "fp8", "tokens_per_hash": 2 * BLOCK})
+    with pytest.raises(ConfigError) as refusal:
+        events_of(site.job(other, ["fr=/adapters/fr"], dry_run=True))
+    assert "kv_dtype is 'bfloat16' there and 'fp8' here, tokens_per_hash is 4 there" in str(
+        refusal.value
+    )
+    assert other.started == 0
+
+
+def test_a_dry_run_keeps_to_the_budget(site: Site, world: World, tmp_path: Path) -> None:
+    site.write([ids(10), ids(11), ids(12)])
+    with pytest.raises(ConfigError, match="--budget: the size of a chunk is unknown before"):
+        plan_of(site.job(world, dry_run=True, budget_bytes=4 * SLOT))
+    shape = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "hidden_size": 512,
+        "dtype": "bfloat16",
+    }
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape))
+    new = plan_of(site.job(world, model=str(model), dry_run=True, budget_bytes=8 * SLOT))
+    assert (new.prompts, new.left_out, new.nbytes) == (2, 1, 8 * SLOT)
+    report_of(site.job(world, budget_bytes=3 * SLOT))
+    known = plan_of(site.job(world, dry_run=True, budget_bytes=SLOT))
+    assert (known.stored, known.prompts, known.left_out) == (1, 1, 1)
+
+
+def test_a_prompt_of_less_than_a_chunk_is_too_short_and_covers_nothing(
+    site: Site, world: World
+) -> None:
+    site.write([{"prompt_token_ids": [1, 2]}])
+    report = report_of(site.job(world))
+    assert report.coverage is not None
+    assert (report.coverage.short, report.coverage.whole, report.coverage.share) == (1, 0, 0.0)
+    assert report.is_complete
+
+
+def test_the_engine_does_not_see_the_signals_of_a_terminal(site: Site, world: World) -> None:
+    blocked: set[int] = set()
+    world.on_start = lambda: blocked.update(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    site.write([ids(10)])
+    report_of(site.job(world))
+    assert {signal.SIGINT, signal.SIGHUP} <= blocked
+    assert signal.SIGTERM not in blocked
+
+
+def test_a_step_that_fails_in_a_cancelled_run_is_reported_as_the_cancellation_alone(
+    site: Site, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.write([ids(number) for number in range(20, 40)])
+
+    async def cancel() -> None:
+        task = asyncio.create_task(take(site.job(world)))
+        loop = asyncio.get_running_loop()
+
+        def fail(_: int) -> None:
+            loop.call_soon_threadsafe(task.cancel)
+            while not task.cancelling():
+                pass
+            raise RuntimeError("cancelled")
+
+        world.on_step = fail
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert world.running == 0
+
+
+def test_a_warm_up_leaves_no_file_but_the_store(site: Site, world: World) -> None:
+    seen: list[bool] = []
+    files: list[Path] = []
+
+    def look(_: int) -> None:
+        extra = world.transfers[0]["kv_connector_extra_config"]
+        files.append(Path(extra["kvtier_config"]))
+        seen.append(files[0].exists())
+
+    world.on_step = look
+    site.write([ids(10)])
+    report_of(site.job(world))
+    assert all(seen)
+    assert not files[0].exists()
+    assert not files[0].is_relative_to(tempfile.gettempdir())
+
+
+def test_a_tier_of_another_package_is_warmed_up_if_it_has_a_directory(
+    site: Site, world: World
+) -> None:
+    other = "kind: kvtier.testing.file_tier:FileTier"
+    site.file.write_text(site.file.read_text().replace("kind: nvme", other))
+    site.write([ids(10)])
+    plan = plan_of(site.job(world, dry_run=True))
+    assert (plan.prompts, plan.nbytes) == (1, None)
+
+
 def test_an_engine_of_other_settings_than_the_deployment_computes_nothing(
     site: Site, world: World
 ) -> None:
@@ -376,7 +503,7 @@ def test_a_file_of_other_settings_than_the_deployment_starts_no_engine(
     report_of(site.job(world))
     with site.file.open("a") as file:
         file.write("engine: {blocks_per_chunk: 2}\n")
-    with pytest.raises(ConfigError, match="blocks_per_chunk is '1' there and '2' here"):
+    with pytest.raises(ConfigError, match="blocks_per_chunk is 1 there and 2 here"):
         events_of(site.job(world))
     assert world.started == 1
 
@@ -401,7 +528,10 @@ def test_the_engine_sends_everything_to_the_disk_and_records_nothing(
 def test_without_a_persistent_tier_there_is_nothing_to_warm(site: Site, world: World) -> None:
     site.file.write_text("tiers: [{kind: ram, capacity: 1MiB}]\n")
     site.write([ids(10)])
-    with pytest.raises(ConfigError, match="add a tier with kind: nvme"):
+    with pytest.raises(
+        ConfigError,
+        match="keeps chunks in a directory after the warm-up's engine ends; add one that",
+    ):
         events_of(site.job(world))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +20,16 @@ from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.types import LayoutFingerprint
 from kvtier.warmup import (
     BlockHasher,
+    Coverage,
     CoverageReader,
+    FillState,
     KeyRules,
     Prompt,
-    PromptSpool,
     Scope,
     StoredKeys,
+    Work,
+    fill,
 )
-from kvtier.warmup._prefill import PrefillState, prefill
 
 SIZE = 4
 ONE_GROUP = ((0, GroupReach(SIZE)),)
@@ -49,28 +51,21 @@ def test_a_prompt_comes_before_those_that_continue_it() -> None:
         Prompt(line, tuple(draw.randrange(3) * 300 for _ in range(draw.randint(1, 6))))
         for line in range(200)
     ]
-    spool = PromptSpool()
-    spool.add(prompts)
-    ordered = [prompt for _, prompt in spool.in_order()]
-    assert [prompt.tokens for prompt in ordered] == sorted(each.tokens for each in prompts)
-    ids = [number for number, _ in spool.in_order()]
-    assert list(spool.pick(ids[::-1])) == ordered[::-1]
-    spool.close()
+    ordered = sorted(prompts, key=lambda prompt: prompt.order)
+    tokens = [tuple(prompt.tokens) for prompt in ordered]
+    assert tokens == sorted(tokens)
 
 
 def test_prompts_of_lower_numbers_and_one_scope_come_together() -> None:
-    spool = PromptSpool()
-    spool.add(
-        [
-            Prompt(1, (1,), priority=1),
-            Prompt(2, (1,), cache_salt="s"),
-            Prompt(3, (9,)),
-            Prompt(4, (1,), lora="l"),
-            Prompt(5, (1, 2)),
-        ]
-    )
-    assert [prompt.line for _, prompt in spool.in_order()] == [5, 3, 2, 4, 1]
-    spool.close()
+    prompts = [
+        Prompt(1, (1,), priority=1),
+        Prompt(2, (1,), cache_salt="s"),
+        Prompt(3, (9,)),
+        Prompt(4, (1,), lora="l"),
+        Prompt(5, (1, 2)),
+    ]
+    ordered = sorted(prompts, key=lambda prompt: prompt.order)
+    assert [prompt.line for prompt in ordered] == [5, 3, 2, 4, 1]
 
 
 def test_hashes_do_not_depend_on_the_prompt_before() -> None:
@@ -123,7 +118,7 @@ def test_tokens_count_for_the_fastest_tier_that_has_them() -> None:
     keys = chain(tokens)
     tiers = {"fast": stored(keys[1]), "slow": stored(*keys)}
     reader = CoverageReader(KeyRules(ONE_GROUP, SIZE), tiers)
-    total = reader.totals()
+    total = Coverage()
     total.add(reader.cover(Prompt(1, tokens)))
     assert total.tier_tokens == {"fast": SIZE, "slow": 2 * SIZE}
     assert (total.prompts, total.whole, total.partly, total.share) == (1, 1, 0, 1.0)
@@ -142,88 +137,89 @@ def test_a_window_needs_only_the_end_of_a_prefix() -> None:
     assert found.hit_tokens == 2 * SIZE
 
 
+def test_a_prompt_without_a_whole_chunk_is_too_short_to_be_covered() -> None:
+    reader = CoverageReader(KeyRules(ONE_GROUP, SIZE), {"nvme": stored()})
+    total = Coverage()
+    total.add(reader.cover(Prompt(1, tuple(range(SIZE - 1)))))
+    assert (total.prompts, total.short, total.whole, total.share) == (1, 1, 0, 0.0)
+
+
 class Machine:
-    """An engine whose tier writes one chunk in a step."""
+    """An engine that ends one prompt at a time, and whose tier writes one chunk meanwhile."""
 
     ram_chunks = 10
-    max_requests = 3
+    most_requests = 3
 
     def __init__(self) -> None:
-        self.queue: deque[tuple[int, int]] = deque()
-        self.unwritten = self.most_unwritten = 0
+        self.queue: deque[tuple[Prompt, asyncio.Event]] = deque()
+        self.unwritten_chunks = self.most_unwritten = 0
         self.writes = True
-        self.sent: list[int] = []
+        self.now_s = 0.0
+        self.problem: Exception | None = None
 
-    def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
-        self.sent.append(line)
-        self.queue.append((line, len(tokens)))
-        return ""
+    @property
+    def is_idle(self) -> bool:
+        return not self.unwritten_chunks
 
-    def step(self) -> Sequence[tuple[int, int, int]]:
-        if self.unwritten and self.writes:
-            self.unwritten -= 1
-        if not self.queue:
-            return []
-        line, tokens = self.queue.popleft()
-        self.unwritten += tokens // SIZE
-        self.most_unwritten = max(self.most_unwritten, self.unwritten)
-        return [(line, tokens, 0)]
+    async def compute(self, prompt: Prompt) -> int:
+        ended = asyncio.Event()
+        self.queue.append((prompt, ended))
+        await ended.wait()
+        return len(prompt.tokens)
 
-    def has_work(self) -> bool:
-        return bool(self.queue or self.unwritten)
+    async def work(self) -> None:
+        self.now_s += 10
+        await asyncio.sleep(0)
+        if self.problem:
+            raise self.problem
+        if self.unwritten_chunks and self.writes:
+            self.unwritten_chunks -= 1
+        if self.queue:
+            prompt, ended = self.queue.popleft()
+            self.unwritten_chunks += len(prompt.tokens) // SIZE
+            self.most_unwritten = max(self.most_unwritten, self.unwritten_chunks)
+            ended.set()
+        await asyncio.sleep(0)
 
-    def unwritten_chunks(self) -> int:
-        return self.unwritten
 
-    def abort(self) -> None:
-        self.queue.clear()
-
-
-def work(prompts: int, chunks: int) -> list[tuple[Prompt, int, int]]:
+def work(prompts: int, chunks: int) -> list[Work]:
     tokens = (0,) * (chunks * SIZE)
-    return [(Prompt(line, tokens), chunks, chunks * SIZE) for line in range(1, prompts + 1)]
+    return [Work(Prompt(line, tokens), chunks, chunks * SIZE) for line in range(1, prompts + 1)]
 
 
-def test_no_more_is_sent_than_half_of_ram_and_everything_is_written_in_the_end() -> None:
-    machine, state = Machine(), PrefillState()
-    prefill(machine, iter(work(20, 2)), state, stop=threading.Event())
+async def run(machine: Machine, works: list[Work]) -> FillState:
+    state = FillState()
+    async with asyncio.timeout(30):
+        async for _ in fill([(machine, works)], state, clock=lambda: machine.now_s):
+            pass
+    return state
+
+
+async def test_no_more_is_sent_than_half_of_ram_and_everything_is_written_in_the_end() -> None:
+    machine = Machine()
+    state = await run(machine, work(20, 2))
     assert machine.most_unwritten <= 5
     assert (state.prompts, state.tokens, state.computed_tokens) == (20, 160, 160)
-    assert (machine.unwritten, state.unwritten_chunks) == (0, 0)
+    assert machine.unwritten_chunks == 0
 
 
-def test_a_prompt_larger_than_ram_is_sent_alone() -> None:
-    machine, state = Machine(), PrefillState()
-    prefill(machine, iter([*work(1, 2), *work(2, 30)]), state, stop=threading.Event())
-    assert state.prompts == 3
+async def test_a_prompt_larger_than_ram_is_sent_alone() -> None:
+    machine = Machine()
+    assert (await run(machine, [*work(1, 2), *work(2, 30)])).prompts == 3
 
 
-def test_a_stop_drops_what_runs() -> None:
-    machine, state, stop = Machine(), PrefillState(), threading.Event()
-
-    def prompts() -> Iterator[tuple[Prompt, int, int]]:
-        for number, each in enumerate(work(9, 2)):
-            if number == 2:
-                stop.set()
-            yield each
-
-    prefill(machine, prompts(), state, stop=stop)
-    assert 0 < state.prompts < 9
-    assert not machine.queue
+async def test_an_engine_that_fails_ends_the_work_with_its_error() -> None:
+    machine = Machine()
+    machine.problem = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await run(machine, work(5, 2))
 
 
-def test_a_disk_that_writes_nothing_ends_the_wait_after_minutes() -> None:
-    machine, state = Machine(), PrefillState()
+async def test_a_disk_that_writes_nothing_ends_the_wait_after_minutes() -> None:
+    machine = Machine()
     machine.writes = False
-    now = iter(range(0, 10_000, 10))
     with pytest.raises(TierUnavailableError, match="nothing was written for 300 s"):
-        prefill(
-            machine,
-            iter(work(3, 2)),
-            state,
-            stop=threading.Event(),
-            clock=lambda: float(next(now)),
-        )
+        await run(machine, work(3, 2))
 
 
 def test_a_namespace_of_an_earlier_kvtier_cannot_be_looked_into(tmp_path: Path) -> None:

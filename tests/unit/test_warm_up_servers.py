@@ -80,20 +80,24 @@ class Servers:
     async def open(self) -> AsyncIterator[Servers]:
         yield self
 
-    async def get(self, url: str) -> str:
+    async def fetch(
+        self, url: str, body: Mapping[str, Any] | None = None, rank: str = ""
+    ) -> str:
+        if body is not None:
+            return json.dumps(await self._answer(url, body, rank))
         if not url.startswith(URL):
             raise KvtierError(f"{url}: no answer; check that the server runs")
         if url == f"{URL}/metrics":
             self.looks += 1
-            for rank in self.ranks:
-                rank.dirty = max(rank.dirty - 1, 0)
-            lines = (line for at, rank in enumerate(self.ranks) for line in rank.metrics(at))
+            for each in self.ranks:
+                each.dirty = max(each.dirty - 1, 0)
+            lines = (line for at, each in enumerate(self.ranks) for line in each.metrics(at))
             return "\n".join(lines) + "\n"
         assert url == f"{URL}/v1/models"
         base = {"id": "name", "root": MODEL, "parent": None, "max_model_len": 200}
         return json.dumps({"data": [base, {"id": "fr", "root": "/fr", "parent": "name"}]})
 
-    async def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+    async def _answer(self, url: str, body: Mapping[str, Any], rank: str) -> dict[str, Any]:
         if url == f"{URL}/tokenize":
             text = body.get("prompt") or body["messages"][0]["content"]
             return {"tokens": list(text.encode())}
@@ -102,9 +106,9 @@ class Servers:
         assert (body["model"], body["max_tokens"]) == ("name", 1)
         if tokens[0] in self.refused:
             raise ConfigError(f"{url}: 400 no")
-        rank = self.ranks[int(headers["X-data-parallel-rank"])]
-        cached = await rank.compute(tokens)
-        rank.dirty = 2
+        engine = self.ranks[int(rank)]
+        cached = await engine.compute(tokens)
+        engine.dirty = 2
         return {
             "usage": {
                 "prompt_tokens": len(tokens),

@@ -35,18 +35,24 @@ class World:
 
     Attributes:
         layout: Settings of the engine that are part of a store's identity.
+        known: Those that are known before its start.
+        opened: How often vLLM would have been imported.
         computed: Of each prompt that was computed its line, and how many tokens were.
         started: Engines that were started.
         running: Engines that run.
+        on_start: Called when an engine starts.
         on_step: Called before each step with the number of prompts that ended.
         refused: Lines that the engine refuses.
         transfers: vLLM's ``--kv-transfer-config`` of each engine.
     """
 
     layout: dict[str, str | int] = field(default_factory=lambda: {"kv_dtype": "bfloat16"})
+    known: dict[str, str | int] = field(default_factory=dict)
+    opened: int = 0
     computed: dict[int, int] = field(default_factory=dict)
     started: int = 0
     running: int = 0
+    on_start: Callable[[], None] = lambda: None
     on_step: Callable[[int], None] = lambda _: None
     refused: set[int] = field(default_factory=set)
     transfers: list[Mapping[str, Any]] = field(default_factory=list)
@@ -54,6 +60,7 @@ class World:
     def open(
         self, model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
     ) -> Setup:
+        self.opened += 1
         return Setup(self, model, arguments, transfer)
 
 
@@ -63,6 +70,7 @@ class Setup:
     algorithm = "sha256"
     block_tokens = BLOCK
     most_tokens = MOST_TOKENS
+    vocabulary = 256
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class Setup:
         self._world = world
         self._model = model
         self._transfer = transfer
+        self.identity = world.known
         self.lora_paths = dict(each.split("=", 1) for each in arguments)
         if transfer is not None:
             world.transfers.append(transfer)
@@ -97,6 +106,7 @@ class Setup:
 
     def start(self) -> Engine:
         assert self._transfer is not None
+        self._world.on_start()
         extra = self._transfer["kv_connector_extra_config"]
         return Engine(self._world, self._model, Path(extra["kvtier_config"]), self)
 

@@ -35,6 +35,7 @@ from kvtier.tiers.slab.lock import PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,
     LAYOUT,
+    SLOTS,
     Layout,
     has_namespace_name,
     nbytes_of,
@@ -129,6 +130,11 @@ class StoredNamespace:
     def index_path(self) -> Path:
         """Path of the index."""
         return self.directory / INDEX
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it has neither an index nor slots, because its first start did not end."""
+        return not self.index_path.exists() and not (self.directory / SLOTS).exists()
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,15 @@ def _open_namespace(
         stack.callback(namespace.close)
     if options.durability == "power":
         namespace.sync()  # if this fails, nothing has been removed yet
-    _make_room(options, namespace, Opening(context.fingerprint.fields, spec.nbytes), spec, io)
+    is_blank = not namespace.slots_nbytes and not namespace.index_nbytes
+    try:
+        opening = Opening(context.fingerprint.fields, spec.nbytes)
+        _make_room(options, namespace, opening, spec, io)
+    except BaseException:
+        if is_blank:  # a refused start leaves no directory
+            with open_root(options.name, options.path, io):
+                namespace.remove()
+        raise
     return namespace
 
 

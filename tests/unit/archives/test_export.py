@@ -64,7 +64,7 @@ class TestExport:
     def test_a_chunk_that_left_the_store_stays_in_the_archive(
         self, shell: Shell, store: Store, archive: Path
     ) -> None:
-        shell("evict", "--all", "--yes", store.root)
+        shell("evict", store.root, "--all", "--yes")
         assert shell.json("export", store.root, archive)["archive_chunks"] == SLOTS
 
     def test_a_killed_export_goes_on_with_the_parts_that_it_lacks(
@@ -93,6 +93,15 @@ class TestExport:
         found = shell.json("export", store.filled().root, out, "--keys", listed)
         assert found["missing_keys"] == [KEYS[40].hex()]
         assert keys_in(out) == [KEYS[3], KEYS[7]]
+
+    def test_an_export_of_absent_keys_alone_fails(
+        self, shell: Shell, store: Store, out: Path, tmp_path: Path
+    ) -> None:
+        listed = tmp_path / "keys.txt"
+        listed.write_text(f"{KEYS[40].hex()}\n")
+        ran = shell("export", store.filled().root, out, "--keys", listed)
+        assert ran.code == 1
+        assert "none of the given keys is in the store" in ran.out
 
     @pytest.mark.parametrize(
         ("line", "problem"),

@@ -57,7 +57,7 @@ class TestImport:
     ) -> None:
         shell("import", archive, other.root)
         gone = [KEYS[2].hex(), KEYS[5].hex()]
-        shell("evict", *gone, "--yes", other.root)
+        shell("evict", other.root, *gone, "--yes")
         found = shell.json("import", archive, other.root)
         assert (found["chunks"], found["present"]) == (2, 14)
         assert sorted(read_all(other)) == sorted(KEYS[:SLOTS])
@@ -187,7 +187,7 @@ class TestRefusals:
         other.stop()
         ran = shell("import", archive, other.root)
         assert (ran.code, "kvtier cache evict --all, then import again" in ran.err) == (2, True)
-        shell("evict", "--all", "--yes", other.root)
+        shell("evict", other.root, "--all", "--yes")
         assert shell("import", archive, other.root).code == 0
         assert sorted(read_all(other)) == sorted(KEYS[:SLOTS])
 

@@ -72,7 +72,7 @@ def test_a_model_upgrade_stays_within_capacity(
 
 
 def test_a_changed_flag_does_not_cost_a_cache_that_was_used_lately(
-    open_tier: Opener, own: Path
+    open_tier: Opener, own: Path, root: Path
 ) -> None:
     before = open_tier(ranks=1)
     fill(before)
@@ -83,6 +83,7 @@ def test_a_changed_flag_does_not_cost_a_cache_that_was_used_lately(
     assert f"the cache of model m in {own} (32.0 KiB with 8 chunks, used " in found
     assert "another identity (ranks is 1 there and 2 here)" in found
     assert "set on_mismatch: remove" in found
+    assert [path for path in root.iterdir() if path.is_dir()] == [own]
     assert len(slots_of(open_tier(ranks=1, on_mismatch="refuse"))) == 8
 
 
