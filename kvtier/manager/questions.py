@@ -166,10 +166,11 @@ class Questions:
         assert tier is not None
         keys: Sequence[ChunkKey] = part.keys
         if part.is_prefix and Outcome.MISSING in outcomes:
-            # Chunks behind the first missing one are of no use.
+            # Chunks behind the first missing one are of no use, but may be remembered wrongly.
             end = list(outcomes).index(Outcome.MISSING)
             self._record_absent(keys[end])
-            keys, outcomes = keys[: end + 1], outcomes[: end + 1]
+            if tier.copies.keys().isdisjoint(keys[end:]):
+                keys, outcomes = keys[:end], outcomes[:end]
         found: list[int] = []
         for at, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
             copy = tier.copies.get(key)

@@ -100,10 +100,10 @@ def main() -> None:
             added.append(thread_s - base_s)
     for what, values, unit in (("waits", waits, 1e3), ("scheduler's thread", added, 1e6)):
         ordered = sorted(value * unit for value in values)
-        print(
+        sys.stdout.write(
             f"{what:20s} median {statistics.median(ordered):.2f}, "
             f"p90 {ordered[int(0.9 * len(ordered))]:.2f}, most {ordered[-1]:.2f} "
-            f"{'ms' if unit == 1e3 else 'us'}"
+            f"{'ms' if unit == 1e3 else 'us'}\n"
         )
 
 
