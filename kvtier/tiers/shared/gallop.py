@@ -1,0 +1,63 @@
+"""Finds how many leading keys of a chain a service has, with few questions.
+
+The chunks of a prompt form a chain: an engine stores each one after its predecessors. So a
+service usually has all chunks up to some point and no later ones. A galloping search finds the
+point. Its first round asks about positions whose distances grow exponentially, the first and
+the last position among them: one round finds a chain that is absent, short or complete. The
+later rounds divide the rest evenly, as a binary search does with one question at a time.
+
+A service that evicts may have a hole in a chain. The search then returns a position up to
+which each answer was "yes". A chunk in the hole is a miss when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeAlias
+
+__all__ = ["AT_ONCE", "Ask", "count_leading"]
+
+Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[bool]]]
+"""Returns for each position of a chain whether the service has its key."""
+
+AT_ONCE: Final = 8
+"""Questions of one round."""
+
+
+async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
+    """Return how many leading keys of a chain of ``count`` keys the service has.
+
+    Asks at most ``at_once`` questions in each of ``2 + log(count) / log(at_once + 1)`` rounds.
+
+    Args:
+        count: Number of keys.
+        ask: Asks about ascending positions from 0 to ``count - 1``.
+        at_once: Questions of one round, which ``ask`` may send in parallel.
+    """
+    present, absent = 0, count
+    positions = _exponential(count, at_once)
+    while present < absent:
+        answers = await ask(positions)
+        for position, is_there in zip(positions, answers, strict=True):
+            if not is_there:
+                absent = position
+                break
+            present = position + 1
+        positions = _even(present, absent, at_once)
+    return present
+
+
+def _exponential(count: int, at_once: int) -> list[int]:
+    """Return positions from 0 to ``count - 1`` whose distances grow."""
+    if count <= at_once:
+        return list(range(count))
+    steps = max(at_once - 1, 1)
+    spread = {round(count ** (step / steps)) - 1 for step in range(steps + 1)}
+    return sorted(spread)[-at_once:]
+
+
+def _even(first: int, end: int, at_once: int) -> list[int]:
+    """Return positions that divide the range from ``first`` to ``end`` into equal parts."""
+    parts = at_once + 1
+    spread = {first + (end - first) * part // parts for part in range(1, parts)}
+    return sorted(spread)
