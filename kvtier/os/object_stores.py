@@ -21,7 +21,9 @@ __all__ = ["SCHEMES", "explain", "open_store"]
 SCHEMES: Final = ("s3", "gs", "az")
 """Schemes of URLs of buckets."""
 _QUERY: Final = re.compile(r"(://[^\s?]*)\?\S*")
-_BODY: Final = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL)
+_BODY: Final = re.compile(
+    r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL
+)
 
 
 def open_store(
@@ -69,4 +71,4 @@ def explain(error: Exception) -> str:
     """
     text = str(error).partition("\n\nDebug source:")[0]
     text = _QUERY.sub(r"\1", _BODY.sub(r"\1: \2", text))
-    return printable(text.partition("\n")[0].rstrip("."))
+    return printable(text.partition("\n")[0].rstrip(" .:"))

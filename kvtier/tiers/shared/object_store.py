@@ -45,7 +45,9 @@ _PROBE_S: Final = 4.0
 """Longest that opening waits for the service."""
 _PROBE: Final = "kvtier-access-check"
 """A prefix that no object has."""
-_NO_CREDENTIALS: Final = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
+_NO_CREDENTIALS: Final = re.compile(r"/latest/api/token|/computeMetadata/|/metadata/identity/")
+"""Where a client asks for the credentials of its machine, for want of others."""
+_CREDENTIALS: Final = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
 """Where a client asks for the credentials of the machine, for want of others."""
 _CREDENTIALS: Final = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -53,6 +55,7 @@ _CREDENTIALS: Final = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
 """Variables of the environment, by scheme."""
+_DENIED: Final = re.compile(r"status code: 40[13]|Permission denied")
 _REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|configured region")
 _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk quota")
 
@@ -109,7 +112,9 @@ class ObjectTier(SharedTier):
         self._require_open()
 
         async def ask(positions: Sequence[int]) -> list[bool]:
-            return await self._ask_all(len(positions), lambda at: self._has(keys[positions[at]]))
+            return await self._ask_all(
+                len(positions), lambda at: self._has(keys[positions[at]])
+            )
 
         count = await count_leading(len(keys), ask)
         return [True] * count + [False] * (len(keys) - count)
@@ -182,9 +187,7 @@ class ObjectTier(SharedTier):
             raise self._unavailable(error)
         return outcomes
 
-    async def _ask_all(
-        self, count: int, ask: Callable[[int], Awaitable[bool]]
-    ) -> list[bool]:
+    async def _ask_all(self, count: int, ask: Callable[[int], Awaitable[bool]]) -> list[bool]:
         answers = [False] * count
         error = await _in_parallel(answers, ask, self._questions, at_once=self._connections)
         if error is not None:
@@ -266,7 +269,9 @@ def _open(options: ObjectTierConfig, timeout_s: float) -> ObjectStore:
     if options.url.startswith("s3:") and not any(
         key.lower().endswith("unsigned_payload") for key in settings
     ):
-        settings["unsigned_payload"] = "true"  # the proof detects damage, with a third of the CPU time
+        settings["unsigned_payload"] = (
+            "true"  # the proof detects damage, with a third of the CPU time
+        )
     try:
         return open_store(
             options.url,
@@ -307,15 +312,13 @@ def _check_access(options: ObjectTierConfig, store: ObjectStore) -> None:
 
 def _remedy(error: Exception, url: str) -> str:
     """Return what a user can do if the service refused a request, else an empty text."""
-    from obstore import exceptions  # noqa: PLC0415 - an optional extra
-
     text = str(error)
     if _NO_CREDENTIALS.search(text):
         example = _CREDENTIALS[url.partition(":")[0]]
         return f"give the engine credentials in its environment, such as {example}"
     if isinstance(error, FileNotFoundError) or "status code: 404" in text:
         return "create the bucket, or correct the URL"
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+    if _DENIED.search(text):
         return "give the engine credentials that may list, read and write this bucket"
     if _REFUSED.search(text):
         return "check the URL, the tier's settings and the credentials in the environment"
