@@ -20,7 +20,7 @@ from kvtier.testing.tier_harness import Arena
 from kvtier.tiers.shared import SharedContext
 from kvtier.tiers.shared.object_store import ObjectTier
 from kvtier.types import Outcome
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET, MotoServer, S3Server
 
 MISSING = Outcome.MISSING
 PAYLOAD_NBYTES = 8192
@@ -43,7 +43,7 @@ def pool() -> Iterator[IoPool]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with S3Server() as server:
+    with MotoServer() as server:
         yield server
 
 
@@ -163,7 +163,9 @@ def test_missing_credentials_are_an_error_at_the_start(pool: IoPool) -> None:
 
 
 def test_an_unknown_setting_is_named(pool: IoPool) -> None:
-    with pytest.raises(ConfigError, match="'endpointt' is not valid.*; check the URL, the set"):
+    with pytest.raises(
+        ConfigError, match=r"'endpointt' is not valid.*; check the URL, the set"
+    ):
         open_tier(options_of("{endpointt: x}"), pool)
 
 
@@ -181,7 +183,7 @@ async def test_a_tier_opens_although_its_service_does_not_answer(
     settings = f"{{endpoint: '{UNREACHABLE}', access_key_id: a, secret_access_key: b}}"
     async with clients(options_of(settings, "request_timeout: 1s"), pool, arena) as harness:
         keys = harness.keys(range(3))
-        with pytest.raises(TierUnavailableError, match="tier object: .*error sending request"):
+        with pytest.raises(TierUnavailableError, match=r"tier object: .*error sending request"):
             await harness.get(keys)
         with pytest.raises(TierUnavailableError):
             await harness.put(keys)
@@ -254,7 +256,7 @@ async def test_a_service_that_was_killed_is_used_again_when_it_is_back(
             with pytest.raises(TierUnavailableError):
                 await harness.get(keys)
         finally:
-            server.restart()
+            server.start()
         assert await harness.get(keys) == [MISSING] * 3
         await harness.put(keys)
         assert await harness.get(keys) == [0, 0, 0]
