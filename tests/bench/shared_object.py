@@ -2,7 +2,7 @@
 
 In each round both sides put the same number of new chunks and get them, one after the other and
 in alternating order, with equal numbers of connections and equal settings of the client. The
-kvtier side is :class:`~kvtier.tiers.shared.KeyedTier`: it asks first which chunks are there, makes and
+first side is :class:`~kvtier.tiers.shared.KeyedTier`: it asks which chunks are there, makes and
 verifies proofs, and delivers the bytes in the caller's memory. The other side sends the same
 bytes and leaves what it gets in obstore's own memory.
 """

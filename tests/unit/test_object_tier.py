@@ -169,6 +169,11 @@ def test_an_unknown_setting_is_named(pool: IoPool) -> None:
         open_tier(options_of("{endpointt: x}"), pool)
 
 
+def test_a_directory_has_no_settings() -> None:
+    with pytest.raises(ConfigError, match=r"settings.*a URL file://, which has none; leave"):
+        options_of("{region: x}", url="file:///srv/kv")
+
+
 def test_without_obstore_the_extra_is_named(
     pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
