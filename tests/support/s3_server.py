@@ -21,7 +21,7 @@ from typing import Final, Self, TypedDict
 
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import ObjectStore, S3Store
+from obstore.store import S3Store
 from typing_extensions import override
 
 __all__ = ["BUCKET", "CephServer", "MotoServer", "S3Server"]
@@ -73,7 +73,7 @@ class S3Server(ABC):
         pairs = (f"{key}: '{value}'" for key, value in self._settings.items())
         return f"{{{', '.join(pairs)}}}"
 
-    def store(self, prefix: str = "") -> ObjectStore:
+    def store(self, prefix: str = "") -> S3Store:
         """Return a client that does without kvtier."""
         return S3Store(
             BUCKET,

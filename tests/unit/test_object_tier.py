@@ -148,7 +148,7 @@ async def test_refused_credentials_are_an_error_at_the_start(pool: IoPool, code:
         options = options_of(settings)
         with pytest.raises(ConfigError) as caught:
             await pool.run(lambda: open_tier(options, pool), priority=0)
-    remedy = "give the engine credentials that may list, read and write this bucket"
+    remedy = "give the engine credentials that may list, read and write there"
     assert str(caught.value).startswith(f"tier object: url s3://{BUCKET}/x: ")
     assert str(caught.value).endswith(f"{code}: No; {remedy}")
     assert "\n" not in str(caught.value)

@@ -47,8 +47,6 @@ _PROBE: Final = "kvtier-access-check"
 """A prefix that no object has."""
 _NO_CREDENTIALS: Final = re.compile(r"/latest/api/token|/computeMetadata/|/metadata/identity/")
 """Where a client asks for the credentials of its machine, for want of others."""
-_CREDENTIALS: Final = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
-"""Where a client asks for the credentials of the machine, for want of others."""
 _CREDENTIALS: Final = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -319,7 +317,7 @@ def _remedy(error: Exception, url: str) -> str:
     if isinstance(error, FileNotFoundError) or "status code: 404" in text:
         return "create the bucket, or correct the URL"
     if _DENIED.search(text):
-        return "give the engine credentials that may list, read and write this bucket"
+        return "give the engine credentials that may list, read and write there"
     if _REFUSED.search(text):
         return "check the URL, the tier's settings and the credentials in the environment"
     return ""
