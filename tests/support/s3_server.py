@@ -44,12 +44,14 @@ class S3Server(ABC):
 
     Attributes:
         port: The TCP port.
+        endpoint: The URL.
     """
 
     def __init__(self) -> None:
         self.port = _free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
         self._settings: _Settings = {
-            "endpoint": f"http://127.0.0.1:{self.port}",
+            "endpoint": self.endpoint,
             "region": "us-east-1",
             "access_key_id": "id",
             "secret_access_key": "secret",
