@@ -1,6 +1,6 @@
 """``python -m tests.bench.shared_object --tier KIND``: an object tier beside obstore alone.
 
-The kinds are ``object`` (Ceph's gateway, which must be installed), ``object-moto`` (moto's server)
+The kinds are ``object`` (Ceph's gateway, which must be installed), ``object-moto`` (moto)
 and ``object-file`` (a directory). obstore's calls run in as many threads as the tier has
 connections. It leaves what it gets in its own memory; the tier delivers it in the caller's.
 """
