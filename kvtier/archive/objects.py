@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from kvtier.archive.locations import Directory, Location
 from kvtier.errors import ConfigError
+from kvtier.os.object_stores import SCHEMES, explain, open_store
 from kvtier.printable import printable
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "open_bucket", "open_location"]
 
-_SCHEMES: Final = ("s3", "gs", "az")
 _CLIENT: Final[ClientConfig] = {
     "connect_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=120),
@@ -93,7 +93,7 @@ class Bucket(Location):
         except BaseError as error:
             remedy = "check its name, the credentials in the environment and the network"
             where = f"{self}/{name}" if name else str(self)
-            raise ConfigError(f"{where}: {_first_line(error)}; {remedy}") from error
+            raise ConfigError(f"{where}: {explain(error)}; {remedy}") from error
 
 
 def open_location(text: str) -> Location:
@@ -106,8 +106,8 @@ def open_location(text: str) -> Location:
     scheme, separator, _ = text.partition("://")
     if not separator:
         return Directory(Path(text))
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{each}://" for each in _SCHEMES)
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{each}://" for each in SCHEMES)
         raise ConfigError(f"{printable(text)}: no such location; give a path, or {known}")
     return open_bucket(text)
 
@@ -118,21 +118,4 @@ def open_bucket(url: str) -> Bucket:
     Raises:
         ConfigError: The package obstore is missing, or the URL or the environment is wrong.
     """
-    try:
-        from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
-        from obstore.store import from_url  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        remedy = "install it with: pip install 'kvtier[objects]'"
-        raise ConfigError(f"{printable(url)} needs the package obstore; {remedy}") from error
-    try:
-        return Bucket(
-            from_url(url, client_options=_CLIENT, retry_config=_RETRY), url.rstrip("/")
-        )
-    except (BaseError, ValueError) as error:
-        remedy = "check the URL and the credentials in the environment"
-        raise ConfigError(f"{printable(url)}: {_first_line(error)}; {remedy}") from error
-
-
-def _first_line(error: Exception) -> str:
-    """Return what obstore says, without the debugging output that follows."""
-    return printable(str(error).partition("\n")[0])
+    return Bucket(open_store(url, client=_CLIENT, retry=_RETRY), url.rstrip("/"))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
 
 from kvtier.config._fields import Duration, FilePath, Label, Size, refusal
@@ -89,11 +89,12 @@ class ObjectTierConfig(SharedTierConfig):
     settings: Mapping[Label, Label] = Field(default_factory=dict)
     """Settings of the store's client, such as `endpoint` or `region`."""
     connections: int = Field(default=32, ge=1, le=1024)
-    """Requests in flight."""
+    """Requests in flight: at most this many each that read, write, or ask what is there."""
     request_timeout_s: Duration = Field(
         default=10.0, validation_alias="request_timeout", serialization_alias="request_timeout"
     )
-    """Longest that one request may take, retries included."""
+    """Longest that one request may take, retries included. An attempt takes at most three
+    quarters of it."""
 
     @field_validator("url")
     @classmethod
@@ -104,6 +105,15 @@ class ObjectTierConfig(SharedTierConfig):
         if re.search(r"[{}]", url):
             raise refusal("braces in a URL", "all engines share one prefix: leave them out")
         return url
+
+    @field_validator("settings")
+    @classmethod
+    def _directory_has_no_settings(
+        cls, settings: Mapping[str, str], info: ValidationInfo
+    ) -> Mapping[str, str]:
+        if settings and str(info.data.get("url", "")).startswith("file:"):
+            raise refusal("settings for a URL file://, which has none", "leave them out")
+        return settings
 
 
 class SharedDirTierConfig(SharedTierConfig):
