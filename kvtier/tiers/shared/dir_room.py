@@ -15,6 +15,7 @@ are removed until there is room again. A put that does not fit meanwhile is refu
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -70,16 +71,18 @@ class _Folder:
     Attributes:
         listed_nbytes: Bytes of its files after the last listing.
         put_nbytes: Bytes that this engine has put since.
+        writing_nbytes: Bytes that this engine is putting now.
         growth: Bytes by which the folder grows per byte that this engine puts.
     """
 
     listed_nbytes: int
     put_nbytes: int = 0
+    writing_nbytes: int = 0
     growth: float = 1.0
 
     def estimate(self) -> float:
         """Return how many bytes the folder probably has."""
-        return self.listed_nbytes + self.put_nbytes * self.growth
+        return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
         """Learn how fast the folder grows from a new listing.
@@ -106,16 +109,20 @@ class DirRoom:
         self._folders: dict[Path, _Folder] = {}
         self._due: dict[Path, None] = {}
         self._task: asyncio.Task[None] | None = None
+        self._is_failing = False
         self._executor = _OneThread()
         self._list = aiofiles.os.wrap(io.list_files)
         self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
 
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
-        """Return for each value whether it may be put.
+        """Return for each value whether it may be put; call :meth:`finish` for those afterwards.
 
         Args:
             folders: Folder of each value.
             nbytes: Bytes of each value's file.
+
+        Raises:
+            OSError: A folder cannot be listed.
 
         Cancellation:
             Has no effect.
@@ -123,12 +130,16 @@ class DirRoom:
         if unknown := [folder for folder in folders if folder not in self._folders]:
             listing = self._list_soon(unknown)
             await asyncio.wait([listing], timeout=_FIRST_LISTING_S)
+            for folder in unknown:
+                if folder not in self._folders:
+                    raise OSError(errno.EIO, f"cannot list {folder}")
         return [self._admit(folder, nbytes) for folder in folders]
 
-    async def wait_until_kept(self) -> None:
-        """Wait until no listing is due."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+    def finish(self, path: Path, nbytes: int, *, was_put: bool) -> None:
+        """Note the end of a put that was admitted."""
+        folder = self._folders[path]
+        folder.writing_nbytes -= nbytes
+        folder.put_nbytes += nbytes if was_put else 0
 
     async def aclose(self) -> None:
         """Stop, without waiting for a call that hangs. Idempotent."""
@@ -138,13 +149,11 @@ class DirRoom:
         self._executor.shutdown(wait=False)
 
     def _admit(self, path: Path, nbytes: int) -> bool:
-        folder = self._folders.get(path)
-        if folder is None:
-            return False
+        folder = self._folders[path]
         share_nbytes = self._layout.folder_nbytes
         fits = folder.estimate() + nbytes <= share_nbytes
         if fits:
-            folder.put_nbytes += nbytes
+            folder.writing_nbytes += nbytes
         if not fits or folder.estimate() >= _LISTED_FROM * share_nbytes:
             _ = self._list_soon([path])
         return fits
@@ -162,7 +171,11 @@ class DirRoom:
             try:
                 await self._keep_folder(path)
             except OSError as error:
-                logger.warning("%s: cannot evict chunks: %s", path, error)
+                if not self._is_failing:
+                    logger.warning("cannot list or evict the chunks of %s: %s", path, error)
+                self._is_failing = True
+            else:
+                self._is_failing = False
             self._due.pop(path, None)
 
     async def _keep_folder(self, path: Path) -> None:
@@ -179,8 +192,8 @@ class DirRoom:
         folder.learn_growth(nbytes, put_nbytes)
         if victims := _choose_victims(files, self._layout.folder_nbytes):
             paths = [path / file.name for file in victims]
-            removed = await self._remove(paths, executor=self._executor)
-            nbytes -= sum(file.nbytes for file in victims[:removed])
+            await self._remove(paths, executor=self._executor)
+            nbytes -= sum(file.nbytes for file in victims)
         folder.listed_nbytes = nbytes
         folder.put_nbytes -= put_nbytes
 
@@ -206,12 +219,6 @@ def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry
     return victims
 
 
-def _remove_all(io: DirIo, paths: list[Path]) -> int:
-    """Remove files until one cannot be removed; return how many are gone."""
-    for removed, path in enumerate(paths):
-        try:
-            io.unlink(path)
-        except OSError as error:
-            logger.warning("cannot evict %s: %s", path, error.strerror)
-            return removed
-    return len(paths)
+def _remove_all(io: DirIo, paths: Sequence[Path]) -> None:
+    for path in paths:
+        io.unlink(path)
