@@ -42,6 +42,10 @@ class Directory:
         config = SharedDirTierConfig(path=self.path, **options)
         return SharedDirTier(config, SharedContext(PAYLOAD, self.pool), io)
 
+    async def prepare(self, tier: SharedDirTier, *, timeout_s: float = 5.0) -> None:
+        """Prepare one engine's access."""
+        await self.pool.run(lambda: tier.prepare(timeout_s=timeout_s), priority=0)
+
     async def harness(self, io: FaultyDirIo | None = None, **options: Any) -> SharedTierHarness:
         """Open two engines with the same options."""
 

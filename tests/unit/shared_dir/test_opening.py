@@ -28,13 +28,13 @@ async def test_a_missing_parent_is_refused(directory: Directory) -> None:
     with pytest.raises(
         ConfigError, match="shared does not exist; mount the shared file system"
     ):
-        directory.tier().prepare()
+        await directory.prepare(directory.tier())
 
 
 async def test_a_file_in_the_place_of_the_directory_is_refused(directory: Directory) -> None:
     directory.path.touch()
     with pytest.raises(ConfigError, match="give the tier another `path`"):
-        directory.tier().prepare()
+        await directory.prepare(directory.tier())
 
 
 async def test_a_directory_that_cannot_be_written_is_refused(
@@ -43,7 +43,7 @@ async def test_a_directory_that_cannot_be_written_is_refused(
     # A superuser may write everywhere, and tests may run as one.
     monkeypatch.setattr("kvtier.tiers.shared.dir_io.os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="allow this process's user to create files there"):
-        directory.tier().prepare()
+        await directory.prepare(directory.tier())
 
 
 async def test_a_capacity_below_one_chunk_is_refused(directory: Directory) -> None:
@@ -66,14 +66,14 @@ async def test_a_marker_of_another_version_is_refused(directory: Directory, text
     directory.path.mkdir()
     (directory.path / MARKER).write_text(text)
     with pytest.raises(ConfigError, match="not of this version of kvtier"):
-        directory.tier().prepare()
+        await directory.prepare(directory.tier())
     assert (directory.path / MARKER).read_text() == text
 
 
 async def test_a_directory_made_for_far_more_is_refused(directory: Directory) -> None:
     await directory.harness(capacity_bytes=1 << 30)
-    with pytest.raises(ConfigError, match="raise `capacity` to .* bytes, or remove"):
-        directory.tier().prepare()
+    with pytest.raises(ConfigError, match="for a larger capacity or smaller chunks; raise `capacity`"):
+        await directory.prepare(directory.tier())
 
 
 async def test_engines_with_other_capacities_share_their_chunks(directory: Directory) -> None:
@@ -103,7 +103,7 @@ async def test_engines_that_start_together_agree_on_the_folders(
         inherited(source, destination)
 
     io.link = link  # type: ignore[method-assign]
-    first.prepare()
+    await directory.prepare(first)
     assert json.loads((directory.path / MARKER).read_text())["folders"] == 1
     assert not directory.temporaries()
     await first.aclose()
@@ -137,7 +137,7 @@ async def test_direct_io_that_is_required_and_missing_is_refused(
 ) -> None:
     io.fail("open_direct", errno.EINVAL)
     with pytest.raises(ConfigError, match="set `direct_io: auto`"):
-        directory.tier(io, direct_io="require").prepare()
+        await directory.prepare(directory.tier(io, direct_io="require"))
 
 
 async def test_a_directory_that_everybody_may_write_is_warned_about(
@@ -179,7 +179,7 @@ async def test_opening_waits_no_longer_than_allowed(
 ) -> None:
     released = io.stall("make_directory")
     tier = directory.tier(io)
-    tier.prepare(timeout_s=0.01)
+    await directory.prepare(tier, timeout_s=0.01)
     released.set()
     assert list(await tier.contains(["a"])) == [False]
     await tier.aclose()

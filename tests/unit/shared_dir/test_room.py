@@ -27,7 +27,7 @@ async def put_each(
     """Put values one by one, each as soon as there is room."""
     for key in keys:
         while await harness.put([key], client=client) == [REFUSED]:
-            pass
+            await asyncio.sleep(0)  # the eviction takes a turn of the loop
 
 
 def set_age(file: Path, seconds: int) -> None:
@@ -56,7 +56,7 @@ async def test_engines_that_write_at_once_stay_near_the_capacity(directory: Dire
         for number, client in enumerate(more):
             keys = harness.keys(range(1000 * number, 1000 * number + 200))
             group.create_task(put_each(harness, keys, client))
-    assert 100 <= len(directory.values()) <= 210
+    assert 100 <= len(directory.values()) <= 230
 
 
 async def test_a_capacity_of_one_chunk_keeps_the_latest(directory: Directory) -> None:
@@ -171,6 +171,7 @@ async def test_two_engines_may_evict_the_same_values(
     await slow.put(keys[2:20])
     while not io.wait_until_stalled(timeout_s=0):
         await slow.put(keys[20:21])
+        await asyncio.sleep(0)
     await put_each(fast, keys[21:40])
     released.set()
     await put_each(slow, keys[40:])
