@@ -72,7 +72,9 @@ async def test_a_marker_of_another_version_is_refused(directory: Directory, text
 
 async def test_a_directory_made_for_far_more_is_refused(directory: Directory) -> None:
     await directory.harness(capacity_bytes=1 << 30)
-    with pytest.raises(ConfigError, match="for a larger capacity or smaller chunks; raise `capacity`"):
+    with pytest.raises(
+        ConfigError, match="for a larger capacity or smaller chunks; raise `capacity`"
+    ):
         await directory.prepare(directory.tier())
 
 

@@ -26,8 +26,10 @@ async def put_each(
 ) -> None:
     """Put values one by one, each as soon as there is room."""
     for key in keys:
-        while await harness.put([key], client=client) == [REFUSED]:
+        outcomes = [REFUSED]
+        while outcomes == [REFUSED]:
             await asyncio.sleep(0)  # the eviction takes a turn of the loop
+            outcomes = await harness.put([key], client=client)
 
 
 def set_age(file: Path, seconds: int) -> None:
