@@ -160,11 +160,13 @@ async def measure(plan: Plan, rounds: int) -> dict[Direction, list[tuple[float, 
     figures: dict[Direction, list[tuple[float, float]]] = {"put": [], "get": []}
     for number in range(rounds + 1):
         for direction, found in figures.items():
-            if number % 2:
-                ours = await kvtier.measure(direction)
-            theirs = await other.run(lambda what=direction: fio.measure(what), priority=0)  # type: ignore[misc]
-            if not number % 2:
-                ours = await kvtier.measure(direction)
+
+            async def run_fio(what: Direction = direction) -> float:
+                return await other.run(lambda: fio.measure(what), priority=0)
+
+            early = [] if number % 2 else [await run_fio()]
+            ours = await kvtier.measure(direction)
+            [theirs] = early or [await run_fio()]
             if number:  # the first round only warms up
                 found.append((ours, theirs))
     await kvtier.aclose()

@@ -99,7 +99,7 @@ class Life:
         self.io = FaultyDirIo()
         self._options = SharedDirTierConfig(path=path, capacity_bytes=CAPACITY * FILE)
         self._context = SharedContext(PAYLOAD, pool)
-        self._make = lambda: SharedTierHarness(self._open, pool, arena, payload_nbytes=PAYLOAD)
+        self._arena = arena
         self._harness = self._make()
 
     async def run(self) -> None:
@@ -160,6 +160,10 @@ class Life:
         assert await self._harness.get(keys[:1], client=self._harness.other) == [2]
         await self._harness.aclose()
         assert len(list(self.path.rglob("*.kv"))) <= CAPACITY + 2
+
+    def _make(self) -> SharedTierHarness:
+        pool = self._context.pool
+        return SharedTierHarness(self._open, pool, self._arena, payload_nbytes=PAYLOAD)
 
     def _open(self, _: int) -> SharedDirTier:
         tier = SharedDirTier(self._options, self._context, self.io)
@@ -353,7 +357,7 @@ async def test_closing_and_cancelled_callers_wait_only_for_the_threads_that_hang
     await harness.put(keys)
     released = io.stall(call)
     use = harness.tier.contains(keys) if call == "status" else harness.get(keys)
-    task = asyncio.ensure_future(use)  # type: ignore[arg-type]
+    task = asyncio.ensure_future(use)
     await harness.run(lambda: io.wait_until_stalled(timeout_s=60))
     task.cancel()
     await harness.tier.aclose()
