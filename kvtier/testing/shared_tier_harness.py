@@ -17,7 +17,14 @@ from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
 from kvtier.tiers.shared.proof import is_proof_of, make_proof
 from kvtier.types import Outcome
 
-__all__ = ["KEY_CHARACTERS", "RecordingTier", "SharedTierHarness", "make_values"]
+__all__ = [
+    "KEY_CHARACTERS",
+    "RecordingTier",
+    "SharedTierHarness",
+    "make_value_buffers",
+    "make_values",
+    "version_of",
+]
 
 KEY_CHARACTERS = string.ascii_letters + string.digits + "-/"
 """All characters that keys may have. A slash is between two other characters."""
@@ -33,7 +40,7 @@ def make_values(
     keys: Sequence[str], payload_nbytes: int, arena: Arena | None = None, *, version: int = 0
 ) -> list[Value]:
     """Return distinct values of ``keys`` with their proofs; the payloads state ``version``."""
-    values = _buffers(len(keys), payload_nbytes, arena)
+    values = make_value_buffers(len(keys), payload_nbytes, arena)
     for key, value in zip(keys, values, strict=True):
         value.payload[:] = _payload(key, version, payload_nbytes)
         value.proof[:] = make_proof(key, value.payload)
@@ -99,7 +106,7 @@ class SharedTierHarness:
 
     def buffers(self, count: int, payload_nbytes: int | None = None) -> list[Value]:
         """Return zeroed buffers for ``count`` values."""
-        return _buffers(count, payload_nbytes or self._payload_nbytes, self._arena)
+        return make_value_buffers(count, payload_nbytes or self._payload_nbytes, self._arena)
 
     def values(self, keys: Sequence[str], *, version: int = 0) -> list[Value]:
         """Return the values of ``keys`` in version ``version``."""
@@ -129,7 +136,7 @@ class SharedTierHarness:
         into = into or self.buffers(len(keys))
         outcomes = await (client or self.tier).get(keys, into)
         return [
-            _verify(key, value) if outcome is Outcome.DONE else outcome
+            version_of(key, value) if outcome is Outcome.DONE else outcome
             for key, value, outcome in zip(keys, into, outcomes, strict=True)
         ]
 
@@ -177,8 +184,13 @@ class RecordingTier(SharedTier):
         await self._tier.aclose()
 
 
-def _buffers(count: int, payload_nbytes: int, arena: Arena | None) -> list[Value]:
-    """Return zeroed buffers; as in an engine, the proofs are outside of the shared memory."""
+def make_value_buffers(
+    count: int, payload_nbytes: int, arena: Arena | None = None
+) -> list[Value]:
+    """Return zeroed buffers for ``count`` values.
+
+    As in an engine, the proofs are outside of the shared memory.
+    """
     proofs = memoryview(bytearray(count * PROOF_NBYTES))
     return [
         Value(payload, proofs[number * PROOF_NBYTES :][:PROOF_NBYTES])
@@ -191,8 +203,12 @@ def _payload(key: str, version: int, nbytes: int) -> bytes:
     return version.to_bytes(_VERSION_NBYTES, "little") + noise
 
 
-def _verify(key: str, value: Value) -> int:
-    """Return the version of a value after checking that it is whole."""
+def version_of(key: str, value: Value) -> int:
+    """Return the version of a value after checking that it is whole.
+
+    Raises:
+        AssertionError: The value is not whole, or belongs to another key.
+    """
     version = int.from_bytes(value.payload[:_VERSION_NBYTES], "little")
     if not is_proof_of(value.proof, key, value.payload):
         raise AssertionError(f"the value of {key} is not whole")

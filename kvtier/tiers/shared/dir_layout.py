@@ -207,8 +207,8 @@ class DirLayout:
             folders *= 2
         text = json.dumps({"format": _FORMAT, "folders": folders}).encode()
         temporary = self._path / f".{secrets.token_hex(16)}{TEMPORARY}"
-        fd = self._io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
+            fd = self._io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 write_fully(self._io, fd, [memoryview(text)], 0)
             finally:

@@ -7,14 +7,16 @@ an engine could hold when it dies.
 
 An engine lists a folder before its first put, and estimates what is in it afterwards: the bytes
 that it listed, and the bytes that it has put since. If the folder grew faster than that between
-the last two listings, others write to it too, and the estimate grows faster as well. When the
-estimate comes near the folder's share, the folder is listed, and its least recently used values
-are removed until there is room again. A put that does not fit meanwhile is refused.
+the last two listings, others write to it too, and the estimate grows faster as well. It lists
+the folder again after its first put, when it has put twice as much, and so on, later whenever
+the folder has grown by a twentieth of its share. If the folder is nearly full then, its least
+recently used values are removed. A put that does not fit meanwhile is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -37,8 +39,9 @@ logger = get_logger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LISTED_FROM: Final = 0.95
-"""Estimated share of its room from which on a folder is listed."""
+_LISTED_AFTER: Final = 0.05
+"""Growth after which a folder is listed again, as a part of its share of the capacity."""
+_FULL_FROM: Final = 0.95
 _FIRST_LISTING_S: Final = 5.0
 """Longest wait of a put for the listing of folders that this engine has not used before."""
 _EVICTED_TO: Final = 0.9
@@ -70,16 +73,29 @@ class _Folder:
     Attributes:
         listed_nbytes: Bytes of its files after the last listing.
         put_nbytes: Bytes that this engine has put since.
+        put_before_nbytes: Bytes that this engine had put before the last listing.
+        writing_nbytes: Bytes that this engine is putting now.
         growth: Bytes by which the folder grows per byte that this engine puts.
     """
 
     listed_nbytes: int
     put_nbytes: int = 0
+    put_before_nbytes: int = 0
+    writing_nbytes: int = 0
     growth: float = 1.0
 
     def estimate(self) -> float:
         """Return how many bytes the folder probably has."""
-        return self.listed_nbytes + self.put_nbytes * self.growth
+        return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
+
+    def is_due(self, share_nbytes: int) -> bool:
+        """Return whether the folder is to be listed again.
+
+        Args:
+            share_nbytes: Bytes that the folder may have.
+        """
+        grown = self.put_nbytes * self.growth
+        return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
         """Learn how fast the folder grows from a new listing.
@@ -106,16 +122,20 @@ class DirRoom:
         self._folders: dict[Path, _Folder] = {}
         self._due: dict[Path, None] = {}
         self._task: asyncio.Task[None] | None = None
+        self._is_failing = False
         self._executor = _OneThread()
         self._list = aiofiles.os.wrap(io.list_files)
         self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
 
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
-        """Return for each value whether it may be put.
+        """Return for each value whether it may be put; call :meth:`finish` for those later.
 
         Args:
             folders: Folder of each value.
             nbytes: Bytes of each value's file.
+
+        Raises:
+            OSError: A folder cannot be listed.
 
         Cancellation:
             Has no effect.
@@ -123,12 +143,18 @@ class DirRoom:
         if unknown := [folder for folder in folders if folder not in self._folders]:
             listing = self._list_soon(unknown)
             await asyncio.wait([listing], timeout=_FIRST_LISTING_S)
+            for folder in unknown:
+                if folder not in self._folders:
+                    raise OSError(errno.EIO, f"cannot list {folder}")
         return [self._admit(folder, nbytes) for folder in folders]
 
-    async def wait_until_kept(self) -> None:
-        """Wait until no listing is due."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+    def finish(self, path: Path, nbytes: int, *, was_put: bool) -> None:
+        """Note the end of a put that was admitted."""
+        folder = self._folders[path]
+        folder.writing_nbytes -= nbytes
+        folder.put_nbytes += nbytes if was_put else 0
+        if folder.is_due(self._layout.folder_nbytes):
+            _ = self._list_soon([path])
 
     async def aclose(self) -> None:
         """Stop, without waiting for a call that hangs. Idempotent."""
@@ -138,14 +164,11 @@ class DirRoom:
         self._executor.shutdown(wait=False)
 
     def _admit(self, path: Path, nbytes: int) -> bool:
-        folder = self._folders.get(path)
-        if folder is None:
-            return False
-        share_nbytes = self._layout.folder_nbytes
-        fits = folder.estimate() + nbytes <= share_nbytes
+        folder = self._folders[path]
+        fits = folder.estimate() + nbytes <= self._layout.folder_nbytes
         if fits:
-            folder.put_nbytes += nbytes
-        if not fits or folder.estimate() >= _LISTED_FROM * share_nbytes:
+            folder.writing_nbytes += nbytes
+        else:
             _ = self._list_soon([path])
         return fits
 
@@ -162,7 +185,11 @@ class DirRoom:
             try:
                 await self._keep_folder(path)
             except OSError as error:
-                logger.warning("%s: cannot evict chunks: %s", path, error)
+                if not self._is_failing:
+                    logger.warning("cannot list or evict the chunks of %s: %s", path, error)
+                self._is_failing = True
+            else:
+                self._is_failing = False
             self._due.pop(path, None)
 
     async def _keep_folder(self, path: Path) -> None:
@@ -179,10 +206,11 @@ class DirRoom:
         folder.learn_growth(nbytes, put_nbytes)
         if victims := _choose_victims(files, self._layout.folder_nbytes):
             paths = [path / file.name for file in victims]
-            removed = await self._remove(paths, executor=self._executor)
-            nbytes -= sum(file.nbytes for file in victims[:removed])
+            await self._remove(paths, executor=self._executor)
+            nbytes -= sum(file.nbytes for file in victims)
         folder.listed_nbytes = nbytes
         folder.put_nbytes -= put_nbytes
+        folder.put_before_nbytes += put_nbytes
 
 
 def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry]:
@@ -195,7 +223,7 @@ def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry
         if file.name.endswith(TEMPORARY) and file.modified_ns < now_ns - _STALE_NS
     ]
     left_nbytes = sum(file.nbytes for file in files) - sum(file.nbytes for file in victims)
-    if left_nbytes < _LISTED_FROM * share_nbytes:
+    if left_nbytes < _FULL_FROM * share_nbytes:
         return victims
     values = [file for file in files if file.name.endswith(VALUE)]
     for file in sorted(values, key=lambda file: (file.modified_ns, file.name)):
@@ -206,12 +234,6 @@ def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry
     return victims
 
 
-def _remove_all(io: DirIo, paths: list[Path]) -> int:
-    """Remove files until one cannot be removed; return how many are gone."""
-    for removed, path in enumerate(paths):
-        try:
-            io.unlink(path)
-        except OSError as error:
-            logger.warning("cannot evict %s: %s", path, error.strerror)
-            return removed
-    return len(paths)
+def _remove_all(io: DirIo, paths: Sequence[Path]) -> None:
+    for path in paths:
+        io.unlink(path)

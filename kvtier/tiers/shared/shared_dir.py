@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import ClassVar, Final, TypeVar
 
@@ -53,7 +53,8 @@ _OPEN_S: Final = 5.0
 """Longest wait for the file system when the tier opens."""
 _TOUCHED_EVERY_S: Final = 60.0
 """A read within this time of the last one leaves the file's time unchanged."""
-_ABSENT: Final = (FileNotFoundError, NotADirectoryError)
+_ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+"""Errors of a value that is not there, or that another host removed a moment ago."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -77,10 +78,10 @@ class SharedDirTier(SharedTier):
         self._io = io or DirIo()
         self._name = options.name
         self._pool = context.pool
-        self._payload_nbytes = context.payload_nbytes
-        self._layout = DirLayout(options, context.payload_nbytes + PAGE_NBYTES, self._io)
+        self._value_nbytes = context.payload_nbytes + PAGE_NBYTES
+        self._layout = DirLayout(options, self._value_nbytes, self._io)
         self._room = DirRoom(self._layout, self._io)
-        self._files = _ValueFiles(self._layout, self._io, context.payload_nbytes)
+        self._files = _ValueFiles(self._layout, self._io, self._value_nbytes)
         self._closed = False
 
     @classmethod
@@ -91,19 +92,25 @@ class SharedDirTier(SharedTier):
         tier.prepare()
         return tier
 
-    def prepare(self) -> None:
-        """Prepare the directory, unless it is not reachable now.
+    def prepare(self, *, timeout_s: float = _OPEN_S) -> None:
+        """Prepare the directory, unless it is not reachable now. This call blocks.
+
+        Args:
+            timeout_s: Longest wait for the file system.
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
         """
         calls = TimedCalls(name="kvtier-shared-dir-open")
         try:
-            calls.begin(self._layout.prepare).result(_OPEN_S)
+            calls.begin(self._layout.prepare).result(timeout_s)
         except TierUnavailableError as error:
             logger.warning("%s; trying again when it is used", error)
         except TimeoutError:
-            logger.warning("tier %s: the file system does not answer", self._name)
+            logger.warning(
+                "tier %s: the file system does not answer; trying again when it is used",
+                self._name,
+            )
         finally:
             calls.close()
 
@@ -140,18 +147,29 @@ class SharedDirTier(SharedTier):
     @override
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
         await self._begin()
-        nbytes = self._payload_nbytes + PAGE_NBYTES
         folders = [self._layout.folder_of(key) for key in keys]
-        fits = await self._room.admit(folders, nbytes)
+        fits = await self._room.admit(folders, self._value_nbytes)
         given = zip(keys, values, strict=True)
-        admitted = [value for value, is_fitting in zip(given, fits, strict=True) if is_fitting]
-        written = iter(await self._split(self._files.write, admitted, purpose=Purpose.STORE))
+        outcomes = await self._put(list(compress(given, fits)), list(compress(folders, fits)))
+        written = iter(outcomes)
         return [next(written) if is_fitting else Outcome.REFUSED for is_fitting in fits]
 
     @override
     async def aclose(self) -> None:
         self._closed = True
         await self._room.aclose()
+
+    async def _put(
+        self, values: Sequence[tuple[str, Value]], folders: Sequence[Path]
+    ) -> Sequence[Outcome]:
+        outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(values)
+        try:
+            outcomes = await self._split(self._files.write, values, purpose=Purpose.STORE)
+        finally:
+            for folder, outcome in zip(folders, outcomes, strict=True):
+                was_put = outcome is Outcome.DONE
+                self._room.finish(folder, self._value_nbytes, was_put=was_put)
+        return outcomes
 
     async def _begin(self) -> None:
         if self._closed:
@@ -167,10 +185,10 @@ class SharedDirTier(SharedTier):
         self, call: Callable[[T], R], items: Sequence[T], *, purpose: Purpose
     ) -> list[R]:
         """Call ``call`` for each of ``items``, on all threads of the pool."""
-        parts = min(len(items), 2 * self._pool.threads)
+        count = len(items)
+        parts = min(count, 2 * self._pool.threads)
         groups = [
-            items[part * len(items) // parts : (part + 1) * len(items) // parts]
-            for part in range(parts)
+            items[part * count // parts : (part + 1) * count // parts] for part in range(parts)
         ]
 
         def run(group: Sequence[T]) -> list[R]:
@@ -184,10 +202,10 @@ class SharedDirTier(SharedTier):
 class _ValueFiles:
     """Reads and writes the files of values. All methods block."""
 
-    def __init__(self, layout: DirLayout, io: DirIo, payload_nbytes: int) -> None:
+    def __init__(self, layout: DirLayout, io: DirIo, value_nbytes: int) -> None:
         self._layout = layout
         self._io = io
-        self._payload_nbytes = payload_nbytes
+        self._value_nbytes = value_nbytes
         self._of_thread = threading.local()
 
     def contain(self, key: str) -> bool:
@@ -198,7 +216,9 @@ class _ValueFiles:
         """
         try:
             self._io.status(self._layout.path_of(key))
-        except _ABSENT:
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
             return False
         return True
 
@@ -212,19 +232,18 @@ class _ValueFiles:
                 return self._read_open(fd, value)
             finally:
                 self._io.close(fd)
-        except _ABSENT:
-            return Outcome.MISSING
         except OSError as error:
+            if error.errno in _ABSENT:
+                return Outcome.MISSING
             logger.debug("cannot read the value of %s: %s", key, error)
             return Outcome.FAILED
 
     def _read_open(self, fd: int, value: Value) -> Outcome:
         status = self._io.status_of(fd)
-        nbytes = self._payload_nbytes + PAGE_NBYTES
-        if status.st_size != nbytes:
+        if status.st_size != self._value_nbytes:
             return Outcome.MISSING
         page = self._page()
-        if read_fully(self._io, fd, [value.payload, page], 0) != nbytes:
+        if read_fully(self._io, fd, [value.payload, page], 0) != self._value_nbytes:
             return Outcome.MISSING
         value.proof[:] = page[: value.proof.nbytes]
         if datetime.now(UTC).timestamp() - status.st_mtime > _TOUCHED_EVERY_S:
