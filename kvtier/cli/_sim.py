@@ -21,6 +21,7 @@ from kvtier.cli._render import (
     show_table,
     show_tiers_apart,
 )
+from kvtier.cli._sim_fleet import show_fleet
 from kvtier.cli._trace import (
     FormatOption,
     TokensPerId,
@@ -36,6 +37,7 @@ from kvtier.policies.registry import EVICTIONS
 from kvtier.printable import printable
 from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
+from kvtier.sim.fleet import ROUTINGS, simulate_fleet
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
@@ -157,6 +159,50 @@ def run(  # noqa: PLR0913 - each is an option of the command
             progress=progress,
         )
     _show_single(one, loaded, as_json=as_json)
+
+
+@sim_app.command("fleet")
+def run_fleet(  # noqa: PLR0913 - each is an option of the command
+    trace: TraceFile,
+    *,
+    config: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Configuration of each engine.", readable=False),
+    ],
+    engines: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Engines.")],
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How requests are sent to engines: round-robin, or prefix, to the engine "
+            "that has seen most of the prompt.",
+        ),
+    ] = "round-robin",
+    format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
+    chunk_bytes: ChunkBytes = None,
+    prefill_rate: PrefillRate = None,
+    tier_speed: Speeds = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate TRACE on several engines, which may share the last tier.
+
+    Each engine has local tiers of its own. No bytes are moved.
+    """
+    chosen = choice("--routing", routing, ROUTINGS)
+    settings = load_config(config)
+    loaded = read(trace, format_name, tokens_per_id)
+    with show_progress("replaying") as progress:
+        result = simulate_fleet(
+            loaded,
+            settings,
+            engines=engines,
+            routing=chosen,
+            chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
+            model=_time_model(loaded, settings, prefill_rate, tier_speed, engines=engines),
+            progress=progress,
+        )
+    show_fleet(result, loaded, as_json=as_json)
 
 
 @sim_app.command("sweep")
@@ -295,9 +341,14 @@ def _names(option: str, text: str) -> list[str]:
 
 
 def _time_model(
-    trace: Trace, config: KvtierConfig, rate: float | None, speeds: list[str] | None
+    trace: Trace,
+    config: KvtierConfig,
+    rate: float | None,
+    speeds: list[str] | None,
+    *,
+    engines: int = 1,
 ) -> TimeModel:
-    model = default_time_model(config, trace)
+    model = default_time_model(config, trace, engines=engines)
     known = dict(model.speeds)
     for text in speeds or ():
         name, speed = parse_speed(text)

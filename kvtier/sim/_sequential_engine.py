@@ -12,8 +12,10 @@ what no simulated engine models.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Final
 
 from typing_extensions import override
@@ -22,9 +24,10 @@ from kvtier.sim._engine import Engine, ModelRequest, PlannedLoad
 from kvtier.sim.time_model import TimeModel
 from kvtier.types import Job, Purpose, TransferResult
 
-__all__ = ["SequentialEngine"]
+__all__ = ["SequentialEngine", "serve_fleet"]
 
 _TICK_S: Final = 0.01
+_AWAITED: Final = (Purpose.PROMOTE, Purpose.FIND)
 _ASK_AFTER_STEPS: Final = 16
 
 
@@ -40,42 +43,41 @@ class SequentialEngine(Engine[TimeModel]):
         self._over: list[ModelRequest] = []
         self._open = 0
         self._computing = False
-        # Whether a deferred request may be answered now: chunks were promoted, reserved room is
-        # free, or it was deferred in this step. No event tells that a request waited too long,
-        # so deferred requests are also looked up every few steps.
+        # Whether a deferred request may be answered now: chunks were promoted, a question was
+        # answered, reserved room is free, or it was deferred in this step. No event tells that
+        # a request waited too long, so deferred requests are also looked up every few steps.
         self._may_answer = False
         self._steps = 0
         self._started: list[str] = []
 
     @override
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
-        events = self._events
-        for request in requests:
-            arrival_s = request.arrival_s
-            while events and events[0][0] <= arrival_s:
-                self._next()
-            self._now_s = max(self._now_s, arrival_s)
-            self._queue.append(request)
-            self._step()
-            if self._over:
-                yield from self._take_over()
-        while self._events or self._deferred or self._unstored:
-            if not self._events:
-                # No event is due, but a live engine would continue to step.
-                self._now_s += _TICK_S
-                self._may_answer = True
-                self._step()
-            else:
-                self._next()
-            yield from self._take_over()
+        return serve_fleet((self,), zip(repeat(0), requests))
 
-    def _next(self) -> None:
-        """Run the next event."""
-        self._now_s = self._events[0][0]
-        self._run_event()
+    @property
+    def next_s(self) -> float:
+        """Time of the next event; infinite if this engine has nothing to do."""
+        if self._events:
+            return self._events[0][0]
+        # No event is due, but a live engine would continue to step.
+        return self._now_s + _TICK_S if self._deferred or self._unstored else math.inf
+
+    def advance(self) -> None:
+        """Run the next event, or a step if no event is due."""
+        self._now_s = self.next_s
+        if self._events:
+            self._run_event()
+        else:
+            self._may_answer = True
         self._step()
 
-    def _take_over(self) -> list[ModelRequest]:
+    def receive(self, request: ModelRequest) -> None:
+        """Queue ``request``, which arrives now; all earlier events have run."""
+        self._now_s = max(self._now_s, request.arrival_s)
+        self._queue.append(request)
+        self._step()
+
+    def take_over(self) -> list[ModelRequest]:
         """Return the requests that finished since the last call."""
         over, self._over = self._over, []
         return over
@@ -161,7 +163,7 @@ class SequentialEngine(Engine[TimeModel]):
     @override
     def _apply(self, ended: tuple[Job, TransferResult]) -> None:
         super()._apply(ended)
-        if ended[0].purpose is Purpose.PROMOTE:
+        if ended[0].purpose in _AWAITED:
             self._may_answer = True
 
     def _loaded(self, load: PlannedLoad) -> None:
@@ -176,3 +178,36 @@ class SequentialEngine(Engine[TimeModel]):
         request.first_token_s = self._now_s
         self._unstored.append(request)
         self._over.append(request)
+
+
+def serve_fleet(
+    engines: Sequence[SequentialEngine], arrivals: Iterable[tuple[int, ModelRequest]]
+) -> Iterator[ModelRequest]:
+    """Serve requests with several engines whose events run in order of time.
+
+    Args:
+        engines: The engines; they may share a shared tier.
+        arrivals: The requests in order of arrival, each with the index of its engine.
+
+    Returns:
+        Each request when it is finished.
+    """
+    due: list[tuple[float, int]] = []  # an entry is void if its engine's next time changed
+
+    def schedule(number: int) -> list[ModelRequest]:
+        if (next_s := engines[number].next_s) < math.inf:
+            heapq.heappush(due, (next_s, number))
+        return engines[number].take_over()
+
+    def run_until(time_s: float) -> Iterator[ModelRequest]:
+        while due and due[0][0] <= time_s:
+            next_s, number = heapq.heappop(due)
+            if next_s == engines[number].next_s:
+                engines[number].advance()
+                yield from schedule(number)
+
+    for chosen, request in arrivals:
+        yield from run_until(request.arrival_s)
+        engines[chosen].receive(request)
+        yield from schedule(chosen)
+    yield from run_until(math.inf)

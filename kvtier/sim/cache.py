@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
+from kvtier.config import (
+    KvtierConfig,
+    SharedTierConfig,
+    check_chunk_fits,
+    resolve_load_path,
+    slot_nbytes,
+)
 from kvtier.connector.build import build_manager, build_tiers
-from kvtier.manager import TierState
+from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.sim._batching_engine import BatchingEngine, StepModel
 from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus
 from kvtier.sim._sequential_engine import SequentialEngine
+from kvtier.sim.shared_cache import SharedCache, SharedClient
 from kvtier.sim.single import Progress, chunk_keys
 from kvtier.sim.time_model import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
@@ -29,15 +36,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "BuiltEngine",
     "CacheResult",
     "StepModel",
     "TierResult",
     "TierTraffic",
+    "build_engine",
+    "build_service",
     "default_time_model",
+    "model_requests",
     "simulate_cache",
+    "simulated_traffic",
     "tier_traffic",
     "wait_quantiles",
+    "waits_without_cache",
 ]
+
+_Engine = TypeVar("_Engine", bound=Engine[Any])
 
 _DAY_S = 86_400.0
 _BUSY = 0.7
@@ -79,8 +94,8 @@ class TierResult(TierTraffic):
     Attributes:
         bytes_written_per_day: Bytes written per day at the trace's request rate; None for RAM
             or a trace without duration.
-        dwpd: Drive writes per day for a drive as large as the tier; None if
-            ``bytes_written_per_day`` is None.
+        dwpd: Drive writes per day for a drive as large as the tier; None for a shared tier, or
+            if ``bytes_written_per_day`` is None.
     """
 
     bytes_written_per_day: float | None
@@ -134,15 +149,16 @@ class CacheResult:
     refs_per_second: float
 
 
-def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
+def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) -> TimeModel:
     """Return the default time model for ``config`` and ``trace``.
 
     The tiers have the usual speed of their kind. The engine's speed is such that, without a
-    cache, the engine would compute prompts during 70 % of the trace's time.
+    cache, each of ``engines`` engines would compute prompts during 70 % of the trace's time.
     """
+    tokens = int(trace.input_tokens.sum()) / engines
     duration_s = max(trace.duration_s, 1e-3)
     return TimeModel(
-        prefill_tokens_per_s=max(int(trace.input_tokens.sum()) / duration_s / _BUSY, 1.0),
+        prefill_tokens_per_s=max(tokens / duration_s / _BUSY, 1.0),
         speeds={tier.name: default_speed(tier.kind) for tier in config.tiers},
     )
 
@@ -175,39 +191,22 @@ def simulate_cache(
     check_chunk_fits(config, chunk_bytes)
     model = model or default_time_model(config, trace)
     slot_bytes = slot_nbytes(chunk_bytes)
-    tiers = build_tiers(config, [tier.capacity_bytes // slot_bytes for tier in config.tiers])
-    slot_status = ReliableSlotStatus()
-    manager = build_manager(
-        config,
-        tiers,
-        slot_nbytes=slot_bytes,
-        chunk_tokens=trace.chunk_tokens,
-        slot_status=slot_status,
-        record_events=False,
-        track_reuse=False,
-    )
     engine_type: type[Engine[Any]] = (
         BatchingEngine if isinstance(model, StepModel) else SequentialEngine
     )
-    engine = engine_type(
-        manager,
-        model=model,
-        transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes),
-        slot_status=slot_status,
-        chunk_tokens=trace.chunk_tokens,
-        retain_s=config.placement.retain_s or 0.0,
-    )
+    service = build_service(config, slot_bytes)
+    built = build_engine(engine_type, trace, config, model, slot_bytes, service)
     waits = np.zeros(trace.requests)
     saved = 0
-    for done, request in enumerate(engine.serve(_requests(trace)), start=1):
-        for error in manager.policy_errors:
+    for done, request in enumerate(built.engine.serve(model_requests(trace)), start=1):
+        for error in built.manager.policy_errors:
             raise error
         waits[request.number] = request.first_token_s - request.arrival_s
         saved += min(request.hits * trace.chunk_tokens, request.tokens)
         if progress is not None and not done % 256:
             progress(done / trace.requests)
     seconds = time.perf_counter() - begun
-    results = _tier_results(config, tiers, trace, slot_bytes)
+    results = _tier_results(config, built, trace, slot_bytes)
     slower = results[1:]
     return CacheResult(
         trace=trace.name,
@@ -223,7 +222,7 @@ def simulate_cache(
         writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
         promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
         ttft_s=wait_quantiles(waits),
-        ttft_no_cache_s=wait_quantiles(_waits_without_cache(trace, model)),
+        ttft_no_cache_s=wait_quantiles(waits_without_cache(trace, model)),
         peak_load_no_cache=_peak_load(trace, model),
         time_model=model,
         seconds=seconds,
@@ -231,7 +230,85 @@ def simulate_cache(
     )
 
 
-def _requests(trace: Trace) -> Iterator[ModelRequest]:
+class BuiltEngine(NamedTuple, Generic[_Engine]):
+    """A simulated engine and its parts.
+
+    Attributes:
+        engine: The engine.
+        manager: Its manager.
+        tiers: The manager's tiers, fastest first.
+        shared: Its client of the shared tier; None if no tier is shared.
+    """
+
+    engine: _Engine
+    manager: TieredOffloadingManager
+    tiers: Sequence[TierState]
+    shared: SharedClient | None
+
+
+def build_service(config: KvtierConfig, slot_bytes: int) -> SharedCache | None:
+    """Return the empty service behind the shared tier; None if no tier is shared."""
+    last = config.tiers[-1]
+    return SharedCache(last.capacity_bytes // slot_bytes) if last.is_shared else None
+
+
+def build_engine(
+    engine_type: type[_Engine],
+    trace: Trace,
+    config: KvtierConfig,
+    model: TimeModel,
+    slot_bytes: int,
+    service: SharedCache | None,
+) -> BuiltEngine[_Engine]:
+    """Build a simulated engine with empty local tiers.
+
+    Args:
+        engine_type: The kind of engine.
+        trace: The trace that it will serve.
+        config: The configuration, with its load path resolved.
+        model: The speeds.
+        slot_bytes: Bytes of a chunk in a tier.
+        service: The service behind the shared tier; None if no tier is shared.
+
+    Raises:
+        ConfigError: A policy is not installed.
+    """
+    tiers = build_tiers(
+        config,
+        [
+            # The manager's slots of a shared tier only note which chunks the tier has.
+            tier.known_chunks
+            if isinstance(tier, SharedTierConfig)
+            else tier.capacity_bytes // slot_bytes
+            for tier in config.tiers
+        ],
+    )
+    slot_status = ReliableSlotStatus()
+    manager = build_manager(
+        config,
+        tiers,
+        slot_nbytes=slot_bytes,
+        chunk_tokens=trace.chunk_tokens,
+        slot_status=slot_status,
+        record_events=False,
+        track_reuse=False,
+    )
+    shared = None if service is None else SharedClient(service, config.tiers[-1].name)
+    engine = engine_type(
+        manager,
+        model=model,
+        transfers=TransferModel(
+            model, ram=config.tiers[0].name, slot_nbytes=slot_bytes, shared=shared
+        ),
+        slot_status=slot_status,
+        chunk_tokens=trace.chunk_tokens,
+        retain_s=config.placement.retain_s or 0.0,
+    )
+    return BuiltEngine(engine, manager, tiers, shared)
+
+
+def model_requests(trace: Trace) -> Iterator[ModelRequest]:
+    """Yield the requests of ``trace`` in order of arrival."""
     key_of = chunk_keys(trace.distinct).__getitem__
     arrivals = trace.timestamps_s.tolist()
     tokens = trace.input_tokens.tolist()
@@ -265,16 +342,29 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
     return peak / (window_s * model.prefill_tokens_per_s)
 
 
-def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
-    """Return each request's time to its first token if every prompt is computed."""
+def waits_without_cache(
+    trace: Trace, model: TimeModel, routes: Sequence[int] = ()
+) -> NDArray[np.float64]:
+    """Return each request's time to its first token if every prompt is computed.
+
+    Args:
+        trace: The trace.
+        model: The speeds.
+        routes: Index of each request's engine; all have the same engine if not given.
+    """
     services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
     waits = np.zeros(trace.requests)
-    free_s = 0.0
-    for number, (arrival, service) in enumerate(
-        zip(trace.timestamps_s.tolist(), services.tolist(), strict=True)
+    free_s = [0.0] * (max(routes, default=0) + 1)
+    for number, (arrival, service, at) in enumerate(
+        zip(
+            trace.timestamps_s.tolist(),
+            services.tolist(),
+            routes or [0] * trace.requests,
+            strict=True,
+        )
     ):
-        free_s = max(free_s, arrival) + service
-        waits[number] = free_s - arrival
+        free_s[at] = max(free_s[at], arrival) + service
+        waits[number] = free_s[at] - arrival
     return waits
 
 
@@ -299,19 +389,34 @@ def tier_traffic(
     ]
 
 
+def simulated_traffic(
+    config: KvtierConfig, built: BuiltEngine[Any], *, refs: int
+) -> list[TierTraffic]:
+    """Return the figures of an engine's tiers; a shared tier has those of its service."""
+    traffic = tier_traffic(config, built.tiers, refs=refs)
+    if (shared := built.shared) is not None:
+        traffic[-1] = replace(
+            traffic[-1],
+            eviction="lru",
+            capacity_chunks=shared.cache.capacity,
+            chunks_written=shared.traffic.chunks_written,
+            evictions=shared.cache.evicted,
+        )
+    return traffic
+
+
 def _tier_results(
-    config: KvtierConfig,
-    tiers: Sequence[TierState],
-    trace: Trace,
-    slot_bytes: int,
+    config: KvtierConfig, built: BuiltEngine[Any], trace: Trace, slot_bytes: int
 ) -> list[TierResult]:
     results = []
-    replayed = tier_traffic(config, tiers, refs=trace.refs)
-    for index, (options, tier) in enumerate(zip(config.tiers, replayed, strict=True)):
+    traffic = simulated_traffic(config, built, refs=trace.refs)
+    for index, (options, tier) in enumerate(zip(config.tiers, traffic, strict=True)):
         per_day = None
         if index and trace.duration_s:
             per_day = tier.chunks_written * slot_bytes / trace.duration_s * _DAY_S
-        dwpd = None if per_day is None else per_day / options.capacity_bytes
+        dwpd = None
+        if per_day is not None and not options.is_shared:
+            dwpd = per_day / options.capacity_bytes
         results.append(TierResult(**asdict(tier), bytes_written_per_day=per_day, dwpd=dwpd))
     return results
 

@@ -3,6 +3,7 @@
 Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
 A job begins when the device is free. It occupies the device for (bytes / bandwidth) seconds,
 and is done one latency later. Sharing of bandwidth between jobs and directions is not modelled.
+A question to a shared tier takes one latency and waits for no other job.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.sim.shared_cache import SharedClient
 from kvtier.types import Job, Outcome, TransferResult
 from kvtier.units import UnitError, parse_duration, parse_rate
 
@@ -47,8 +49,10 @@ class TierSpeed:
 DEFAULT_SPEEDS: Final[Mapping[str, TierSpeed]] = {
     "ram": TierSpeed(25e9, 25e9, 20e-6),
     "nvme": TierSpeed(6e9, 3e9, 200e-6),
+    "object": TierSpeed(2e9, 2e9, 30e-3),
 }
-"""Default speed by kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive."""
+"""Default speed by kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive, and an object
+store behind a 25 Gbit/s network."""
 
 OTHER_SPEED: Final = TierSpeed(2e9, 2e9, 2e-3)
 """Default speed of any other kind of tier, as of storage behind a 25 Gbit/s network."""
@@ -129,10 +133,20 @@ class TransferModel:
         model: Speeds of the tiers.
         ram: Name of the RAM tier; its speed limits loads, not storage jobs.
         slot_nbytes: Bytes of a chunk in a tier.
+        shared: The engine's client of the shared tier; None if no tier is shared.
     """
 
-    def __init__(self, model: TimeModel, *, ram: str, slot_nbytes: int) -> None:
+    def __init__(
+        self,
+        model: TimeModel,
+        *,
+        ram: str,
+        slot_nbytes: int,
+        shared: SharedClient | None = None,
+    ) -> None:
         self._slot_nbytes = slot_nbytes
+        self._shared = shared
+        self._speeds = model.speeds
         speed = model.speeds[ram]
         self._loader = Device(speed.read_bytes_per_s, speed.latency_s)
         self._readers: dict[str, Device] = {}
@@ -149,6 +163,9 @@ class TransferModel:
 
     def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:
         """Queue ``job`` at ``now_s``; return its results with the time of each."""
+        shared = self._shared
+        if job.moves_nothing and shared is not None:
+            return [self._ask(shared, job, now_s)]
         devices = self._routes.get((job.source, job.destination)) or self._devices(job)
         deadline_s = now_s + job.timeout_s
         begins_s = done_s = now_s
@@ -156,11 +173,16 @@ class TransferModel:
             begins_s = max(begins_s, device.free_at_s)
         if begins_s > deadline_s:
             return [(deadline_s, _expired(job))]
-        nbytes = len(job.keys) * self._slot_nbytes
+        moved = job.keys if shared is None else shared.begin(job, now_s)
+        nbytes = len(moved) * self._slot_nbytes
         for device in devices:
             done_s = max(done_s, device.occupy(nbytes, since_s=now_s))
+        outcomes = [_DONE] * len(job.keys)
+        if shared is not None:
+            outcomes = shared.end(job, moved, now_s, done_s=done_s)
         if done_s <= deadline_s:
-            outcomes = [_DONE] * len(job.keys)
+            # As in a live engine, chunks that a shared tier had already count as put.
+            nbytes = outcomes.count(_DONE) * self._slot_nbytes
             queued_s = begins_s - now_s
             seconds = done_s - now_s - queued_s
             result = TransferResult(job.job_id, outcomes, True, nbytes, seconds, queued_s)  # noqa: FBT003 - settled
@@ -169,6 +191,16 @@ class TransferModel:
             (deadline_s, _expired(job, settled=False)),
             (done_s, _expired(job)),
         ]
+
+    def _ask(
+        self, shared: SharedClient, job: Job, now_s: float
+    ) -> tuple[float, TransferResult]:
+        """Return the answer to the question ``job`` with its time."""
+        outcomes = shared.find(job, now_s)
+        latency_s = self._speeds[job.source].latency_s
+        if latency_s > job.timeout_s:
+            return now_s + job.timeout_s, _expired(job)
+        return now_s + latency_s, TransferResult(job.job_id, outcomes, seconds=latency_s)
 
     def _devices(self, job: Job) -> Sequence[Device]:
         """Return the devices that ``job`` occupies."""

@@ -1,0 +1,334 @@
+"""Simulates a fleet: several engines with local tiers of their own and one shared tier.
+
+All engines have the same configuration and speeds. Each has its own manager, which asks the
+shared tier as a live engine's manager does; the engines' events run in order of time. Without a
+shared tier in the configuration, the fleet shows what private tiers achieve under a routing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import cycle, takewhile
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
+from kvtier.sim._sequential_engine import SequentialEngine, serve_fleet
+from kvtier.sim.cache import (
+    BuiltEngine,
+    TierTraffic,
+    build_engine,
+    build_service,
+    default_time_model,
+    model_requests,
+    simulated_traffic,
+    wait_quantiles,
+    waits_without_cache,
+)
+from kvtier.sim.shared_cache import Meter, SharedCache, SharedTraffic
+from kvtier.sim.single import BELADY, Progress, simulate_single
+from kvtier.sim.time_model import TimeModel
+from kvtier.sim.traces import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "ROUTINGS",
+    "EngineResult",
+    "FleetResult",
+    "Rate",
+    "SharedResult",
+    "simulate_fleet",
+]
+
+_ENOUGH: Final = 0.5
+"""Share of a prompt's chunks that an engine must have been sent before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """An amount per second.
+
+    Attributes:
+        mean: Over the trace's time; None for a trace without duration.
+        peak: In the busiest minute.
+    """
+
+    mean: float | None
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """The figures of one engine. The names of the fields are a stable interface.
+
+    Attributes:
+        requests: Requests that the engine served.
+        prompt_tokens: Tokens of their prompts.
+        saved_tokens: Prompt tokens loaded from any tier.
+        hit_tokens: Tokens of whole chunks loaded from each tier, by the tier's name.
+        shared: What the engine asked of the shared tier; None if no tier is shared.
+    """
+
+    requests: int
+    prompt_tokens: int
+    saved_tokens: int
+    hit_tokens: Mapping[str, int]
+    shared: SharedTraffic | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedResult:
+    """The figures of the shared tier. The names of the fields are a stable interface.
+
+    Attributes:
+        traffic: What all engines together asked of it.
+        questions_per_s: Questions.
+        read_bytes_per_s: Bytes from the shared tier.
+        written_bytes_per_s: Bytes to the shared tier.
+        chunks_at_end: Chunks in the shared tier at the end.
+        belady_hit_ratio: Hits of a single cache of the shared tier's size that serves every
+            request and evicts by Belady's optimal rule, as a share of all references.
+        belady_prefix_hit_ratio: Prompt tokens in its leading hits, as a share of all prompt
+            tokens.
+    """
+
+    traffic: SharedTraffic
+    questions_per_s: Rate
+    read_bytes_per_s: Rate
+    written_bytes_per_s: Rate
+    chunks_at_end: int
+    belady_hit_ratio: float
+    belady_prefix_hit_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The figures of a fleet on a trace. The names of the fields are a stable interface.
+
+    :class:`~kvtier.sim.cache.CacheResult` documents the fields that both classes have.
+
+    Attributes:
+        routing: How requests were sent to engines.
+        tiers: One result per tier, fastest first: the sums over the engines. A shared tier
+            counts once.
+        hit_tokens: Tokens of whole chunks loaded from each tier, by the tier's name.
+        engines: One result per engine.
+        shared: The figures of the shared tier; None if no tier is shared.
+    """
+
+    trace: str
+    trace_sha256: str
+    routing: str
+    requests: int
+    refs: int
+    chunk_bytes: int
+    chunk_tokens: int
+    load_path: str
+    tiers: Sequence[TierTraffic]
+    hit_tokens: Mapping[str, int]
+    total_hit_ratio: float
+    prefix_hit_ratio: float
+    ttft_s: dict[str, float]
+    ttft_no_cache_s: dict[str, float]
+    engines: Sequence[EngineResult]
+    shared: SharedResult | None
+    time_model: TimeModel
+    seconds: float
+    refs_per_second: float
+
+
+def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
+    trace: Trace,
+    config: KvtierConfig,
+    *,
+    engines: int,
+    routing: str,
+    chunk_bytes: int,
+    model: TimeModel | None = None,
+    progress: Progress | None = None,
+) -> FleetResult:
+    """Replay ``trace`` through several engines with the tiers of ``config``.
+
+    Args:
+        trace: The trace.
+        config: The configuration of every engine; its directories are not touched.
+        engines: Number of engines, at least 1.
+        routing: One of :data:`ROUTINGS`.
+        chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
+        model: The speeds of each engine; by default :func:`default_time_model` for the fleet.
+        progress: Called now and then with the finished share of the requests, 0 to 1.
+
+    Raises:
+        ConfigError: A tier holds less than one chunk, or a policy is not installed.
+        NoVictimError: An eviction policy picks too few victims.
+    """
+    begun = time.perf_counter()
+    config = resolve_load_path(config)
+    check_chunk_fits(config, chunk_bytes)
+    model = model or default_time_model(config, trace, engines=engines)
+    slot_bytes = slot_nbytes(chunk_bytes)
+    service = build_service(config, slot_bytes)
+    fleet = [
+        build_engine(SequentialEngine, trace, config, model, slot_bytes, service)
+        for _ in range(engines)
+    ]
+    routes = ROUTINGS[routing](trace, engines)
+    waits, saved = _serve(trace, fleet, routes, progress)
+    traffic = [simulated_traffic(config, built, refs=trace.refs) for built in fleet]
+    tiers = [
+        _sum(parts, trace.refs, is_shared=options.is_shared)
+        for options, *parts in zip(config.tiers, *traffic, strict=True)
+    ]
+    clients = [built.shared.traffic for built in fleet if built.shared is not None]
+    seconds = time.perf_counter() - begun
+    return FleetResult(
+        trace=trace.name,
+        trace_sha256=trace.sha256,
+        routing=routing,
+        requests=trace.requests,
+        refs=trace.refs,
+        chunk_bytes=chunk_bytes,
+        chunk_tokens=trace.chunk_tokens,
+        load_path=config.transfer.load_path,
+        tiers=tiers,
+        hit_tokens={tier.name: tier.hits * trace.chunk_tokens for tier in tiers},
+        total_hit_ratio=sum(tier.hits for tier in tiers) / trace.refs,
+        prefix_hit_ratio=sum(saved) / max(int(trace.input_tokens.sum()), 1),
+        ttft_s=wait_quantiles(waits),
+        ttft_no_cache_s=wait_quantiles(waits_without_cache(trace, model, routes)),
+        engines=_engine_results(trace, fleet, routes, saved),
+        shared=None if service is None else _shared_result(trace, service, clients, slot_bytes),
+        time_model=model,
+        seconds=seconds,
+        refs_per_second=trace.refs / seconds,
+    )
+
+
+def _serve(
+    trace: Trace,
+    fleet: Sequence[BuiltEngine[SequentialEngine]],
+    routes: Sequence[int],
+    progress: Progress | None,
+) -> tuple[NDArray[np.float64], list[int]]:
+    """Serve ``trace``; return each request's wait, and the prompt tokens saved by engine."""
+    waits = np.zeros(trace.requests)
+    saved = [0] * len(fleet)
+    arrivals = zip(routes, model_requests(trace), strict=True)
+    served = serve_fleet([built.engine for built in fleet], arrivals)
+    for done, request in enumerate(served, start=1):
+        at = routes[request.number]
+        for error in fleet[at].manager.policy_errors:
+            raise error
+        waits[request.number] = request.first_token_s - request.arrival_s
+        saved[at] += min(request.hits * trace.chunk_tokens, request.tokens)
+        if progress is not None and not done % 256:
+            progress(done / trace.requests)
+    return waits, saved
+
+
+# -- routing -----------------------------------------------------------------------------------
+
+
+def _by_turns(trace: Trace, engines: int) -> list[int]:
+    """Send requests to each engine in turn."""
+    return [number % engines for number in range(trace.requests)]
+
+
+def _by_prefix(trace: Trace, engines: int) -> list[int]:
+    """Send a request to the engine that was sent its longest prefix last.
+
+    If no engine was sent half of the prompt's chunks, the next engine in turn gets the request.
+    So a prompt that all requests share does not send all of them to one engine.
+    """
+    turns = cycle(range(engines))
+    last: dict[int, int] = {}
+    routes = []
+    for chain in trace.chains():
+        lead = sum(1 for _ in takewhile(last.__contains__, chain))
+        known = lead and lead >= len(chain) * _ENOUGH
+        engine = last[chain[lead - 1]] if known else next(turns)
+        last.update(dict.fromkeys(chain, engine))
+        routes.append(engine)
+    return routes
+
+
+ROUTINGS: Final[Mapping[str, Callable[[Trace, int], list[int]]]] = {
+    "round-robin": _by_turns,
+    "prefix": _by_prefix,
+}
+"""How requests may be sent to engines: functions that return each request's engine."""
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+def _sum(parts: Sequence[TierTraffic], refs: int, *, is_shared: bool) -> TierTraffic:
+    """Return the sums of one tier's figures over the engines."""
+    first = parts[0]
+    hits = sum(part.hits for part in parts)
+    sums = replace(
+        first,
+        hits=hits,
+        hit_ratio=hits / refs,
+        chunks_written=sum(part.chunks_written for part in parts),
+        chunks_promoted=sum(part.chunks_promoted for part in parts),
+    )
+    if is_shared:  # each part has the capacity and the evictions of the one service
+        return sums
+    return replace(
+        sums,
+        capacity_chunks=sum(part.capacity_chunks for part in parts),
+        evictions=sum(part.evictions for part in parts),
+    )
+
+
+def _engine_results(
+    trace: Trace,
+    fleet: Sequence[BuiltEngine[SequentialEngine]],
+    routes: Sequence[int],
+    saved: Sequence[int],
+) -> list[EngineResult]:
+    requests = np.bincount(routes, minlength=len(fleet)).tolist()
+    tokens = np.bincount(routes, trace.input_tokens, minlength=len(fleet)).tolist()
+    return [
+        EngineResult(
+            requests=requests[at],
+            prompt_tokens=int(tokens[at]),
+            saved_tokens=saved[at],
+            hit_tokens={
+                tier.name: tier.counters.hits * trace.chunk_tokens for tier in built.tiers
+            },
+            shared=built.shared and built.shared.traffic,
+        )
+        for at, built in enumerate(fleet)
+    ]
+
+
+def _shared_result(
+    trace: Trace, service: SharedCache, traffic: Sequence[SharedTraffic], slot_bytes: int
+) -> SharedResult:
+    """Return the figures of the shared tier, from those of all engines."""
+
+    def rate(meter: Meter, unit: int = 1) -> Rate:
+        mean = meter.total * unit / trace.duration_s if trace.duration_s else None
+        return Rate(mean, meter.peak_per_s * unit)
+
+    best = simulate_single(trace, policy=BELADY, capacity=service.capacity)
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in traffic)
+        for field in fields(SharedTraffic)
+    }
+    return SharedResult(
+        traffic=SharedTraffic(**sums),
+        questions_per_s=rate(service.asked),
+        read_bytes_per_s=rate(service.read, slot_bytes),
+        written_bytes_per_s=rate(service.written, slot_bytes),
+        chunks_at_end=len(service),
+        belady_hit_ratio=best.block_hit_ratio,
+        belady_prefix_hit_ratio=best.prefix_hit_ratio,
+    )

@@ -1,0 +1,181 @@
+"""A simulated service behind a shared tier, and one engine's client of it.
+
+The service keeps chunks by key and evicts by least recent use. A put or a get is a use; a
+question is none, and neither is a put of a chunk that is there. A put can be read when it ends.
+Questions, gets and the choice what to put see the service as it is when their job begins.
+
+The speeds of a shared tier are those of each engine's connection. The service itself has no
+limit; compare its peaks with what the real one can do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from kvtier.keys import ChunkKey
+from kvtier.types import Job, Outcome
+
+__all__ = ["Meter", "SharedCache", "SharedClient", "SharedTraffic"]
+
+_WINDOW_S: Final = 60.0
+
+
+class Meter:
+    """Sums amounts, in total and by minute."""
+
+    def __init__(self) -> None:
+        self._by_minute: Counter[int] = Counter()
+
+    def add(self, amount: int, now_s: float) -> None:
+        """Add ``amount`` at ``now_s``."""
+        self._by_minute[int(now_s // _WINDOW_S)] += amount
+
+    @property
+    def total(self) -> int:
+        """The sum of all amounts."""
+        return self._by_minute.total()
+
+    @property
+    def peak_per_s(self) -> float:
+        """The amount per second in the busiest minute."""
+        return max(self._by_minute.values(), default=0) / _WINDOW_S
+
+
+class SharedCache:
+    """The chunks that a service keeps for many engines. Calls must be in order of time.
+
+    Args:
+        capacity: Chunks that the service holds.
+
+    Attributes:
+        capacity: Chunks that the service holds.
+        evicted: Chunks evicted so far.
+        asked: Questions of all engines.
+        read: Chunks that all engines got.
+        written: Chunks that all engines put.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.evicted = 0
+        self.asked, self.read, self.written = Meter(), Meter(), Meter()
+        self._chunks: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._puts: list[tuple[float, int, Sequence[ChunkKey]]] = []
+        self._order = count()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def contains(self, keys: Sequence[ChunkKey], now_s: float) -> list[bool]:
+        """Return for each key whether its chunk is there; this is no use of the chunks."""
+        self._end_puts(now_s)
+        return [key in self._chunks for key in keys]
+
+    def get(self, keys: Sequence[ChunkKey], now_s: float) -> list[ChunkKey]:
+        """Use the chunks of ``keys`` that are there, and return their keys."""
+        self._end_puts(now_s)
+        found = [key for key in keys if key in self._chunks]
+        for key in found:
+            self._chunks.move_to_end(key)
+        self.read.add(len(found), now_s)
+        return found
+
+    def put(self, keys: Sequence[ChunkKey], now_s: float, *, done_s: float) -> None:
+        """Begin to put the chunks of ``keys``, which are there from ``done_s`` on."""
+        self.written.add(len(keys), now_s)
+        heapq.heappush(self._puts, (done_s, next(self._order), keys))
+
+    def _end_puts(self, now_s: float) -> None:
+        while self._puts and self._puts[0][0] <= now_s:
+            for key in heapq.heappop(self._puts)[2]:
+                self._chunks[key] = None
+                self._chunks.move_to_end(key)
+            while len(self._chunks) > self.capacity:
+                self._chunks.popitem(last=False)
+                self.evicted += 1
+
+
+@dataclass(slots=True)
+class SharedTraffic:
+    """What one engine asked of a shared tier. The names of the fields are a stable interface.
+
+    Attributes:
+        questions: Questions, each for the chunks of one request.
+        keys_asked: Chunks in these questions.
+        keys_found: Those that the tier had.
+        chunks_read: Chunks got.
+        chunks_missing: Chunks that were gone when the engine wanted to get them.
+        chunks_written: Chunks put.
+        chunks_already_there: Chunks not put because the tier had them.
+    """
+
+    questions: int = 0
+    keys_asked: int = 0
+    keys_found: int = 0
+    chunks_read: int = 0
+    chunks_missing: int = 0
+    chunks_written: int = 0
+    chunks_already_there: int = 0
+
+
+class SharedClient:
+    """One engine's client of a shared cache.
+
+    Args:
+        cache: The service.
+        tier: Name of the shared tier in the engine's configuration.
+
+    Attributes:
+        cache: The service.
+        traffic: What the engine asked so far.
+    """
+
+    def __init__(self, cache: SharedCache, tier: str) -> None:
+        self.cache = cache
+        self.traffic = SharedTraffic()
+        self._tier = tier
+
+    def find(self, job: Job, now_s: float) -> list[Outcome]:
+        """Answer the question ``job``."""
+        found = self.cache.contains(job.keys, now_s)
+        self.cache.asked.add(1, now_s)
+        self.traffic.questions += 1
+        self.traffic.keys_asked += len(found)
+        self.traffic.keys_found += sum(found)
+        return [Outcome.DONE if is_there else Outcome.MISSING for is_there in found]
+
+    def begin(self, job: Job, now_s: float) -> Sequence[ChunkKey]:
+        """Return the chunks of ``job`` that must move.
+
+        These are the chunks of a get that the service still has, those of a put that it lacks,
+        and all of a job between other tiers.
+        """
+        traffic = self.traffic
+        if job.source == self._tier:
+            keys = self.cache.get(job.keys, now_s)
+            traffic.chunks_read += len(keys)
+            traffic.chunks_missing += len(job.keys) - len(keys)
+            return keys
+        if job.destination == self._tier:
+            found = self.cache.contains(job.keys, now_s)
+            keys = [key for key, is_there in zip(job.keys, found, strict=True) if not is_there]
+            traffic.chunks_written += len(keys)
+            traffic.chunks_already_there += len(job.keys) - len(keys)
+            return keys
+        return job.keys
+
+    def end(
+        self, job: Job, moved: Sequence[ChunkKey], now_s: float, *, done_s: float
+    ) -> list[Outcome]:
+        """Return the outcomes of ``job``, which moves ``moved`` until ``done_s``."""
+        if job.destination == self._tier and moved:
+            self.cache.put(moved, now_s, done_s=done_s)
+        if job.source != self._tier or len(moved) == len(job.keys):
+            return [Outcome.DONE] * len(job.keys)
+        there = frozenset(moved)
+        return [Outcome.DONE if key in there else Outcome.MISSING for key in job.keys]

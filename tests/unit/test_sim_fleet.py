@@ -1,0 +1,278 @@
+"""A simulated fleet: what engines share, and what the shared tier carries."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config import KvtierConfig, parse_config
+from kvtier.sim.cache import StepModel, simulate_cache
+from kvtier.sim.fleet import FleetResult, SharedResult, simulate_fleet
+from kvtier.sim.shared_cache import Meter, SharedCache, SharedClient
+from kvtier.sim.single import chunk_keys, simulate_single
+from kvtier.sim.time_model import TierSpeed, TimeModel, TransferModel
+from kvtier.sim.traces import Trace, generate
+from kvtier.types import Job, Outcome, Purpose
+from tests.unit.sim_traces import trace_of
+
+CHUNK = 1 << 20
+KEYS = chunk_keys(8)
+MODEL = TimeModel(
+    prefill_tokens_per_s=1000.0,
+    speeds={
+        "ram": TierSpeed(1e9, 1e9, 0.001),
+        "nvme": TierSpeed(1e8, 5e7, 0.01),
+        "shared_dir": TierSpeed(1e9, 1e9, 0.002),
+    },
+)
+CHAINS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=30).map(
+    lambda drawn: [[root * 100 + depth for depth in range(size)] for root, size in drawn]
+)
+
+
+def tiers_of(ram: int, shared: int = 0) -> KvtierConfig:
+    """Return a configuration of tiers of that many chunks."""
+    lines = ["tiers:", f"  - {{kind: ram, capacity: {ram}MiB, eviction: lru}}"]
+    if shared:
+        lines.append(
+            f"  - {{kind: shared_dir, path: /nowhere/at/all, capacity: {shared}MiB, "
+            "known_chunks: 1000}"
+        )
+    return parse_config("\n".join(lines), source="test")
+
+
+def fleet_of(
+    trace: Trace,
+    config: KvtierConfig,
+    engines: int,
+    *,
+    routing: str = "round-robin",
+    model: TimeModel | None = MODEL,
+) -> FleetResult:
+    return simulate_fleet(
+        trace, config, engines=engines, routing=routing, chunk_bytes=CHUNK, model=model
+    )
+
+
+def shared_of(result: FleetResult) -> SharedResult:
+    assert result.shared is not None
+    return result.shared
+
+
+def figures(result: Any) -> dict[str, Any]:
+    """Return the fields of a result that do not depend on this machine's speed."""
+    return {
+        name: value
+        for name, value in asdict(result).items()
+        if name not in {"seconds", "refs_per_second"}
+    }
+
+
+# -- engines
+
+
+def test_what_one_engine_stores_another_finds() -> None:
+    trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=100.0)
+    result = fleet_of(trace, tiers_of(20, 100), 2)
+    assert result.hit_tokens == {"ram": 0, "shared_dir": 3 * 16}
+    assert [engine.hit_tokens["shared_dir"] for engine in result.engines] == [0, 3 * 16]
+    assert [engine.saved_tokens for engine in result.engines] == [0, 3 * 16]
+    assert asdict(shared_of(result).traffic) == {
+        "questions": 2,
+        "keys_asked": 6,
+        "keys_found": 3,
+        "chunks_read": 3,
+        "chunks_missing": 0,
+        "chunks_written": 3,
+        "chunks_already_there": 0,
+    }
+    assert shared_of(result).written_bytes_per_s.mean == 3 * CHUNK / 100
+    assert shared_of(result).questions_per_s.mean == 2 / 100
+    assert shared_of(result).chunks_at_end == 3
+
+
+def test_engines_without_a_shared_tier_share_nothing() -> None:
+    trace = trace_of([[0, 1, 2]] * 4, every_s=100.0)
+    result = fleet_of(trace, tiers_of(20), 2)
+    assert result.shared is None
+    assert [engine.requests for engine in result.engines] == [2, 2]
+    assert [engine.hit_tokens["ram"] for engine in result.engines] == [3 * 16] * 2
+    assert result.tiers[0].capacity_chunks == 2 * 20
+
+
+def test_a_chunk_that_another_engine_put_meanwhile_is_not_put_again() -> None:
+    # Each prompt takes 48 ms. The second engine asks before the first one has put its chunks,
+    # and is done after that.
+    trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=0.02)
+    traffic = shared_of(fleet_of(trace, tiers_of(20, 100), 2)).traffic
+    assert (traffic.chunks_written, traffic.chunks_already_there) == (3, 3)
+
+
+def test_an_answer_that_comes_too_late_is_no_hit() -> None:
+    slow = replace(MODEL, speeds=MODEL.speeds | {"shared_dir": TierSpeed(1e9, 1e9, 0.06)})
+    trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=100.0)
+    result = fleet_of(trace, tiers_of(20, 100), 2, model=slow)
+    assert result.total_hit_ratio == 0
+    assert result.ttft_s["p50"] == pytest.approx(0.048 + 0.05)
+
+
+def test_an_engine_that_computes_in_steps_asks_the_shared_tier_too() -> None:
+    model = StepModel(prefill_tokens_per_s=1000.0, speeds=MODEL.speeds)
+    others = [[100 * number + depth for depth in range(9)] for number in range(1, 4)]
+    trace = trace_of([[0, 1, 2], *others, [0, 1, 2]], every_s=100.0)
+    result = simulate_cache(trace, tiers_of(12, 100), chunk_bytes=CHUNK, model=model)
+    assert [tier.hits for tier in result.tiers] == [0, 3]
+
+
+@pytest.mark.untraced
+@given(chains=CHAINS.filter(any), capacity=st.integers(1, 30), every_s=st.sampled_from([0, 9]))
+def test_a_fleet_of_one_is_the_single_engine(
+    chains: list[list[int]], capacity: int, every_s: float
+) -> None:
+    trace = trace_of(chains, every_s=every_s)
+    config = tiers_of(14, capacity)
+    single = figures(simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL))
+    fleet = figures(fleet_of(trace, config, 1))
+    for one, other in zip(single["tiers"], fleet["tiers"], strict=True):
+        assert one.items() >= other.items()
+    for name in ("total_hit_ratio", "prefix_hit_ratio", "ttft_s", "ttft_no_cache_s"):
+        assert single[name] == fleet[name]
+
+
+@pytest.mark.untraced
+@given(chains=CHAINS.filter(any), capacity=st.integers(1, 30), engines=st.integers(1, 4))
+def test_a_run_can_be_repeated_and_keeps_within_the_capacity(
+    chains: list[list[int]], capacity: int, engines: int
+) -> None:
+    trace = trace_of(chains, every_s=0.05)
+    config = tiers_of(14, capacity)
+    result = fleet_of(trace, config, engines)
+    shared = shared_of(result)
+    assert shared.chunks_at_end <= capacity
+    assert shared.traffic.chunks_read <= shared.traffic.keys_asked
+    assert sum(engine.requests for engine in result.engines) == trace.requests
+    assert figures(result) == figures(fleet_of(trace, config, engines))
+
+
+@pytest.mark.untraced
+@given(chains=CHAINS.filter(any), capacity=st.integers(1, 30))
+def test_belady_at_the_shared_size_is_no_worse_than_lru(
+    chains: list[list[int]], capacity: int
+) -> None:
+    trace = trace_of(chains)
+    best = shared_of(fleet_of(trace, tiers_of(14, capacity), 2)).belady_hit_ratio
+    lru = simulate_single(trace, policy="lru", capacity=capacity, touch_order="forward")
+    assert best >= lru.block_hit_ratio
+
+
+def test_a_shared_tier_finds_what_private_tiers_of_many_engines_miss() -> None:
+    trace = generate("chat", sessions=60, per_s=0.2, chunk_tokens=64, seed=1)
+    alone = fleet_of(trace, tiers_of(200), 4, model=None)
+    together = fleet_of(trace, tiers_of(200, 4000), 4, model=None)
+    assert together.prefix_hit_ratio > 1.5 * alone.prefix_hit_ratio
+    assert together.ttft_s["p50"] < alone.ttft_s["p50"]
+
+
+# -- routing
+
+
+def test_routing_by_prefix_keeps_a_conversation_on_its_engine() -> None:
+    turns = [
+        [root * 100 + depth for depth in range(size)] for size in (2, 3) for root in (1, 2)
+    ]
+    trace = trace_of([[100], *turns], every_s=100.0)
+    result = fleet_of(trace, tiers_of(20), 2, routing="prefix")
+    assert [engine.requests for engine in result.engines] == [3, 2]
+    assert result.hit_tokens["ram"] == (1 + 2 + 2) * 16
+
+
+def test_routing_by_prefix_spreads_prompts_that_share_only_their_beginning() -> None:
+    trace = trace_of([[0, 10 * root, 10 * root + 1] for root in range(1, 7)])
+    result = fleet_of(trace, tiers_of(20), 3, routing="prefix")
+    assert [engine.requests for engine in result.engines] == [2, 2, 2]
+
+
+# -- the service
+
+
+def job_of(
+    keys: Sequence[bytes], source: str, destination: str, purpose: Purpose = Purpose.DEMOTE
+) -> Job:
+    numbers = range(len(keys))
+    return Job(1, purpose, source, destination, keys, numbers, numbers, timeout_s=1.0)
+
+
+def transfers_of(cache: SharedCache) -> TransferModel:
+    client = SharedClient(cache, "shared_dir")
+    return TransferModel(MODEL, ram="ram", slot_nbytes=CHUNK, shared=client)
+
+
+def test_a_put_is_found_when_it_ends_and_not_before() -> None:
+    cache = SharedCache(8)
+    first, second = transfers_of(cache), transfers_of(cache)
+    ((done_s, _),) = first.run(job_of(KEYS[:2], "ram", "shared_dir"), 0.0)
+    question = job_of(KEYS[:3], "shared_dir", "shared_dir", Purpose.FIND)
+    ((_, early),) = second.run(question, done_s - 0.001)
+    ((answered_s, answer),) = second.run(question, done_s)
+    assert set(early.outcomes) == {Outcome.MISSING}
+    assert answer.outcomes == [Outcome.DONE, Outcome.DONE, Outcome.MISSING]
+    assert answered_s == done_s + 0.002
+    assert answer.nbytes == 0
+
+
+def test_a_chunk_that_was_evicted_is_missing_when_it_is_read() -> None:
+    cache = SharedCache(2)
+    transfers = transfers_of(cache)
+    transfers.run(job_of(KEYS[:2], "ram", "shared_dir"), 0.0)
+    transfers.run(job_of(KEYS[2:3], "ram", "shared_dir"), 1.0)
+    get = job_of(KEYS[:3], "shared_dir", "ram", Purpose.PROMOTE)
+    ((done_s, result),) = transfers.run(get, 2.0)
+    assert result.outcomes == [Outcome.MISSING, Outcome.DONE, Outcome.DONE]
+    assert result.nbytes == 2 * CHUNK
+    assert done_s == pytest.approx(2.0 + 0.002 + 2 * CHUNK / 1e9)
+
+
+def test_a_get_is_a_use_and_a_question_is_none() -> None:
+    cache = SharedCache(2)
+    cache.put(KEYS[:2], 0.0, done_s=0.0)
+    assert cache.get(KEYS[:1], 1.0) == KEYS[:1]
+    assert cache.contains(KEYS[1:2], 2.0) == [True]
+    cache.put(KEYS[2:3], 3.0, done_s=3.0)
+    assert cache.contains(KEYS[:3], 4.0) == [True, False, True]
+    assert cache.evicted == 1
+
+
+@given(
+    calls=st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=60),
+    capacity=st.integers(1, 5),
+)
+def test_the_service_is_an_lru_cache(calls: list[tuple[bool, int]], capacity: int) -> None:
+    cache = SharedCache(capacity)
+    known: OrderedDict[bytes, None] = OrderedDict()
+    for now, (is_put, number) in enumerate(calls):
+        key = KEYS[number]
+        if is_put:
+            cache.put([key], now, done_s=now)
+            known[key] = None
+            known.move_to_end(key)
+            if len(known) > capacity:
+                known.popitem(last=False)
+        else:
+            assert cache.get([key], now) == ([key] if key in known else [])
+            if key in known:
+                known.move_to_end(key)
+        assert cache.contains(KEYS, now) == [each in known for each in KEYS]
+        assert len(cache) == len(known)
+
+
+def test_the_busiest_minute_is_the_peak() -> None:
+    meter = Meter()
+    for now_s, amount in ((0.0, 60), (59.0, 60), (60.0, 30), (600.0, 90)):
+        meter.add(amount, now_s)
+    assert (meter.total, meter.peak_per_s) == (240, 2.0)
