@@ -29,7 +29,7 @@ class ExportReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether chunks of the store are bad."""
+        """Whether chunks of the cache are bad."""
         return bool(self.found.bad)
 
     def as_dict(self, limit: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class ExportReport:
             _moved("exported", found.chunks, self.space.layout, self.seconds),
             *_counted(found.present, "the archive had already"),
             *_counted(found.changed, "an engine replaced meanwhile"),
-            *_counted(len(self.missing), "of the given keys are not in the store"),
+            *_counted(len(self.missing), "of the given keys are not in the cache"),
             *_listed("bad", bad, limit),
             _whole(self.location, found.archive_chunks, found.archive_nbytes),
         ]
@@ -99,7 +99,7 @@ class ImportReport:
         found = self.found
         return [
             _moved("imported", found.chunks, self.layout, self.seconds),
-            *_counted(found.present, "the store had already"),
+            *_counted(found.present, "the cache had already"),
             *_counted(found.left_out, "have no room; --capacity gives more"),
             *_listed("damaged", list(map(str, found.damaged)), limit),
             f"into {printable(str(found.directory))}",

@@ -50,7 +50,7 @@ __all__ = [
     "EngineConfig",
     "IdentityConfig",
     "KvtierConfig",
-    "LocalStore",
+    "LocalDirectory",
     "NvmeTierConfig",
     "PlacementConfig",
     "RamTierConfig",
@@ -70,7 +70,7 @@ _SLOT_ALIGNMENT_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class LocalStore:
+class LocalDirectory:
     """A directory of this machine that a tier fills.
 
     Attributes:
@@ -158,14 +158,14 @@ class TierConfig(_Section):
             raise refusal("less than the 4KiB of the smallest slot", "write one such as 64GiB")
         return nbytes
 
-    def local_store(self) -> LocalStore | None:
+    def local_directory(self) -> LocalDirectory | None:
         """Return the directory of this machine that the tier fills; None if there is none.
 
         By default this is the field ``path`` if its type is ``Path``. The commands check this
         directory and its disk.
         """
         path = getattr(self, "path", None)
-        return LocalStore(path) if isinstance(path, Path) else None
+        return LocalDirectory(path) if isinstance(path, Path) else None
 
     def has_own_process(self) -> bool:
         """Return whether the tier runs in a process of its own; by default it does not."""
@@ -201,7 +201,7 @@ class NvmeTierConfig(TierConfig):
     kind: str = Field(default="nvme", pattern="^nvme$")
     """A local disk."""
     path: FilePath
-    """Absolute directory of the store; kvtier creates it if its parent exists.
+    """Absolute path of the cache directory; kvtier creates it if its parent exists.
     `{data_parallel_rank}` in the path becomes the engine's data-parallel rank, or 0."""
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
@@ -226,8 +226,8 @@ class NvmeTierConfig(TierConfig):
     workers can, `require` or refuse to start, `off`. One tier at most."""
 
     @override
-    def local_store(self) -> LocalStore:
-        return LocalStore(self.path, direct_io=self.direct_io)
+    def local_directory(self) -> LocalDirectory:
+        return LocalDirectory(self.path, direct_io=self.direct_io)
 
     @override
     def has_own_process(self) -> bool:
@@ -508,10 +508,10 @@ class KvtierConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _recording_is_not_a_store(self) -> Self:
+    def _recording_is_outside_the_caches(self) -> Self:
         record = self.trace.record
         for number, tier in enumerate(self.tiers):
-            store = tier.local_store()
+            store = tier.local_directory()
             if record and store and _overlap(record, store.path):
                 problem = f"in the path of tiers[{number}], or around it"
                 remedy = "use two directories, neither in the other"
@@ -530,15 +530,15 @@ class KvtierConfig(_Section):
             twin = names.index(tier.name)
             remedy = "add name: to one of them"
             _refuse(f"{key}.name", f"tiers[{twin}] has the same name", remedy)
-        store = tier.local_store()
+        store = tier.local_directory()
         if store is not None:
-            _check_store(store, f"{key}.{store.key}", faster)
+            _check_directory(store, f"{key}.{store.key}", faster)
 
 
-def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> None:
+def _check_directory(store: LocalDirectory, key: str, faster: Iterable[TierConfig]) -> None:
     if (problem := path_problem(store.path)) is not None:
         _refuse(key, *problem)
-    paths = [other.path for tier in faster if (other := tier.local_store())]
+    paths = [other.path for tier in faster if (other := tier.local_directory())]
     if any(_is_one(store.path, path) for path in paths):
         _refuse(key, "another tier has the same path", "use two directories")
 

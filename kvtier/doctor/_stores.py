@@ -14,16 +14,16 @@ from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import ConfigError
 from kvtier.os.ownership import find_exposure, holds_foreign_entries
 from kvtier.printable import printable
-from kvtier.tiers.base import Fields, StoreExamination
+from kvtier.tiers.base import Fields, TierExamination
 from kvtier.tiers.registry import examine_tier
 from kvtier.units import approximate_size
 
-__all__ = ["StoreExaminer", "check_directories", "store_place"]
+__all__ = ["DirectoryExaminer", "check_directories", "directory_place"]
 
 _SPARE_NBYTES: Final = 256 << 20
 
 
-def store_place(path: Path) -> Path | None:
+def directory_place(path: Path) -> Path | None:
     """Return ``path`` if it exists, else its parent; None if that is not a directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
@@ -43,7 +43,7 @@ def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Findi
 
 
 def _obstacle(path: Path) -> tuple[str, str] | None:
-    """Return the problem and the remedy if ``path`` cannot hold a store, else None."""
+    """Return the problem and the remedy if ``path`` cannot hold a cache, else None."""
     try:
         return _path_obstacle(path) or find_exposure(path)
     except OSError as error:  # a directory above may not be entered, or the name is too long
@@ -98,13 +98,13 @@ class _Disk:
 
 
 @dataclass(slots=True)
-class StoreExaminer:
-    """Examines the stores of all tiers, and whether the stores on each disk fit its space.
+class DirectoryExaminer:
+    """Examines the caches of all tiers, and whether the caches on each disk fit its space.
 
     Attributes:
         config: The configuration as read from its file.
         identity: The known part of the engine's identity.
-        engine_runs: Whether an engine has one of the stores open.
+        engine_runs: Whether an engine has one of the caches open.
     """
 
     config: KvtierConfig
@@ -113,16 +113,16 @@ class StoreExaminer:
     _disks: dict[int, _Disk] = field(default_factory=dict)
 
     def examine(self, number: int, tiers: Sequence[TierConfig]) -> Iterator[Finding]:
-        """Yield findings about the stores of one tier and the free space of their disks.
+        """Yield findings about the caches of one tier and the free space of their disks.
 
         Args:
             number: Position of the tier.
             tiers: The tier's section for each data-parallel rank.
         """
-        by_disk = dict[int, list[StoreExamination]]()
+        by_disk = dict[int, list[TierExamination]]()
         for tier in tiers:
-            store = tier.local_store()
-            if store is None or (place := store_place(store.path)) is None:
+            store = tier.local_directory()
+            if store is None or (place := directory_place(store.path)) is None:
                 continue
             try:
                 found = examine_tier(tier, self.identity)
@@ -141,7 +141,7 @@ class StoreExaminer:
             yield _check_room(number, self.config.tiers[number], stores, disk)
 
     def _report(
-        self, number: int, tier: TierConfig, found: StoreExamination
+        self, number: int, tier: TierConfig, found: TierExamination
     ) -> Iterator[Finding]:
         named = ""
         remarks: Iterable[tuple[Status, Sequence[Remark]]] = (
@@ -162,7 +162,7 @@ class StoreExaminer:
 
 
 def _check_room(
-    number: int, tier: TierConfig, stores: Sequence[StoreExamination], disk: _Disk
+    number: int, tier: TierConfig, stores: Sequence[TierExamination], disk: _Disk
 ) -> Finding:
     """Check that ``stores`` fit on their disk, and count their bytes in ``disk``."""
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)

@@ -10,7 +10,7 @@ replace retained ones. Chunks are released early only for a store or a promotion
 as long as allowed and would otherwise be cut; the earliest deadlines go first.
 
 Requests retain chunks in RAM. In a slower tier, a warm-up can retain chunks: it marks them in
-the store, which reports them at the next start.
+the cache, which reports them at the next start.
 """
 
 from __future__ import annotations

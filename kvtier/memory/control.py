@@ -32,7 +32,7 @@ worker writes before the engine reports the job as finished, and the scheduler r
 report. Only acknowledgements are incremented. The increments need a lock, because two loads of
 one slot may end at the same time in two threads of a rank.
 
-The storage engine, which moves chunks between tiers, writes ``generation`` when a chunk was
+The transfer engine that moves chunks between tiers writes ``generation`` when a chunk was
 promoted or the promotion failed. Workers may be polling that word. The chunk's bytes are
 written before the word; if another process writes the bytes, its reply passes through a system
 call. A worker reads the word first and then the bytes, on another thread and after taking a
@@ -167,7 +167,7 @@ class ControlBlock:
         whole = words == _words(generations)
         return whole.tolist(), ((words != 0) & ~whole).tolist()
 
-    # -- storage engine -----------------------------------------------------------------------
+    # -- transfer engine between tiers --------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Set ``generations`` in all ranks, after the bytes were read from a slower tier."""

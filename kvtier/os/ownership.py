@@ -1,6 +1,6 @@
 """Ownership checks: whether other users can replace kvtier's files.
 
-A user who can write into a store decides what a model answers. Checksums do not help, because
+A user who can write into a cache decides what a model answers. Checksums do not help, because
 they are stored beside the bytes. So kvtier's files must belong to its user, and no other user
 may be able to replace their directory. These are the rules of sshd's ``StrictModes``. They hold
 for root too, which would otherwise serve files that any user planted.

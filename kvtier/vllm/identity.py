@@ -1,4 +1,4 @@
-"""The identity of a store: the model and the engine's layout.
+"""The identity of a cache: the model and the engine's layout.
 
 :func:`declared_identity` returns the part that is known without an engine, as in
 ``kvtier check``. :func:`fingerprint` adds what only an engine knows, such as its KV cache's

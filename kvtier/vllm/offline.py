@@ -2,7 +2,7 @@
 
 The engine has the arguments of ``vllm serve`` and is configured like a server's engine. So its
 chunks equal the chunks of a server with the same arguments. The engine's core runs in this
-process. So the core ends, and unlocks its stores, however the process ends.
+process. So the core ends, and unlocks its caches, however the process ends.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class EngineSetup:
         options = AsyncEngineArgs.from_cli_args(self._args)
         if options.data_parallel_size > 1:
             raise ConfigError(
-                "--data-parallel-size: a warm-up fills the store of one rank; leave it out, "
-                "and copy the store to the other ranks, or use --server"
+                "--data-parallel-size: a warm-up fills the cache of one rank; leave it out, "
+                "and copy the cache to the other ranks, or use --server"
             )
         if transfer is not None:
             options.kv_transfer_config = KVTransferConfig(**transfer)
@@ -125,7 +125,7 @@ class EngineSetup:
         """Start the engine. This call takes minutes for a large model.
 
         Raises:
-            KvtierError: kvtier or vLLM refuses to start, for example because of the store.
+            KvtierError: kvtier or vLLM refuses to start, for example because of the cache.
         """
         try:
             engine = LLMEngine(

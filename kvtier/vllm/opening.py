@@ -233,7 +233,7 @@ def open_cache(
 
     Raises:
         UnsupportedError: The workers read another configuration.
-        StoreLockedError: Another engine uses a tier's store.
+        CacheLockedError: Another engine uses a tier's cache.
     """
     # The workers chose the region's shape: only they know how the KV memory is laid out.
     region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)

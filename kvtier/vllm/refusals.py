@@ -76,7 +76,7 @@ def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - v
 
 
 def warn_of_restarts(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
-    """Warn of settings of vLLM that do not suit a store that survives a restart."""
+    """Warn of settings of vLLM that do not suit a cache that survives a restart."""
     if len(config.tiers) == 1:
         return
     _warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvtier.config import KvtierConfig, NvmeTierConfig
-from kvtier.doctor.rates import measure_store
+from kvtier.doctor.rates import measure_directory
 from kvtier.errors import KvtierError
 from kvtier.tiers.slab.explain import explained
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
@@ -107,11 +107,11 @@ def estimate_saving(
         return None
     load_s = 0.0
     for tier in config.tiers:
-        store, tokens = tier.local_store(), coverage.tier_tokens.get(tier.name, 0)
+        store, tokens = tier.local_directory(), coverage.tier_tokens.get(tier.name, 0)
         if store is None or not tokens:
             continue
         try:
-            rates = measure_store(config, store, seconds=seconds)
+            rates = measure_directory(config, store, seconds=seconds)
         except (KvtierError, OSError):
             return None
         nbytes = tokens * nbytes_per_token(spaces[tier.name])

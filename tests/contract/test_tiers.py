@@ -39,7 +39,7 @@ direct_io: {self.direct_io}
 durability: {self.durability}
 """
 
-    def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> None:
+    def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> bool:
         assert isinstance(options, NvmeTierConfig)
         (space,) = find_namespaces(options.path)
         with hold(space, "close the tier"):
@@ -48,6 +48,7 @@ durability: {self.durability}
                     entry for entry in reader.entries("stored", -1) if entry.slot in slots
                 ]
             retain_chunks(space, entries, until, quota_chunks=len(entries))
+        return True
 
 
 class TestDirectSlab(SlabContract):

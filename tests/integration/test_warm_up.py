@@ -350,7 +350,7 @@ def test_wrong_arguments_are_one_line(speaking: Path) -> None:
     wrong: Sequence[tuple[list[str], str]] = [
         (["--no-such-argument"], "write the arguments of vllm serve after --"),
         (["--kv-transfer-config", "{}"], "kvtier warmup sets it; leave it out"),
-        (["--data-parallel-size", "2"], "copy the store to the other ranks"),
+        (["--data-parallel-size", "2"], "copy the cache to the other ranks"),
         (["--max-model-len", "100000"], "vLLM: "),
     ]
     for arguments, remedy in wrong:

@@ -282,7 +282,7 @@ class SlowTruth(ControlBlock):
 
     @override
     def stored(self, slots: Any, generations: Any) -> list[bool]:
-        if not is_in_loop():  # else the storage engine asks
+        if not is_in_loop():  # else the transfer engine asks
             self._stage.meanwhile()
         return super().stored(slots, generations)
 

@@ -354,7 +354,7 @@ class TestWrongDirectory:
         for place, problem in (
             (tmp_path / "nowhere", f"{tmp_path / 'nowhere'} does not exist"),
             (tmp_path / "file", f"{tmp_path / 'file'} is not a directory"),
-            (tmp_path, f"no nvme store in {tmp_path}"),
+            (tmp_path, f"no cache of an nvme tier in {tmp_path}"),
         ):
             ran = shell(*command, place)
             expected = f"error: {problem}; give the path of an nvme tier\n"

@@ -1,4 +1,4 @@
-"""What workers and the storage engine write beside the slots, and what the scheduler reads."""
+"""Words of the control block, written by workers and the transfer engine."""
 
 from __future__ import annotations
 

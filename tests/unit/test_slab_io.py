@@ -28,7 +28,7 @@ from kvtier.testing.tier_harness import (
 )
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab import store as slab
+from kvtier.tiers.slab import tier as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import Fault, FaultyIo

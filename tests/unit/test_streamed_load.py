@@ -196,7 +196,7 @@ def test_a_chunk_without_a_slot_fails_and_touches_no_other(load: Load, copier: C
     assert control.all_acknowledged([2, 3]) == [True, True]
 
 
-# -- the storage engine's end
+# -- the transfer engine's end
 
 
 class Disk:

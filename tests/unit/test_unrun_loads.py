@@ -1,4 +1,4 @@
-"""Loads that the storage engine cannot run: no worker waits for their chunks."""
+"""Loads that the transfer engine cannot run: no worker waits for their chunks."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class HostedTier(StorageTier, PartHashKeeper):
 
         Raises:
             ConfigError: There is no shared memory, or the tier's options cannot work here.
-            StoreLockedError: Another process has the store open.
-            StoreDamagedError: The store's files are damaged or foreign.
+            CacheLockedError: Another process has the cache open.
+            CacheDamagedError: The cache's files are damaged or foreign.
             TierUnavailableError: The host could not be started, or the medium fails.
         """
         return cls(options, context, *HostProcess.start(options, context))
@@ -319,7 +319,7 @@ class HostedTier(StorageTier, PartHashKeeper):
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
-            await self._connection.wait_ended()  # the old host locks the store until then
+            await self._connection.wait_ended()  # the old host locks the cache until then
             self._connection = self._host = None
         host = self._host or await self._start_wanted()
         connection = Connection(self.name, host)

@@ -1,6 +1,6 @@
-"""Read a store from outside, whether or not an engine has it open.
+"""Read a cache from outside, whether or not an engine has it open.
 
-Nothing here writes into the store or disturbs an engine. Not every SQLite reader is harmless.
+Nothing here writes into the cache or disturbs an engine. Not every SQLite reader is harmless.
 So there are three ways to open the index:
 
 * **An engine has it open**: read-only, with the side files that the engine made.
@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Final, Literal, Self
 from urllib.parse import quote
 
 from kvtier.config import RANK_PLACEHOLDER
-from kvtier.errors import ConfigError, StoreDamagedError
+from kvtier.errors import CacheDamagedError, ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -63,7 +63,7 @@ __all__ = [
     "holder_of",
     "index_nbytes",
     "present_holder",
-    "store_locked",
+    "root_locked",
 ]
 
 WAL: Final = f"{INDEX}-wal"
@@ -110,7 +110,7 @@ _Parameters = Sequence[int | str]
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace: one model's part of a store.
+    """A namespace: one model's cache, a directory in a cache directory.
 
     Attributes:
         directory: Its directory.
@@ -168,10 +168,10 @@ class Totals:
 
 
 def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
-    """Return the namespaces of the store at ``path``, or ``path`` itself if it is a namespace.
+    """Return the namespaces in the directory ``path``, or ``path`` itself if it is one.
 
     Args:
-        path: A store or a namespace in it.
+        path: A cache directory or a namespace in it.
         name: Return only the namespace of this name; None returns all.
 
     Raises:
@@ -187,7 +187,9 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     path = path.resolve()
     found = _with_layouts(candidates)
     if not found:
-        raise ConfigError(f"no nvme store in {_shown(path)}; give the path of an nvme tier")
+        raise ConfigError(
+            f"no cache of an nvme tier in {_shown(path)}; give the path of an nvme tier"
+        )
     chosen = [space for space in found if name in {None, space.name}]
     if not chosen:
         names = ", ".join(space.name for space in found)
@@ -224,7 +226,7 @@ def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
         except ValueError as error:
             remedy = "copy it again, use the kvtier that wrote it, or move the directory away"
             problem, cause = f"{_shown(directory / LAYOUT)}: {error}; {remedy}", error
-        except (OSError, StoreDamagedError):
+        except (OSError, CacheDamagedError):
             continue  # foreign, with the name of a namespace
     if problem and not found:
         raise ConfigError(problem) from cause
@@ -242,19 +244,19 @@ def _shown(path: Path) -> str:
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
     """Return the text of a namespace's lock file; None if no process has the namespace open.
 
-    The namespace's lock is tested while the store's lock is held. So an engine that starts at
-    this moment waits, and does not fail.
+    The namespace's lock is tested while the lock of the cache directory is held. So an engine
+    that starts at this moment waits, and does not fail.
 
     Raises:
-        ConfigError: A process held the store's lock for longer than ``patience``.
+        ConfigError: A process held the directory's lock for longer than ``patience``.
         OSError: The files cannot be read.
     """
-    with store_locked(directory.parent, patience):
+    with root_locked(directory.parent, patience):
         return present_holder(directory)
 
 
 def present_holder(directory: Path) -> str | None:
-    """Return what :func:`holder_of` returns, for a caller that has the store locked.
+    """Return what :func:`holder_of` returns, for a caller with the cache directory's lock.
 
     Raises:
         OSError: The files cannot be read.
@@ -266,8 +268,8 @@ def present_holder(directory: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Hold the store's lock in the body, so that no engine opens or removes a namespace.
+def root_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
+    """Lock the cache directory ``root``, so that no engine opens or removes a namespace.
 
     Raises:
         ConfigError: A process held the lock for longer than ``patience``.

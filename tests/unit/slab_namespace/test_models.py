@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 import pytest
 from typing_extensions import override
 
-from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
+from kvtier.errors import CacheLockedError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab import opening
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
@@ -284,7 +284,7 @@ def test_a_start_that_waited_for_a_tool_in_vain_says_so_and_removes_nothing(
         rf"{space.directory} is in use by pid {os.getpid()} on host \S+ since \S+, for kvtier "
         "cache; the capacity is not enough beside it: let that finish, or end it"
     )
-    with hold(space, "stop it"), pytest.raises(StoreLockedError, match=problem):
+    with hold(space, "stop it"), pytest.raises(CacheLockedError, match=problem):
         open_tier(model="new")
     assert 110 <= clock.now_s < 111
     assert [path.parent for path in root.glob("*/slots.bin")] == [space.directory]
@@ -319,7 +319,7 @@ def test_a_tool_that_has_this_models_store_is_named_with_a_remedy(
     (space,) = find_namespaces(root)
     with (
         hold(space, "stop it"),
-        pytest.raises(StoreLockedError, match="for kvtier cache; let it finish, or end it"),
+        pytest.raises(CacheLockedError, match="for kvtier cache; let it finish, or end it"),
     ):
         open_tier()
 

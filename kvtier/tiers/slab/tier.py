@@ -20,8 +20,8 @@ from kvtier.tiers.base import (
     Fields,
     SlotOutcomes,
     StorageTier,
-    StoreExamination,
     TierContext,
+    TierExamination,
     check_batch,
 )
 from kvtier.tiers.part_hashes import (
@@ -31,13 +31,13 @@ from kvtier.tiers.part_hashes import (
     StoredPartHashes,
 )
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
-from kvtier.tiers.slab.examine import examine_store
+from kvtier.tiers.slab.examine import examine_slab
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import (
-    OpenStore,
-    open_store,
-    release_store,
+    OpenSlab,
+    open_slab,
+    release_slab,
     slots_within,
 )
 from kvtier.tiers.slab.piece_io import (
@@ -199,7 +199,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         self,
         options: NvmeTierConfig,
         context: TierContext,
-        store: OpenStore,
+        store: OpenSlab,
         rows: StoredRows,
     ) -> None:
         self.name = options.name
@@ -235,14 +235,14 @@ class SlabTier(StorageTier, PartHashKeeper):
 
     @classmethod
     @override
-    def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination:
-        return examine_store(options, identity)
+    def examine(cls, options: TierConfig, identity: Fields) -> TierExamination:
+        return examine_slab(options, identity)
 
     @classmethod
     def open(
         cls, options: TierConfig, context: TierContext, *, io: BlockIo | None = None
     ) -> Self:
-        """Open the store at ``options.path`` and recover earlier chunks. This call blocks.
+        """Open the cache in ``options.path`` and recover earlier chunks. This call blocks.
 
         Args:
             options: A :class:`kvtier.config.NvmeTierConfig`.
@@ -251,17 +251,17 @@ class SlabTier(StorageTier, PartHashKeeper):
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
-            StoreLockedError: The namespace is open already, or a namespace that must be removed
+            CacheLockedError: The namespace is open already, or a namespace that must be removed
                 stays open in another process.
-            StoreDamagedError: The namespace has foreign files or another layout.
+            CacheDamagedError: The namespace has foreign files or another layout.
             TierUnavailableError: The medium fails.
         """
         options = slab_options(options)
-        store, rows = open_store(options, context, io or BlockIo())
+        store, rows = open_slab(options, context, io or BlockIo())
         try:
             tier = cls(options, context, store, rows)
         except BaseException:
-            release_store(store)
+            release_slab(store)
             raise
         logger.info(
             "tier %s: %s is open, %s",
@@ -445,7 +445,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         try:
             self._index.stop()
             self._location.check()
-            release_store(self._store)
+            release_slab(self._store)
         except (OSError, sqlite3.Error) as error:
             # The payloads and all committed rows are safe.
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)
