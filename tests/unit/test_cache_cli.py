@@ -195,7 +195,7 @@ class TestDisturbingNobody:
             assert len(reader.entries("last-use", -1)) == SLOTS
 
     @pytest.mark.parametrize("obstacle", ["no directory", "no room"])
-    def test_a_copy_that_cannot_be_made_is_not_said_to_be_a_store_that_is_missing(
+    def test_a_failed_copy_of_an_index_is_not_reported_as_a_missing_cache(
         self,
         shell: Shell,
         store: Store,
@@ -363,7 +363,7 @@ class TestWrongDirectory:
     @pytest.mark.parametrize(
         "refusing", [(Path, "is_dir"), (Path, "iterdir"), (BlockIo, "read_bytes")]
     )
-    def test_a_store_of_somebody_else_is_not_said_to_be_none(
+    def test_a_cache_of_another_user_is_not_reported_as_missing(
         self,
         shell: Shell,
         store: Store,

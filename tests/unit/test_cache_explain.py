@@ -217,7 +217,7 @@ class TestExplain:
         store.stop()
         assert self.purpose(shell, store, 7) == "evicted"
 
-    def test_beside_an_engine_it_is_told_within_moments(
+    def test_an_eviction_can_be_explained_within_moments(
         self, shell: Shell, store: Store
     ) -> None:
         store.start()

@@ -343,7 +343,7 @@ def test_a_store_whose_block_was_given_away_ends_first() -> None:
     engine.acknowledge()
 
 
-def test_so_does_one_whose_block_is_given_to_a_load() -> None:
+def test_a_store_whose_block_is_given_to_a_load_ends_first() -> None:
     engine = ToyEngine()
     engine.fill("a", TOKENS)
     request = engine.arrive("b", [8] * 2 * TOKENS)

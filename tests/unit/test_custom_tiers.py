@@ -340,7 +340,7 @@ class TestDoctor:
     def findings(self, config: KvtierConfig) -> dict[str, Any]:
         return {each.check: each for each in examine(config).findings}
 
-    def test_a_disk_is_examined_whoever_fills_it(self, tmp_path: Path) -> None:
+    def test_a_disk_is_examined_for_every_kind_of_tier(self, tmp_path: Path) -> None:
         found = self.findings(config_of(FILE, f"path: {tmp_path}"))
         checks = {check for check in found if check.startswith("filetier: ")}
         assert checks >= {

@@ -94,7 +94,7 @@ def test_a_memory_file_that_the_kernel_refuses_is_an_error() -> None:
         open_anonymous("x" * 4096)
 
 
-def test_when_somebody_else_was_faster_the_tier_has_small_pages(
+def test_a_tier_gets_small_pages_if_another_process_took_the_huge_ones(
     pool: Path, created: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(pool, free=9)

@@ -126,7 +126,7 @@ async def test_short_transfers_are_carried_on(
     assert await harness.get(KEYS, range(8)) == [DONE] * 8
 
 
-async def test_what_was_in_a_slot_is_a_miss_once_it_is_overwritten_though_in_vain(
+async def test_a_failed_overwrite_makes_the_old_chunk_a_miss(
     open_harness: OpenHarness, io: FaultyIo
 ) -> None:
     harness = await open_harness()

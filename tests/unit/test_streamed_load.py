@@ -142,7 +142,7 @@ def test_the_first_of_several_bad_chunks_decides(load: Load, copier: Copier) -> 
     assert copier.batches == [[2]]
 
 
-def test_nobody_waits_longer_than_told(load: Load, copier: Copier) -> None:
+def test_no_wait_exceeds_its_timeout(load: Load, copier: Copier) -> None:
     control = Scripted([comes(0, 1)])
     assert load(control, wait_s=0.01).outcomes == [DONE, DONE, FAILED, FAILED]
     assert control.loaded(SLOTS, GENERATIONS) == [True, True, False, False]

@@ -72,7 +72,7 @@ def test_they_cross_a_process_boundary() -> None:
     assert pickle.loads(pickle.dumps(transfers)) == transfers
 
 
-def test_transfers_that_nobody_takes_keep_their_totals_in_bounded_memory() -> None:
+def test_transfers_that_are_never_taken_keep_totals_in_bounded_memory() -> None:
     transfers = recorded(*[(STORE, 3, 0.5)] * 5000)
     assert transfers.totals() == {"gpu_to_ram": (15000, 2500.0)}
     assert len(transfers.by_type["gpu_to_ram"]) == 4096

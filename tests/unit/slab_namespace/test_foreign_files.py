@@ -40,7 +40,7 @@ def test_what_is_not_ours_is_neither_counted_nor_removed(
 
 
 @pytest.mark.parametrize("kind", ["file", "loop"])
-def test_what_is_named_like_a_cache_and_is_no_directory_keeps_nobody_from_starting(
+def test_a_file_named_like_a_namespace_does_not_prevent_a_start(
     open_tier: Opener, root: Path, kind: str
 ) -> None:
     root.mkdir()

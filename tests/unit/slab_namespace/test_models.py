@@ -275,7 +275,7 @@ def test_while_an_engine_waits_for_room_a_tool_can_go_on_in_the_store(
     assert 103 <= clock.now_s < 104
 
 
-def test_a_start_that_waited_for_a_tool_in_vain_says_so_and_removes_nothing(
+def test_a_start_that_a_tool_delays_too_long_fails_and_removes_nothing(
     open_tier: Opener, root: Path, clock: Clock
 ) -> None:
     close(open_tier(model="old"))
@@ -397,7 +397,7 @@ def test_a_start_that_would_exceed_the_capacity_beside_a_later_version_is_refuse
 @pytest.mark.parametrize(
     "text", ["", "{}", "[" * 200_000, None], ids=["empty", "strange", "deep", "gone"]
 )
-def test_what_takes_room_and_cannot_be_told_to_be_ours_is_warned_of(
+def test_a_namespace_without_a_readable_layout_causes_a_warning(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
     close(open_tier(model="old"))
@@ -434,7 +434,7 @@ def test_what_another_user_left_is_warned_of(
     )
 
 
-def test_a_cache_that_somebody_reads_gives_its_room_back_when_it_leaves(
+def test_a_removed_cache_with_a_reader_frees_its_room_when_the_reader_ends(
     open_tier: Opener, root: Path
 ) -> None:
     tier = open_tier(model="old")
