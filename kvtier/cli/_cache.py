@@ -189,7 +189,7 @@ def explain(
     namespace: Only = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print where a chunk is, or why it is gone.
+    """Print where a chunk is, or why it was removed.
 
     Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
     gone. Only reads, and may run beside an engine.

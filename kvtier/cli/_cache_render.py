@@ -262,7 +262,7 @@ def show_removal(console: Console, chosen: _Chosen) -> None:
 
 
 def removal_document(chosen: _Chosen) -> dict[str, Any]:
-    """Return what was removed as plain values."""
+    """Return the removed chunks as plain values."""
     return {
         "namespaces": [
             {

@@ -330,7 +330,7 @@ class DeviceEngine:
         return found
 
     def wait(self, job_ids: Collection[JobId]) -> bool:
-        """Wait for the jobs ``job_ids``, whose blocks the engine is about to overwrite.
+        """Wait for the jobs ``job_ids`` before the engine overwrites their blocks.
 
         Unknown ids are ignored. A store that does not end in time is retracted: the store is
         acknowledged later, but its chunks never count as complete.
@@ -476,7 +476,7 @@ def _job(
 
 
 def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
-    """Return the blocks of those chunks whose copy did not succeed."""
+    """Return the blocks of the chunks that were not copied."""
     missing = {
         slot
         for slot, outcome in zip(plan.slots, outcomes, strict=True)

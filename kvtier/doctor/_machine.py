@@ -85,7 +85,7 @@ class Machine:
 def check_memory(
     ram_nbytes: int, limits: Sequence[MemoryLimit], *, engine_runs: bool
 ) -> Finding:
-    """Check that the RAM tier fits into free memory and leaves some for the engine.
+    """Check that the RAM tier fits into free memory and leaves memory for the engine.
 
     Args:
         ram_nbytes: Bytes of the RAM tiers of all ranks.

@@ -78,7 +78,7 @@ class Retention:
         return retained
 
     def expire(self, now: float) -> None:
-        """Release the copies whose deadline has passed."""
+        """Release the copies with deadlines in the past."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             until, _, copy = heapq.heappop(heap)
@@ -115,7 +115,7 @@ class Retention:
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Release ``copy`` if its deadline is still ``until``; return whether it was."""
+        """Release ``copy`` if its deadline is still ``until``; return whether this happened."""
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]

@@ -228,7 +228,7 @@ class TierState:
         return was_writing
 
     def abort(self, copy: ChunkCopy) -> None:
-        """Drop a copy whose bytes did not arrive, and remove its writer's pin."""
+        """Drop a copy that did not arrive, and remove its writer's pin."""
         self.drop(copy)
         self.unpin((copy,))
 
@@ -257,7 +257,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Increment the dirty count of resident ``copies``: one more tier must receive each."""
+        """Increment the dirty count of resident ``copies``: a slower tier must receive each."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -269,7 +269,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Decrement the dirty count of ``copies``: one tier fewer must receive each."""
+        """Decrement the dirty count of ``copies``: a slower tier needs them no more."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -329,7 +329,7 @@ class TierState:
         self.eviction.on_hit_many(copies, ctx)
 
     def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Return those of ``copies`` that are in :attr:`leaving` to the eviction order."""
+        """Put ``copies`` that are in :attr:`leaving` back into the eviction order."""
         if self.leaving.isdisjoint(copies):
             return
         for copy in copies:
@@ -404,7 +404,7 @@ class TierState:
             self.slots.release((copy.slot,))
 
     def reset(self, held: Iterable[ChunkCopy]) -> dict[ChunkKey, ChunkCopy]:
-        """Make every chunk a miss, in a time that depends on the number of ``held`` only.
+        """Make every chunk a miss; this takes time per copy in ``held``, not per chunk.
 
         The eviction policy begins anew. Nothing may refer to the other copies any more.
 

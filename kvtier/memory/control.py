@@ -212,7 +212,7 @@ class ControlBlock:
         self._issued[_index(slots)] += _ONE
 
     def clear_generations(self, slots: Sequence[int]) -> None:
-        """Remove the generations of ``slots``, whose bytes are about to change."""
+        """Remove the generations of ``slots`` before their bytes change."""
         if slots:
             self._generation[:, _index(slots)] = 0
 
@@ -298,7 +298,7 @@ def _words(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
 
 
 def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each column of ``answers``, a slot, whether all rows, the ranks, are true."""
+    """Return for each slot (column) whether the answers of all ranks (rows) are true."""
     # For one row, the common case, the reduction would cost more than the comparison.
     listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
     return listed

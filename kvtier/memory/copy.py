@@ -134,7 +134,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(parts, slots)
 
     def places(self, copy: GroupCopy) -> Indices:
-        """Return the index in :attr:`slots` of each slot of ``copy``, one of :attr:`groups`."""
+        """Return the index in :attr:`slots` of each slot of the group ``copy``."""
         slots = np.asarray(self.slots, np.int64)
         order = np.argsort(slots, kind="stable")
         places: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
@@ -165,7 +165,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots that certainly receive every block of their chunk in a store.
+        """Return the slots in which a store certainly fills every block of the chunk.
 
         The first chunk of a group may lack its first blocks; the index of the group's first
         block shows this. If the engine leaves out other blocks, it does not say which. The
@@ -447,7 +447,7 @@ class BlockCopier(Copier):
 
 
 def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor between device and host; return before the copy ends where that is safe.
+    """Copy a tensor between device and host; do not wait for the copy if that is safe.
 
     If one side is not contiguous, torch copies in two steps through its own memory, which on
     the host is not page-locked. That is slow, so long contiguous ranges are copied one by one,

@@ -108,7 +108,7 @@ def find_writable(paths: Iterable[Path]) -> str:
 
 
 def holds_foreign_entries(directory: Path) -> bool:
-    """Return whether ``directory`` has entries whose names kvtier does not give.
+    """Return whether ``directory`` has entries with names that kvtier does not give.
 
     Such a directory may serve other programs, so its mode and owner must stay as they are.
     """

@@ -505,7 +505,7 @@ class StorageTierContract(ABC):
         return harness
 
     def _recover(self, options: TierConfig, arena: Arena) -> list[tuple[ChunkKey, int]]:
-        """Open the tier after its process was killed, and return what it recovers."""
+        """Open the tier after its process was killed, and return the recovered chunks."""
 
         async def recover() -> list[tuple[ChunkKey, int]]:
             with _a_pool() as pool:

@@ -238,7 +238,7 @@ class StorageTier(ABC):
         """
 
     def retained(self) -> Mapping[int, int]:
-        """Return until when recovered chunks must not be evicted, by slot.
+        """Return the slots of recovered chunks to keep, each with the time until when.
 
         The times are seconds since the epoch. The slots are slots of :meth:`recovered`; chunks
         beyond ``options.retained_share()`` may be evicted.

@@ -382,7 +382,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the last step's stores, and wait for stores whose blocks the engine reuses."""
+        """Start the last step's stores; wait for stores that read blocks the engine reuses."""
         if self._worker is not None:
             self._worker.handle_preemptions(_own_metadata(kv_connector_metadata).jobs)
 
@@ -414,13 +414,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return an empty set, and the requests whose load ended or failed."""
+        """Return an empty set, and the requests with ended or failed loads."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load ended or failed, and the subset whose load failed."""
+        """Return the requests with ended or failed loads, and those with failed loads."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()

@@ -203,7 +203,7 @@ class OfflineEngine:
         self._running: set[str] = set()
 
     def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
-        """Queue a prompt; return why vLLM refuses it, or an empty text."""
+        """Queue a prompt; return vLLM's error if it refuses the prompt, else an empty text."""
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(tokens)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt

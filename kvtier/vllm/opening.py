@@ -159,7 +159,7 @@ def open_device(
 
 
 def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
-    """Log the size of the contiguous ranges that a copy has, and how to get longer ranges.
+    """Log the size of a copy's contiguous ranges, and how to get longer ranges.
 
     Args:
         nbytes: Bytes of a range.

@@ -409,7 +409,7 @@ class _Worker(OffloadingWorker):
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for the jobs ``job_ids`` whose blocks the engine is about to overwrite."""
+        """Wait for the jobs ``job_ids`` before the engine overwrites their blocks."""
         self._device.wait(job_ids)
 
     @override

@@ -383,11 +383,11 @@ class HostedTier(StorageTier, PartHashKeeper):
         raise TierUnavailableError(self.name, "it is closed")
 
     def _is_over(self) -> bool:
-        """Return whether no host is needed any more: the tier is closed and no reset is due."""
+        """Return whether the tier is closed and no reset is due, so that it needs no host."""
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:
-        """Start a host after one died, and ignore the chunks that the new host recovers.
+        """Replace a host that died, and ignore the chunks that the new host recovers.
 
         A series of failures is logged once; every caller gets the reason of its own failure.
         """

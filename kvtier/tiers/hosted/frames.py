@@ -135,7 +135,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_part_hashes(kept: StoredPartHashes) -> Frame:
-    """Return a frame with part hashes; ``parts`` in its header is their number for a chunk."""
+    """Return a frame with part hashes; ``parts`` in its header is the hashes per chunk."""
     header = {"op": "part_hashes", "parts": kept.hashes.shape[1]}
     return Frame(header, b"".join((kept.slots.tobytes(), kept.hashes.tobytes())))
 

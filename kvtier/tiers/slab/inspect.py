@@ -420,7 +420,7 @@ class IndexReader:
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
 
     def first_use(self) -> int:
-        """Return the logical time of the least recent last use; 0 if there is no chunk."""
+        """Return the logical time of the oldest last use; 0 if there is no chunk."""
         rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
         return int(rows[0][0] or 0)
 
@@ -448,11 +448,11 @@ class IndexReader:
         )
 
     def entries_of_prefix(self, digits: str) -> list[Entry]:
-        """Return the rows whose key, written in hex, begins with ``digits``."""
+        """Return the rows with keys that begin with the hex digits ``digits``."""
         return self._entries("substr(hex(key), 1, ?) = ?", (len(digits), digits.upper()))
 
     def entries_unused_since(self, at: int) -> list[Entry]:
-        """Return the rows of known age that were neither stored nor used since ``at``."""
+        """Return the rows with a known last store or use, if it was before ``at``."""
         return self._entries("stored_at > 0 AND max(stored_at, used_at) < ?", (at,))
 
     def _entries(self, where: str, parameters: _Parameters) -> list[Entry]:

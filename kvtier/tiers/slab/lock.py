@@ -131,7 +131,7 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
 
 
 def passing_holder(directory: Path) -> str:
-    """Return the text of a lock file if its holder will end by itself; else an empty string.
+    """Return the text of a lock file if its holder is temporary; else an empty string.
 
     Such a holder is a tool, or the I/O process of an engine that seems to have died.
 

@@ -133,7 +133,7 @@ class Layout:
 
 
 class Namespace:
-    """A namespace whose lock this object holds.
+    """A namespace, locked by this object.
 
     Attributes:
         directory: Its directory.

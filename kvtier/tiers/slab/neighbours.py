@@ -122,7 +122,7 @@ def find_directories(root: Path, io: BlockIo) -> list[Found]:
 
 
 def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
-    """Return what is known about a namespace; chunks are counted only if it is idle.
+    """Return the known facts about a namespace; chunks are counted only if it is idle.
 
     Args:
         found: The namespace.

@@ -87,7 +87,7 @@ class MovedPiece:
 
 
 def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield the positions of consecutive slots among ``slots``, which are in order.
+    """Yield the positions of each group of consecutive slots among ``slots``.
 
     Args:
         slots: Numbers of slots, ascending.

@@ -176,7 +176,7 @@ class _SlotTable:
         return np.flatnonzero(found)
 
     def checksums(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
-        """Return the checksums of ``slots``, whose content must be known."""
+        """Return the checksums of ``slots``; their content must be known."""
         listed: list[int] = self._checksums[slots].tolist()
         return listed
 
@@ -294,7 +294,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
 
     def _load_part_hashes(self, parts: int) -> StoredPartHashes:
-        """Return the stored part hashes; none (logged) if the index cannot keep part hashes."""
+        """Return the stored part hashes; if the index cannot keep any, warn and return none."""
         self._keeps_part_hashes = False
         if not parts:
             return NO_PART_HASHES

@@ -204,7 +204,7 @@ def _classify(
 def _unchanged(
     suspects: Sequence[BadChunk], found: Verification, reader: IndexReader, checker: _Checker
 ) -> list[BadChunk]:
-    """Check ``suspects`` again; return those with an unchanged row that are still bad."""
+    """Check ``suspects`` again; return the bad chunks with unchanged rows."""
     left: list[BadChunk] = []
     for suspect in suspects:
         slot = suspect.entry.slot
