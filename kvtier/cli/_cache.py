@@ -24,10 +24,8 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.explain import explained, missing_cache
+from kvtier.tiers.slab.index_reader import Entry, IndexReader, Order
 from kvtier.tiers.slab.inspect import (
-    Entry,
-    IndexReader,
-    Order,
     StoredNamespace,
     find_namespaces,
     holder_of,

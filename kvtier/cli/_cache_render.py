@@ -16,7 +16,8 @@ from rich.text import Text
 from kvtier.cli._render import make_table, show_prose, show_table
 from kvtier.keys import group_of, short_key
 from kvtier.printable import printable
-from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
+from kvtier.tiers.slab.index_reader import Entry, Totals
+from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.maintain import CompactedIndex
 from kvtier.tiers.slab.verify import Verification
 from kvtier.units import approximate_duration, approximate_rate, approximate_size

@@ -24,15 +24,17 @@ from kvtier.config._models import (
     EngineConfig,
     IdentityConfig,
     KvtierConfig,
-    LocalDirectory,
-    NvmeTierConfig,
     PlacementConfig,
-    RamTierConfig,
-    Remark,
-    TierConfig,
     TraceConfig,
     TransferConfig,
     check_chunk_fits,
+)
+from kvtier.config._tiers import (
+    LocalDirectory,
+    NvmeTierConfig,
+    RamTierConfig,
+    Remark,
+    TierConfig,
     slot_nbytes,
 )
 from kvtier.config._yaml import Origin

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvtier.config._models import KvtierConfig, NvmeTierConfig, RamTierConfig, TierConfig
+from kvtier.config._models import KvtierConfig
+from kvtier.config._tiers import NvmeTierConfig, RamTierConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.named_classes import CLASS_PATTERN, NamedClasses
 from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS

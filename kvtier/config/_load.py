@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvtier.config._kinds import TIERS, options_of
-from kvtier.config._models import NAME_PATTERN, KvtierConfig, TierConfig
+from kvtier.config._models import KvtierConfig
+from kvtier.config._tiers import NAME_PATTERN, TierConfig
 from kvtier.config._yaml import Origin, read_yaml
 from kvtier.errors import ConfigError, did_you_mean
 from kvtier.named_classes import CLASS_PATTERN, NamedClasses

@@ -15,7 +15,8 @@ from kvtier.errors import ConfigError
 from kvtier.printable import printable
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.explain import explained
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.vllm.identity import model_identity
 
 __all__ = [

@@ -11,7 +11,8 @@ from kvtier.config import KvtierConfig, NvmeTierConfig
 from kvtier.doctor.rates import measure_directory
 from kvtier.errors import KvtierError
 from kvtier.tiers.slab.explain import explained
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.verify import verify

@@ -15,7 +15,8 @@ from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from tests.support.faulty_tier import FaultyTier
 from tests.support.memory_tier import MemoryMedium, MemoryTier

@@ -25,7 +25,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.vllm.offline import EngineSetup
 from kvtier.warmup import (
     BlockHasher,

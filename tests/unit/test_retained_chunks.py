@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from tests.unit.cache_shell import Shell
 from tests.unit.stores import KEYS, Store

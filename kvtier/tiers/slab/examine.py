@@ -15,12 +15,8 @@ from kvtier.config import NvmeTierConfig, Remark, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import Fields, TierExamination
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import (
-    StoredNamespace,
-    find_other_version,
-    present_holder,
-    root_locked,
-)
+from kvtier.tiers.slab.index_reader import find_other_version
+from kvtier.tiers.slab.inspect import StoredNamespace, present_holder, root_locked
 from kvtier.tiers.slab.lock import Patience, is_tool
 from kvtier.tiers.slab.namespace import INDEX, nbytes_of
 from kvtier.tiers.slab.neighbours import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, LazyRecords
+from kvtier.tiers.slab.index_reader import Entry
 from kvtier.tiers.slab.inspect import (
-    Entry,
     StoredNamespace,
     holder_of,
     index_nbytes,

@@ -16,7 +16,8 @@ from kvtier.config import Remark
 from kvtier.errors import CacheDamagedError
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import WAL, StoredNamespace, count_chunks
+from kvtier.tiers.slab.index_reader import count_chunks
+from kvtier.tiers.slab.inspect import WAL, StoredNamespace
 from kvtier.tiers.slab.lock import LOCK, is_tool, last_opened, passing_holder, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,

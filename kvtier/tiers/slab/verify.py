@@ -18,7 +18,8 @@ from typing import Final
 
 from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
-from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
+from kvtier.tiers.slab.index_reader import Entry, IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,

@@ -137,7 +137,7 @@ def test_a_tier_that_cannot_be_made_leaves_nothing_open(
     close(open_tier())
     before = held()
     with monkeypatch.context() as patch:
-        patch.setattr(slab, "_SlotTable", fail)
+        patch.setattr(slab, "SlotTable", fail)
         with pytest.raises(MemoryError):
             open_tier()
     assert held() == before

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from kvtier.errors import CacheLockedError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab import opening
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import FILES, INDEX, SLOTS
 from tests.support.faulty_io import Fault, FaultyIo
