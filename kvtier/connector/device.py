@@ -38,7 +38,7 @@ from kvtier.connector.metadata import GdsSpec
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.copiers import open_copier
-from kvtier.memory.copy import plan_copy
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
@@ -56,7 +56,8 @@ from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
-    from kvtier.memory.copy import BlockCopyPlan, Indices, KVBlocks
+    from kvtier.memory.copy import KVBlocks
+    from kvtier.memory.copy_plan import BlockCopyPlan, Indices
     from kvtier.memory.gds import GdsLoader
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]

@@ -37,7 +37,7 @@ from kvtier.logs import get_logger
 from kvtier.types import JobId, Outcome, Purpose
 
 if TYPE_CHECKING:
-    from kvtier.memory.copy import BlockCopyPlan
+    from kvtier.memory.copy_plan import BlockCopyPlan
 
 __all__ = ["ConnectorWorker"]
 

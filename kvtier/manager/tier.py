@@ -103,11 +103,8 @@ class TierState:
 
     def resident(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
         """Return the resident copies of ``keys``."""
-        return [
-            copy
-            for copy in map(self.copies.get, keys)
-            if copy is not None and copy.state == _RESIDENT
-        ]
+        found = map(self.copies.get, keys)
+        return [copy for copy in found if copy is not None and copy.state == _RESIDENT]
 
     def snapshot(self, *, quarantined: int = 0) -> TierSnapshot:
         """Return the current state of the tier, and a copy of its counters."""
@@ -448,8 +445,7 @@ class TierState:
         for copy in copies:
             copy.state = _RESIDENT
             copy.pins = pins = copy.pins - 1
-            if pins:
-                pinned += 1
+            pinned += pins > 0
         return len(copies) - pinned
 
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:

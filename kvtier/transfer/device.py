@@ -18,7 +18,8 @@ from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome, SlotFileId
 
 if TYPE_CHECKING:
-    from kvtier.memory.copy import BlockCopyPlan, Copier
+    from kvtier.memory.copy import Copier
+    from kvtier.memory.copy_plan import BlockCopyPlan
     from kvtier.memory.gds import GdsStoreHasher
     from kvtier.memory.part_hashes import Hashes
     from kvtier.memory.streams import Fence

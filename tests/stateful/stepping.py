@@ -19,7 +19,8 @@ from typing_extensions import override
 from kvtier.connector import device, service
 from kvtier.memory import HostRegion
 from kvtier.memory.control import ControlBlock
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+from kvtier.memory.copy import BlockCopier
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import TransferEngine, engine, routes, runner
 from kvtier.transfer import device as device_routes

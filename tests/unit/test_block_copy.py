@@ -17,7 +17,8 @@ from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
 from kvtier.memory.copiers import open_copier
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, copy_between, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks, copy_between
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence
 from kvtier.os.iopool import IoPool

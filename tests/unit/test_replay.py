@@ -20,7 +20,8 @@ from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, TierConfig, parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import CostModel, LoadChoice, SkipCause
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+from kvtier.memory.copy import BlockCopier
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
 from kvtier.replay import _replay as replay_module

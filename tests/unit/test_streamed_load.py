@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from kvtier.errors import KvtierError
 from kvtier.memory import ControlBlock
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
+from kvtier.memory.copy import BlockCopier
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
