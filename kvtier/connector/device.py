@@ -71,6 +71,9 @@ _POOLS_S: Final = 1.0
 _GDS: Final = "gds"
 """Source tier of load jobs in which some chunks are read from an NVMe tier."""
 _UNBOUNDED: Final = 1 << 62
+_NO_LIMITS: Final = EngineLimits(
+    queued_bytes=_UNBOUNDED, running_bytes=_UNBOUNDED, breaker_failures=_UNBOUNDED
+)
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
 
@@ -198,16 +201,8 @@ class DeviceEngine:
             reads = GdsLoad(gds, loads, control, rank=rank, reader=reader, pool=load)
             routes[_GDS, "gpu"] = reads
             self._waiting.append(reads)
-        return TransferEngine(
-            f"device-{rank}",
-            routes,
-            chunk_nbytes=self._chunk_nbytes,
-            limits=EngineLimits(
-                queued_bytes=_UNBOUNDED,
-                running_bytes=_UNBOUNDED,
-                breaker_failures=_UNBOUNDED,
-            ),
-        )
+        name = f"device-{rank}"
+        return TransferEngine(name, routes, chunk_nbytes=self._chunk_nbytes, limits=_NO_LIMITS)
 
     def plan(
         self,

@@ -127,10 +127,7 @@ class DirectoryExaminer:
             try:
                 found = examine_tier(tier, self.identity)
             except (ConfigError, OSError) as error:
-                reason, _, remedy = str(error).partition("; ")
-                remedy = remedy or "run this as the user that runs the engine"
-                key = f"tiers[{number}].{store.key}"
-                yield Finding(f"{tier.name}: cache", Status.PROBLEM, reason, remedy, key)
+                yield _unreadable(tier.name, f"tiers[{number}].{store.key}", error)
                 continue
             if found is None:
                 continue
@@ -161,6 +158,22 @@ class DirectoryExaminer:
                 yield Finding(f"{tier.name}: cache", Status.NOTE, f"in use by {holder}", remedy)
 
 
+def _unreadable(tier: str, key: str, error: Exception) -> Finding:
+    """Return the finding for a cache that cannot be examined."""
+    reason, _, remedy = str(error).partition("; ")
+    remedy = remedy or "run this as the user that runs the engine"
+    return Finding(f"{tier}: cache", Status.PROBLEM, reason, remedy, key)
+
+
+def _describe_need(tier: TierConfig, stores: Sequence[TierExamination]) -> str:
+    """Return the disk space that ``tier`` needs for all ranks, in words."""
+    needed = approximate_size(tier.capacity_bytes * len(stores))
+    needed = f"{len(stores)} ranks need {needed}" if len(stores) > 1 else f"needs {needed}"
+    if index_nbytes := sum(store.index_nbytes for store in stores):
+        needed = f"{needed} and {approximate_size(index_nbytes)} for the index"
+    return needed
+
+
 def _check_room(
     number: int, tier: TierConfig, stores: Sequence[TierExamination], disk: _Disk
 ) -> Finding:
@@ -168,15 +181,11 @@ def _check_room(
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]
-    needed = approximate_size(tier.capacity_bytes * len(stores))
-    needed = f"{len(stores)} ranks need {needed}" if len(stores) > 1 else f"needs {needed}"
-    if index_nbytes := sum(store.index_nbytes for store in stores):
-        needed = f"{needed} and {approximate_size(index_nbytes)} for the index"
     left_nbytes = min(frees, default=1 << 62) - disk.nbytes - needed_nbytes
     room_nbytes = max(left_nbytes + needed_nbytes + reclaimed_nbytes, 0)
     has_nbytes = room_nbytes + sum(store.own_nbytes for store in stores)
     room = approximate_size(has_nbytes) if frees else "an unknown room"
-    reason = f"{needed}; the disk has {room}"
+    reason = f"{_describe_need(tier, stores)}; the disk has {room}"
     if disk.tiers:
         reason = f"{reason} beside {' and '.join(disk.tiers)}"
     disk.nbytes += needed_nbytes

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
 from kvtier.connector.build import build_manager, build_tiers
-from kvtier.manager import TierState
+from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.sim._batching_engine import BatchingEngine, StepModel
 from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus
 from kvtier.sim._sequential_engine import SequentialEngine
@@ -176,36 +177,8 @@ def simulate_cache(
     model = model or default_time_model(config, trace)
     slot_bytes = slot_nbytes(chunk_bytes)
     tiers = build_tiers(config, [tier.capacity_bytes // slot_bytes for tier in config.tiers])
-    slot_status = ReliableSlotStatus()
-    manager = build_manager(
-        config,
-        tiers,
-        slot_nbytes=slot_bytes,
-        chunk_tokens=trace.chunk_tokens,
-        slot_status=slot_status,
-        record_events=False,
-        track_reuse=False,
-    )
-    engine_type: type[Engine[Any]] = (
-        BatchingEngine if isinstance(model, StepModel) else SequentialEngine
-    )
-    engine = engine_type(
-        manager,
-        model=model,
-        transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes),
-        slot_status=slot_status,
-        chunk_tokens=trace.chunk_tokens,
-        retain_s=config.placement.retain_s or 0.0,
-    )
-    waits = np.zeros(trace.requests)
-    saved = 0
-    for done, request in enumerate(engine.serve(_requests(trace)), start=1):
-        for error in manager.policy_errors:
-            raise error
-        waits[request.number] = request.first_token_s - request.arrival_s
-        saved += min(request.hits * trace.chunk_tokens, request.tokens)
-        if progress is not None and not done % 256:
-            progress(done / trace.requests)
+    manager, engine = _make_engine(config, tiers, model, slot_bytes, trace.chunk_tokens)
+    waits, saved = _serve(engine, manager, trace, progress)
     seconds = time.perf_counter() - begun
     results = _tier_results(config, tiers, trace, slot_bytes)
     slower = results[1:]
@@ -248,6 +221,60 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
             session=sessions[number],
             output_tokens=outputs[number],
         )
+
+
+def _make_engine(
+    config: KvtierConfig,
+    tiers: Sequence[TierState],
+    model: TimeModel,
+    slot_bytes: int,
+    chunk_tokens: int,
+) -> tuple[TieredOffloadingManager, Engine[Any]]:
+    """Return a simulated engine and its manager."""
+    slot_status = ReliableSlotStatus()
+    manager = build_manager(
+        config,
+        tiers,
+        slot_nbytes=slot_bytes,
+        chunk_tokens=chunk_tokens,
+        slot_status=slot_status,
+        record_events=False,
+        track_reuse=False,
+    )
+    engine_type: type[Engine[Any]] = (
+        BatchingEngine if isinstance(model, StepModel) else SequentialEngine
+    )
+    return manager, engine_type(
+        manager,
+        model=model,
+        transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes),
+        slot_status=slot_status,
+        chunk_tokens=chunk_tokens,
+        retain_s=config.placement.retain_s or 0.0,
+    )
+
+
+def _serve(
+    engine: Engine[Any],
+    manager: TieredOffloadingManager,
+    trace: Trace,
+    progress: Progress | None,
+) -> tuple[npt.NDArray[np.float64], int]:
+    """Serve the requests of ``trace``.
+
+    Returns:
+        The time to the first token of each request, and the number of loaded tokens.
+    """
+    waits = np.zeros(trace.requests)
+    saved = 0
+    for done, request in enumerate(engine.serve(_requests(trace)), start=1):
+        for error in manager.policy_errors:
+            raise error
+        waits[request.number] = request.first_token_s - request.arrival_s
+        saved += min(request.hits * trace.chunk_tokens, request.tokens)
+        if progress is not None and not done % 256:
+            progress(done / trace.requests)
+    return waits, saved
 
 
 def _peak_load(trace: Trace, model: TimeModel) -> float:

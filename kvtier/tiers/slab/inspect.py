@@ -74,13 +74,8 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     Raises:
         ConfigError: There is no namespace; the message says which path to give instead.
     """
-    try:
+    with _readable(path):
         candidates = _candidates(path)
-    except PermissionError as error:
-        raise ConfigError(_not_ours_to_read(path, error)) from error
-    except OSError as error:
-        remedy = "give the path of an nvme tier"
-        raise ConfigError(f"{_shown(path)}: {error.strerror}; {remedy}") from error
     path = path.resolve()
     found = _with_layouts(candidates)
     if not found:
@@ -92,6 +87,18 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
         names = ", ".join(space.name for space in found)
         raise ConfigError(f"{_shown(path)} has no namespace {name}; it has {names}")
     return chosen
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Convert errors of reading ``path`` in the body into a ConfigError with a remedy."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigError(_not_ours_to_read(path, error)) from error
+    except OSError as error:
+        remedy = "give the path of an nvme tier"
+        raise ConfigError(f"{_shown(path)}: {error.strerror}; {remedy}") from error
 
 
 def _candidates(path: Path) -> list[Path]:

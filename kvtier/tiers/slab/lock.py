@@ -147,6 +147,12 @@ def is_tool(holder: str) -> bool:
     return holder.endswith(_TOOL)
 
 
+def _holder_text(owner_pid: int, *, tool: bool) -> str:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
+    return f"{text}{_TOOL if tool else ''}\n"
+
+
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
     """Write the holder's name into the lock file of ``directory``, which the caller has locked.
 
@@ -162,9 +168,7 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
     Raises:
         OSError: The file system failed.
     """
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
-    data = f"{text}{_TOOL if tool else ''}\n".encode()
+    data = _holder_text(owner_pid, tool=tool).encode()
     opened_ns = last_opened(directory)
     fd = io.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
     try:

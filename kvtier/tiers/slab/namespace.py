@@ -308,6 +308,19 @@ class Namespace:
         _sync_directory(self._io, self.directory)
 
 
+def _make_root(tier: str, root: Path, io: BlockIo) -> None:
+    """Create ``root`` unless it is a directory already."""
+    try:
+        io.make_directory(root)
+    except FileExistsError:
+        if not root.is_dir():
+            raise ConfigError(_no_directory(tier, root)) from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
+        ) from None
+
+
 @contextlib.contextmanager
 def open_root(
     tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
@@ -319,15 +332,7 @@ def open_root(
         CacheLockedError: Another process held the lock for longer than ``patience``.
         OSError: The file system failed.
     """
-    try:
-        io.make_directory(root)
-    except FileExistsError:
-        if not root.is_dir():
-            raise ConfigError(_no_directory(tier, root)) from None
-    except FileNotFoundError:
-        raise ConfigError(
-            f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
-        ) from None
+    _make_root(tier, root, io)
     if exposure := find_exposure(root):
         raise ConfigError(f"tier {tier}: {exposure.problem}; {exposure.remedy}")
     fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)

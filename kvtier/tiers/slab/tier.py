@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
@@ -287,18 +287,15 @@ class SlabTier(StorageTier, PartHashKeeper):
         pieces = plan_pieces(batch.slots, held, slots_per_piece=self._per_piece(len(held)))
 
         # Checksums are read before the first await, so bytes written meanwhile do not verify.
-        calls = [
-            functools.partial(
-                read_piece,
-                self._store.file,
-                batch.buffers(piece),
-                self._table.checksums(batch.slots[piece.chunks]),
-                self._digest,
-            )
-            for piece in pieces
-        ]
+        calls = [self._call_to_read(batch, piece) for piece in pieces]
         batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
+
+    def _call_to_read(self, batch: _Batch, piece: Piece) -> Callable[[], MovedPiece]:
+        """Return the blocking call that reads and verifies ``piece`` of ``batch``."""
+        checksums = self._table.checksums(batch.slots[piece.chunks])
+        buffers = batch.buffers(piece)
+        return functools.partial(read_piece, self._store.file, buffers, checksums, self._digest)
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
