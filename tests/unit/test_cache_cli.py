@@ -24,7 +24,7 @@ from tests.unit.stores import KEYS, SLOT, SLOTS, Store
 
 
 class TestStat:
-    def test_it_says_whose_the_store_is_and_what_is_in_it(
+    def test_stat_says_who_owns_a_cache_and_what_it_holds(
         self, shell: Shell, store: Store
     ) -> None:
         before = int(time.time())  # noqa: TID251 - the index keeps wall-clock times

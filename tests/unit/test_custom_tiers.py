@@ -122,7 +122,7 @@ class TestByClass:
         assert tier.capacity_slots == (2 << 20) // SLOT
         await tier.aclose()
 
-    async def test_such_a_tier_may_have_a_process_of_its_own(
+    async def test_a_tier_by_class_may_have_a_process_of_its_own(
         self, tmp_path: Path, context: TierContext
     ) -> None:
         paths = {name: tmp_path / name for name in ("path", "plan", "ledger")}

@@ -186,7 +186,7 @@ class TestMarks:
 
 
 class TestRemovalLog:
-    def test_it_keeps_the_newest_and_stays_within_its_bytes(
+    def test_the_removal_log_keeps_the_newest_and_stays_within_its_bytes(
         self, database: IndexDatabase, tmp_path: Path
     ) -> None:
         batch = np.arange(100_000, dtype=np.uint64)

@@ -335,7 +335,7 @@ async def test_a_reset_that_can_do_neither_says_so_and_serves_nothing_old(
     assert await harness.reopen() == []
 
 
-async def test_so_many_uses_are_kept_without_waiting_for_a_write(
+async def test_many_uses_are_recorded_without_waiting_for_a_write(
     open_harness: OpenHarness, io: FaultyIo, pool: IoPool, slots_path: Path
 ) -> None:
     slots = 4100

@@ -67,7 +67,7 @@ def test_taking_begins_a_new_interval() -> None:
     assert taken.by_type.keys() == {"gpu_to_ram"}
 
 
-def test_they_cross_a_process_boundary() -> None:
+def test_transfers_cross_a_process_boundary() -> None:
     transfers = recorded((STORE, 10, 0.5), (LOAD, 7, 2))
     assert pickle.loads(pickle.dumps(transfers)) == transfers
 
