@@ -10,8 +10,8 @@
      +- CudaError                a call of the CUDA driver failed
      +- TierError                a tier could not do its work; has .tier
          +- TierUnavailableError the medium failed or did not answer
-         +- StoreLockedError     another process owns the store; has .holder
-         +- StoreDamagedError    the store's files are missing, foreign or inconsistent
+         +- CacheLockedError     another process owns the cache; has .holder
+         +- CacheDamagedError    the cache's files are missing, foreign or inconsistent
 
 A miss is not an error: it is a value.
 """
@@ -22,13 +22,13 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CacheDamagedError",
+    "CacheLockedError",
     "CapacityError",
     "ClosedError",
     "ConfigError",
     "CudaError",
     "KvtierError",
-    "StoreDamagedError",
-    "StoreLockedError",
     "TierError",
     "TierUnavailableError",
     "UnsupportedError",
@@ -82,8 +82,8 @@ class TierUnavailableError(TierError):
     """The medium failed, or did not answer in time."""
 
 
-class StoreLockedError(TierError):
-    """Another process owns the store.
+class CacheLockedError(TierError):
+    """Another process owns the cache.
 
     Attributes:
         holder: Owner named in the lock file, such as ``pid 4711 on host a``.
@@ -94,12 +94,12 @@ class StoreLockedError(TierError):
         tier: str,
         path: object,
         holder: str,
-        remedy: str = "one engine at a time may write a store: stop the other engine or give "
+        remedy: str = "one engine at a time may write a cache: stop the other engine or give "
         "this one another path",
     ) -> None:
         super().__init__(tier, f"{path} is in use by {holder}; {remedy}")
         self.holder = holder
 
 
-class StoreDamagedError(TierError):
-    """The store's own files are missing, foreign or inconsistent."""
+class CacheDamagedError(TierError):
+    """The cache's own files are missing, foreign or inconsistent."""

@@ -54,7 +54,7 @@ class NamedClasses:
         return None
 
     def find(self, name: str) -> Any:  # noqa: ANN401 - may be of another package
-        """Return what is called ``name``.
+        """Return the class called ``name``.
 
         Args:
             name: A built-in name, a registered name of an installed package, or

@@ -36,7 +36,7 @@ _COMMANDS: Final = {
     "schema": ("_commands:print_schema", "Print the JSON Schema of configuration files."),
     "warmup": ("_warmup:warmup", "Compute known prompts and store their KV."),
     "replay": ("_replay:replay", "Replay TRACE through real tiers, beside a simulation."),
-    "cache": ("_cache:cache", "Inspect, clean and ship the store of an NVMe tier."),
+    "cache": ("_cache:cache", "Inspect, clean and ship the cache of an NVMe tier."),
     "sim": ("_sim:sim_app", "Simulate traces against policies and configurations."),
     "trace": ("_trace:trace_app", "Describe, convert and generate traces."),
 }

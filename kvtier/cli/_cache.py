@@ -1,4 +1,4 @@
-"""``kvtier cache``: inspect and clean a store."""
+"""``kvtier cache``: inspect and clean a cache."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
-from kvtier.tiers.slab.explain import explained, missing_store
+from kvtier.tiers.slab.explain import explained, missing_cache
+from kvtier.tiers.slab.index_reader import Entry, IndexReader, Order
 from kvtier.tiers.slab.inspect import (
-    Entry,
-    IndexReader,
-    Order,
     StoredNamespace,
     find_namespaces,
     holder_of,
@@ -50,7 +48,7 @@ from kvtier.units import parse_duration
 
 __all__ = ["cache"]
 
-cache = Commands(name="cache", help="Inspect, clean and ship the store of an NVMe tier.")
+cache = Commands(name="cache", help="Inspect, clean and ship the cache of an NVMe tier.")
 cache.command()(coverage)
 
 _ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
@@ -106,7 +104,7 @@ class _Selection:
 
 @cache.command()
 def stat(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
-    """Print what a store holds and who uses it.
+    """Print what a cache holds and who uses it.
 
     Only reads, and may run beside an engine.
     """
@@ -130,7 +128,7 @@ def ls(
     ] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List the chunks of a store.
+    """List the chunks of a cache.
 
     Only reads, and may run beside an engine.
     """
@@ -198,7 +196,7 @@ def explain(
     namespace: Only = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print where a chunk is, or why it is gone.
+    """Print where a chunk is, or why it was removed.
 
     Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
     gone. Only reads, and may run beside an engine.
@@ -233,7 +231,7 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove chunks from a store that no engine uses.
+    """Remove chunks from a cache that no engine uses.
 
     Give keys, --older-than or --all. The slots are free at the engine's next start; the files
     keep their size. Without --yes the command shows what it would remove and asks.
@@ -253,9 +251,9 @@ def evict(  # noqa: PLR0913 - each is an option of the command
 
 @cache.command()
 def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
-    """Remove unused space from the index of a store.
+    """Remove unused space from the index of a cache.
 
-    Rewrites the whole index. Stop the engine that uses the store first.
+    Rewrites the whole index. Stop the engine that uses the cache first.
     """
     spaces = filled(find_namespaces(directory, namespace))
     done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
@@ -300,7 +298,7 @@ def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
     if not lost:
         return ""
     if not path.exists():
-        return missing_store(path)
+        return missing_cache(path)
     return (
         f"{path} ends before {lost:,} of the chunks; an engine would start without them; "
         "if this is a copy, make it again"

@@ -16,7 +16,8 @@ from rich.text import Text
 from kvtier.cli._render import make_table, show_prose, show_table
 from kvtier.keys import group_of, short_key
 from kvtier.printable import printable
-from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
+from kvtier.tiers.slab.index_reader import Entry, Totals
+from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.maintain import CompactedIndex
 from kvtier.tiers.slab.verify import Verification
 from kvtier.units import approximate_duration, approximate_rate, approximate_size
@@ -262,7 +263,7 @@ def show_removal(console: Console, chosen: _Chosen) -> None:
 
 
 def removal_document(chosen: _Chosen) -> dict[str, Any]:
-    """Return what was removed as plain values."""
+    """Return the removed chunks as plain values."""
     return {
         "namespaces": [
             {

@@ -93,9 +93,9 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
     limit: BadLimit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Copy the chunks of a store into an archive.
+    """Copy the chunks of a cache into an archive.
 
-    Only reads the store, and may run beside an engine. Run the command again after an
+    Only reads the cache, and may run beside an engine. Run the command again after an
     interrupt, or later: it writes what the archive lacks. Exits with 1 if a chunk is bad.
     """
     space = _one_of(filled(find_namespaces(directory, namespace)), directory)
@@ -131,18 +131,18 @@ def import_cache(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="What the chunks may take, such as the tier's capacity; without it a store "
+            help="What the chunks may take, such as the tier's capacity; without it a cache "
             "keeps its size, and a new one gets that of the archive.",
         ),
     ] = None,
     limit: BadLimit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Copy the chunks of an archive into a store.
+    """Copy the chunks of an archive into a cache.
 
-    No engine may use the store. Nothing is evicted: if room is short, the most recently used
+    No engine may use the cache. Nothing is evicted: if room is short, the most recently used
     chunks of the archive are copied. Run the command again after an interrupt: it copies what
-    the store lacks. Exits with 1 if a part of the archive is damaged.
+    the cache lacks. Exits with 1 if a part of the archive is damaged.
     """
     capacity_bytes = None if capacity is None else quantity("--capacity", capacity, parse_size)
     with _resumable():

@@ -29,7 +29,7 @@ class ExportReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether chunks of the store are bad, or none of the given keys is in the store."""
+        """Whether chunks of the cache are bad, or none of the given keys is in the cache."""
         return bool(self.found.bad) or self._finds_nothing
 
     @property
@@ -109,7 +109,7 @@ class ImportReport:
         found = self.found
         return [
             _moved("imported", found.chunks, self.layout, self.seconds),
-            *_counted(found.present, "the store had already"),
+            *_counted(found.present, "the cache had already"),
             *_counted(found.left_out, "have no room; --capacity gives more"),
             *_listed("damaged", list(map(str, found.damaged)), limit),
             f"into {printable(str(found.directory))}",

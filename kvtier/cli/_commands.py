@@ -60,15 +60,15 @@ def vllm_args(
     """Print the vLLM arguments that load kvtier with FILE.
 
     Append the line, which is quoted for a shell, to 'vllm serve MODEL'. Exits with 2 if another
-    engine has the store open, or if the engine would refuse to start with the store.
+    engine has the cache open, or if the engine would refuse to start with the cache.
     """
     # Examining stores takes a quarter of a second to import, and `example` needs none of it.
-    from kvtier.doctor import Status, examine_existing_stores  # noqa: PLC0415
+    from kvtier.doctor import Status, examine_existing_caches  # noqa: PLC0415
     from kvtier.vllm.identity import declared_identity  # noqa: PLC0415
 
     chosen = VllmEntryPoint(choice("--entry-point", entry_point, VllmEntryPoint))
     config = resolve_load_path(load_config(file), chosen)
-    stores = examine_existing_stores(config, declared_identity(config, model))
+    stores = examine_existing_caches(config, declared_identity(config, model))
     if problems := stores.lines(Status.PROBLEM):
         raise ConfigError("\n".join(problems))
     for status in (Status.NOTE, Status.WARNING):

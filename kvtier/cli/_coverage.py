@@ -1,4 +1,4 @@
-"""``kvtier cache coverage``: how far prompts would hit in a store."""
+"""``kvtier cache coverage``: how far prompts would hit in a cache."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
     on_bad_line: OnBadLine = "fail",
     as_json: AsJson = False,
 ) -> None:
-    """Print how far prompts would hit in a store.
+    """Print how far prompts would hit in a cache.
 
     Lists the prompts that would compute most. Starts no engine; vLLM is only needed for prompts
     that are not token ids. Only reads, and may run beside an engine.

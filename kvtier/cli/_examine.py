@@ -45,7 +45,7 @@ def check(
 ) -> None:
     """Check whether kvtier can start with FILE on this machine.
 
-    Examines the file, the machine and the stores. Writes and measures nothing. Exits with 1 if
+    Examines the file, the machine and the caches. Writes and measures nothing. Exits with 1 if
     there is a problem, and with 2 if FILE is invalid. Run it as the user that runs the engine.
     """
     _examine(file, ranks, model, None, as_json=as_json)

@@ -57,7 +57,7 @@ EngineModel = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="The engine's --model; identifies the engine's cache in a store.",
+        help="The engine's --model; identifies the engine's cache in a cache directory.",
     ),
 ]
 

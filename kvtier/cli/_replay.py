@@ -106,12 +106,12 @@ def _check_torch() -> None:
 
 
 def _check_beside(config: KvtierConfig) -> None:
-    """Check that the replay can create stores next to the stores of ``config``."""
+    """Check that the replay can create cache directories next to those of ``config``."""
     for number, tier in enumerate(config.tiers):
-        store = tier.local_store()
+        store = tier.local_directory()
         if store is None or os.access(store.path.parent, os.W_OK | os.X_OK):
             continue
-        problem = f"the replay cannot write its stores to {store.path.parent}"
+        problem = f"the replay cannot write its caches to {store.path.parent}"
         remedy = "name a directory whose parent you may write to"
         key = f"tiers[{number}].{store.key}"
         raise ConfigError(config.origin.format_problem(key, problem, remedy, value=store.path))
@@ -119,14 +119,14 @@ def _check_beside(config: KvtierConfig) -> None:
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
     """Measure each disk that is not in ``given``, as ``kvtier doctor`` does; return speeds."""
-    from kvtier.doctor.rates import measure_store  # noqa: PLC0415
+    from kvtier.doctor.rates import measure_directory  # noqa: PLC0415
 
     speeds = {}
     for tier in config.tiers:
-        store = tier.local_store()
+        store = tier.local_directory()
         if store is None or tier.name in given:
             continue
-        rates = measure_store(config, store, seconds=_MEASURE_S)
+        rates = measure_directory(config, store, seconds=_MEASURE_S)
         speeds[tier.name] = TierSpeed(
             rates.read_bytes_per_s, rates.write_bytes_per_s, rates.read_p50_s
         )

@@ -273,7 +273,7 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
     nvme: Annotated[str, typer.Option(metavar="SIZE", help="Disk the cache may take.")],
     chunk_bytes: ChunkBytes = None,
     path: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of the store, on that disk.")
+        Path, typer.Option(metavar="DIR", help="Directory of the cache, on that disk.")
     ] = Path("/var/lib/kvtier"),
     format_name: FormatOption = "auto",
     tokens_per_id: TokensPerId = None,

@@ -24,22 +24,24 @@ from kvtier.config._models import (
     EngineConfig,
     IdentityConfig,
     KvtierConfig,
-    LocalStore,
-    NvmeTierConfig,
     PlacementConfig,
-    RamTierConfig,
-    Remark,
-    TierConfig,
     TraceConfig,
     TransferConfig,
     check_chunk_fits,
-    slot_nbytes,
 )
 from kvtier.config._shared import (
     MooncakeTierConfig,
     ObjectTierConfig,
     SharedDirTierConfig,
     SharedTierConfig,
+)
+from kvtier.config._tiers import (
+    LocalDirectory,
+    NvmeTierConfig,
+    RamTierConfig,
+    Remark,
+    TierConfig,
+    slot_nbytes,
 )
 from kvtier.config._yaml import Origin
 
@@ -52,7 +54,7 @@ __all__ = [
     "Fraction",
     "IdentityConfig",
     "KvtierConfig",
-    "LocalStore",
+    "LocalDirectory",
     "MooncakeTierConfig",
     "NvmeTierConfig",
     "ObjectTierConfig",

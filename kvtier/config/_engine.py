@@ -60,7 +60,7 @@ def _shared_paths(config: KvtierConfig) -> Iterator[str]:
     paths = {
         f"tiers[{number}].{store.key}": store.path
         for number, tier in enumerate(config.tiers)
-        if (store := tier.local_store())
+        if (store := tier.local_directory())
     }
     if config.trace.record is not None:
         paths["trace.record"] = config.trace.record

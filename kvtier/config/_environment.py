@@ -16,7 +16,7 @@ def variable(name: str) -> str | None:
 
 
 def variables(names: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Return sorted (name, value) pairs of the variables whose full names match ``names``."""
+    """Return the variables that ``names`` matches in full, as sorted (name, value) pairs."""
     return sorted(pair for pair in os.environ.items() if names.fullmatch(pair[0]))
 
 

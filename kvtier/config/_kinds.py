@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvtier.config._models import KvtierConfig, NvmeTierConfig, RamTierConfig, TierConfig
+from kvtier.config._models import KvtierConfig
 from kvtier.config._shared import MooncakeTierConfig, ObjectTierConfig, SharedDirTierConfig
+from kvtier.config._tiers import NvmeTierConfig, RamTierConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.named_classes import CLASS_PATTERN, NamedClasses
 from kvtier.policies.registry import ADMISSIONS, EVICTIONS, PLACEMENTS
@@ -66,6 +67,16 @@ def options_of(kind: str) -> type[TierConfig]:
 # as in a file (512MiB, not 536870912); what a model reads and writes is otherwise the same.
 
 
+def _define_tiers(definitions: dict[str, Any]) -> list[dict[str, str]]:
+    """Add the schema of every tier kind to ``definitions``; return references to them."""
+    for kind in TIERS.installed():
+        tier = _tier_schema(kind)
+        definitions.update(tier.pop("$defs", {}))
+        definitions[f"tier-{kind}"] = tier
+    definitions["tier-class"] = _schema_of_classes()
+    return [{"$ref": f"#/$defs/tier-{kind}"} for kind in (*TIERS.installed(), "class")]
+
+
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a file, including every installed tier kind.
 
@@ -75,15 +86,7 @@ def schema() -> dict[str, Any]:
     root = KvtierConfig.model_json_schema(mode="serialization")
     definitions = root["$defs"]
     definitions.pop("TierConfig", None)
-    references = []
-    for kind in TIERS.installed():
-        tier = _tier_schema(kind)
-        definitions.update(tier.pop("$defs", {}))
-        definitions[f"tier-{kind}"] = tier
-        references.append({"$ref": f"#/$defs/tier-{kind}"})
-    definitions["tier-class"] = _schema_of_classes()
-    references.append({"$ref": "#/$defs/tier-class"})
-    root["properties"]["tiers"]["items"] = {"oneOf": references}
+    root["properties"]["tiers"]["items"] = {"oneOf": _define_tiers(definitions)}
     root["properties"]["shadow"]["items"] = EVICTIONS.schema()
     placement = definitions["PlacementConfig"]["properties"]
     placement["policy"] |= PLACEMENTS.schema()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvtier.config._kinds import TIERS, options_of
-from kvtier.config._models import NAME_PATTERN, KvtierConfig, TierConfig
+from kvtier.config._models import KvtierConfig
+from kvtier.config._tiers import NAME_PATTERN, TierConfig
 from kvtier.config._yaml import Origin, read_yaml
 from kvtier.errors import ConfigError, did_you_mean
 from kvtier.named_classes import CLASS_PATTERN, NamedClasses
@@ -55,6 +56,17 @@ def load_config(path: Path | str) -> KvtierConfig:
         ConfigError: The file cannot be read or is invalid; one line per problem.
     """
     source = printable(str(path))
+    raw = _read_file(path, source)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{source}:{line}: not UTF-8 text; save it as UTF-8") from error
+    return parse_config(text, source=source)
+
+
+def _read_file(path: Path | str, source: str) -> bytes:
+    """Return the content of the file at ``path``, which errors name ``source``."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(_MOST_NBYTES + 1)
@@ -69,12 +81,7 @@ def load_config(path: Path | str) -> KvtierConfig:
     if len(raw) > _MOST_NBYTES:
         problem = f"larger than {_MOST_NBYTES >> 10} KiB, too large for a configuration"
         raise ConfigError(f"{source}: {problem}; check the path")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{source}:{line}: not UTF-8 text; save it as UTF-8") from error
-    return parse_config(text, source=source)
+    return raw
 
 
 def parse_config(text: str, *, source: str) -> KvtierConfig:

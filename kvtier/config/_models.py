@@ -6,20 +6,13 @@ In a file the unit is in the value, in Python it is in the name: ``capacity: 64G
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
-import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     InstanceOf,
     PrivateAttr,
@@ -28,7 +21,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from typing_extensions import override
 
 from kvtier.config._fields import (
     Duration,
@@ -39,233 +31,34 @@ from kvtier.config._fields import (
     path_problem,
     refusal,
 )
+from kvtier.config._section import Section
+from kvtier.config._tiers import (
+    LocalDirectory,
+    NvmeTierConfig,
+    RamTierConfig,
+    TierConfig,
+    slot_nbytes,
+)
 from kvtier.config._yaml import Origin
 from kvtier.errors import ConfigError
-from kvtier.os.packages import installed_kvikio
 from kvtier.types import GdsMode
 from kvtier.units import format_size
 
 __all__ = [
-    "NAME_PATTERN",
     "EngineConfig",
     "IdentityConfig",
     "KvtierConfig",
-    "LocalStore",
-    "NvmeTierConfig",
     "PlacementConfig",
-    "RamTierConfig",
-    "Remark",
-    "TierConfig",
     "TraceConfig",
     "TransferConfig",
     "check_chunk_fits",
-    "slot_nbytes",
 ]
-
-
-NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
-"""Names of tiers, for logs and metrics."""
-_SLOT_ALIGNMENT_NBYTES: Final = 4096
-"""A slot is a multiple of this: direct I/O moves whole pages only."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalStore:
-    """A directory of this machine that a tier fills.
-
-    Attributes:
-        path: The directory. The tier creates it if its parent exists.
-        key: The key of the tier's section that names the directory.
-        direct_io: Whether the tier bypasses the page cache; None if unknown.
-    """
-
-    path: Path
-    key: str = "path"
-    direct_io: Literal["auto", "require", "off"] | None = None
-
-
-class Remark(NamedTuple):
-    """A warning about one key of a tier's section."""
-
-    key: str
-    """The key, as a file writes it."""
-    problem: str
-    """What is wrong."""
-    remedy: str
-    """What to do about it."""
-
-
-def _describe_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Describe each field in a model's JSON Schema by the docstring below the field.
-
-    With ``use_attribute_docstrings`` pydantic would read the sources each time the models are
-    imported, which is a tenth of the time that ``kvtier check`` takes.
-    """
-    for owner in model.__mro__:
-        if owner is BaseModel:
-            return
-        try:
-            source = inspect.getsource(owner)
-        except OSError:  # typed into an interpreter
-            continue
-        body = ast.parse(textwrap.dedent(source)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, below in pairwise(body.body):
-            match field, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ) if name in model.model_fields:
-                    key = model.model_fields[name].serialization_alias or name
-                    schema["properties"][key].setdefault("description", inspect.cleandoc(text))
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        populate_by_name=True,
-        json_schema_extra=_describe_fields,
-    )
-
-
-class TierConfig(_Section):
-    """One tier. The ``Options`` of a custom tier derive from this class.
-
-    The commands call the methods. Override a method if its default does not fit.
-    """
-
-    is_shared: ClassVar[bool] = False
-    """Whether the tier is a shared tier (:class:`kvtier.tiers.shared.SharedTier`)."""
-
-    kind: str
-    """`ram`, `nvme`, a kind of an installed package, or `module:Class`."""
-    name: str = Field(
-        default_factory=lambda values: _name_of(values["kind"]), pattern=NAME_PATTERN
-    )
-    """Name in logs and metrics; the kind unless two tiers share it."""
-    capacity_bytes: Size = Field(
-        validation_alias="capacity",
-        serialization_alias="capacity",
-        json_schema_extra={"examples": ["64GiB"]},
-    )
-    """Bytes of chunks the tier may hold; an index comes on top."""
-    eviction: str = "hedged-lhd"
-    """Policy that chooses which chunk to evict, by name or as `module:Class`."""
-
-    @field_validator("capacity_bytes")
-    @classmethod
-    def _capacity_holds_something(cls, nbytes: int) -> int:
-        if nbytes < _SLOT_ALIGNMENT_NBYTES:
-            raise refusal("less than the 4KiB of the smallest slot", "write one such as 64GiB")
-        return nbytes
-
-    def local_store(self) -> LocalStore | None:
-        """Return the directory of this machine that the tier fills; None if there is none.
-
-        By default this is the field ``path`` if its type is ``Path``. The commands check this
-        directory and its disk.
-        """
-        path = getattr(self, "path", None)
-        return LocalStore(path) if isinstance(path, Path) else None
-
-    def has_own_process(self) -> bool:
-        """Return whether the tier runs in a process of its own; by default it does not."""
-        return False
-
-    def retained_share(self) -> float:
-        """Return the share of the tier that retained chunks may fill, 0 to 1; by default 0."""
-        return 0.0
-
-    def remarks(self) -> Iterable[Remark]:
-        """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
-
-        This method may read files of the machine, and may block.
-
-        Raises:
-            ConfigError: The tier cannot work here; the message has a remedy.
-        """
-        return ()
-
-
-class RamTierConfig(TierConfig):
-    """Pinned host memory, always the first tier."""
-
-    kind: str = Field(default="ram", pattern="^ram$")
-    """Pinned host memory."""
-    huge_pages: Literal["auto", "require", "off"] = "auto"
-    """Reserved huge pages (`vm.nr_hugepages`): `auto` if enough are free, `require`, `off`."""
-
-
-class NvmeTierConfig(TierConfig):
-    """A directory on a local file system."""
-
-    kind: str = Field(default="nvme", pattern="^nvme$")
-    """A local disk."""
-    path: FilePath
-    """Absolute directory of the store; kvtier creates it if its parent exists.
-    `{data_parallel_rank}` in the path becomes the engine's data-parallel rank, or 0."""
-    direct_io: Literal["auto", "require", "off"] = "auto"
-    """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
-    durability: Literal["process", "power"] = "process"
-    """Whether chunks survive a killed `process` or also loss of `power` (fsync, slower)."""
-    keep_after_reset: bool = False
-    """Whether chunks stored after a cache reset survive a restart; leave off if weights
-    are updated while the engine runs."""
-    on_mismatch: Literal["refuse", "remove"] = "refuse"
-    """If the cache of another identity leaves too little of `capacity`: `remove` that cache, or
-    `refuse` to start if it was used within `keep_for`."""
-    keep_for_s: Duration = Field(
-        default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
-    )
-    """Time after its last use in which `on_mismatch: refuse` keeps a cache."""
-    retain_quota: Fraction = 0.5
-    """Share of the tier for chunks that `kvtier warmup --retain` keeps until a time."""
-    own_process: bool = True
-    """Read, write and checksum in a separate process, so the engine's is not slowed down."""
-    gds: GdsMode = "off"
-    """Read chunks straight into GPU memory (GPUDirect Storage, needs kvikio): `auto` if all
-    workers can, `require` or refuse to start, `off`. One tier at most."""
-
-    @override
-    def local_store(self) -> LocalStore:
-        return LocalStore(self.path, direct_io=self.direct_io)
-
-    @override
-    def has_own_process(self) -> bool:
-        return self.own_process
-
-    @override
-    def retained_share(self) -> float:
-        return self.retain_quota
-
-    @override
-    def remarks(self) -> Iterable[Remark]:
-        """Return a warning if kvikio is missing and chunks then go through RAM.
-
-        Raises:
-            ConfigError: The installed packages do not suit ``gds``: the engine will not start.
-        """
-        found = () if self.gds == "off" else installed_kvikio()
-        if self.gds == "off" or len(found) == 1:
-            return
-        if found:
-            raise ConfigError(
-                f"gds: {' and '.join(found)} are installed, so the engine will not start; "
-                "keep the one for the CUDA of torch"
-            )
-        missing = "kvikio is not installed, so"
-        remedy = "pip install 'kvtier[gds-cu13]', or gds-cu12 if torch is built for CUDA 12"
-        if self.gds == "require":
-            raise ConfigError(f"gds: {missing} the engine will not start; {remedy}")
-        yield Remark("gds", f"{missing} chunks go through RAM", remedy)
 
 
 _TIERED_KEYS = ("write", "write_after", "promote")
 
 
-class PlacementConfig(_Section):
+class PlacementConfig(Section):
     """Rules for copying chunks between tiers."""
 
     policy: str = "tiered"
@@ -340,7 +133,7 @@ class PlacementConfig(_Section):
         return self
 
 
-class TransferConfig(_Section):
+class TransferConfig(Section):
     """Limits and deadlines of transfers."""
 
     io_threads: int = Field(default=4, ge=1, le=256)
@@ -381,7 +174,7 @@ class TransferConfig(_Section):
         return self
 
 
-class TraceConfig(_Section):
+class TraceConfig(Section):
     """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
 
     record: FilePath | None = None
@@ -395,7 +188,7 @@ class TraceConfig(_Section):
     """Number of files; the oldest is removed first."""
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """Settings for what an engine stores: blocks per chunk, and KV of generated tokens."""
 
     blocks_per_chunk: int = Field(default=1, ge=1, le=65536)
@@ -404,7 +197,7 @@ class EngineConfig(_Section):
     """Store the KV of generated tokens too; conversations of several turns need it."""
 
 
-class IdentityConfig(_Section):
+class IdentityConfig(Section):
     """Values besides model and layout that must be equal for engines to share stored chunks."""
 
     name: Label | None = Field(default=None, min_length=1)
@@ -434,7 +227,7 @@ def _refuse(key: str, problem: str, remedy: str) -> None:
     raise PydanticCustomError("kvtier", "{key}: {problem}; {remedy}", context)
 
 
-class KvtierConfig(_Section):
+class KvtierConfig(Section):
     """A whole configuration."""
 
     tiers: Annotated[
@@ -511,10 +304,10 @@ class KvtierConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _recording_is_not_a_store(self) -> Self:
+    def _recording_is_outside_the_caches(self) -> Self:
         record = self.trace.record
         for number, tier in enumerate(self.tiers):
-            store = tier.local_store()
+            store = tier.local_directory()
             if record and store and _overlap(record, store.path):
                 problem = f"in the path of tiers[{number}], or around it"
                 remedy = "use two directories, neither in the other"
@@ -535,35 +328,21 @@ class KvtierConfig(_Section):
             twin = names.index(tier.name)
             remedy = "add name: to one of them"
             _refuse(f"{key}.name", f"tiers[{twin}] has the same name", remedy)
-        store = tier.local_store()
+        store = tier.local_directory()
         if store is not None:
-            _check_store(store, f"{key}.{store.key}", faster)
+            _check_directory(store, f"{key}.{store.key}", faster)
 
 
-def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> None:
+def _check_directory(store: LocalDirectory, key: str, faster: Iterable[TierConfig]) -> None:
     if (problem := path_problem(store.path)) is not None:
         _refuse(key, *problem)
-    paths = [other.path for tier in faster if (other := tier.local_store())]
+    paths = [other.path for tier in faster if (other := tier.local_directory())]
     if any(_is_one(store.path, path) for path in paths):
         _refuse(key, "another tier has the same path", "use two directories")
 
 
 def _gds_of(tier: TierConfig) -> GdsMode:
     return tier.gds if isinstance(tier, NvmeTierConfig) else "off"
-
-
-def _name_of(kind: str) -> str:
-    """Return the default name of a tier: ``kind``, or only the class of ``module:Class``."""
-    return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind
-
-
-def slot_nbytes(chunk_nbytes: int) -> int:
-    """Return the bytes of a slot for one chunk of ``chunk_nbytes``, all ranks included.
-
-    >>> slot_nbytes(1), slot_nbytes(8192)
-    (4096, 8192)
-    """
-    return -(-chunk_nbytes // _SLOT_ALIGNMENT_NBYTES) * _SLOT_ALIGNMENT_NBYTES
 
 
 def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
 
 from kvtier.config._fields import Duration, FilePath, Label, Size, refusal
-from kvtier.config._models import LocalStore, TierConfig
+from kvtier.config._tiers import LocalDirectory, TierConfig
 
 __all__ = [
     "MooncakeTierConfig",
@@ -133,5 +133,5 @@ class SharedDirTierConfig(SharedTierConfig):
     """Bypass the page cache: `auto` if the file system can, `require` or refuse, `off`."""
 
     @override
-    def local_store(self) -> LocalStore | None:
+    def local_directory(self) -> LocalDirectory | None:
         return None  # other engines use it too: its room and its holders are not ours

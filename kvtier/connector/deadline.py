@@ -8,7 +8,7 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """The end of an operation whose parts share one timeout.
+    """The end of an operation; its parts share one timeout.
 
     Args:
         timeout_s: Seconds from now.

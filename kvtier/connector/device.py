@@ -38,7 +38,7 @@ from kvtier.connector.metadata import GdsSpec
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.copiers import open_copier
-from kvtier.memory.copy import plan_copy
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
@@ -56,7 +56,8 @@ from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
-    from kvtier.memory.copy import BlockCopyPlan, Indices, KVBlocks
+    from kvtier.memory.copy import KVBlocks
+    from kvtier.memory.copy_plan import BlockCopyPlan, Indices
     from kvtier.memory.gds import GdsLoader
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
@@ -70,6 +71,9 @@ _POOLS_S: Final = 1.0
 _GDS: Final = "gds"
 """Source tier of load jobs in which some chunks are read from an NVMe tier."""
 _UNBOUNDED: Final = 1 << 62
+_NO_LIMITS: Final = EngineLimits(
+    queued_bytes=_UNBOUNDED, running_bytes=_UNBOUNDED, breaker_failures=_UNBOUNDED
+)
 """An engine cannot handle a refused job, so the queue accepts every job."""
 
 
@@ -197,16 +201,8 @@ class DeviceEngine:
             reads = GdsLoad(gds, loads, control, rank=rank, reader=reader, pool=load)
             routes[_GDS, "gpu"] = reads
             self._waiting.append(reads)
-        return TransferEngine(
-            f"device-{rank}",
-            routes,
-            chunk_nbytes=self._chunk_nbytes,
-            limits=EngineLimits(
-                queued_bytes=_UNBOUNDED,
-                running_bytes=_UNBOUNDED,
-                breaker_failures=_UNBOUNDED,
-            ),
-        )
+        name = f"device-{rank}"
+        return TransferEngine(name, routes, chunk_nbytes=self._chunk_nbytes, limits=_NO_LIMITS)
 
     def plan(
         self,
@@ -330,7 +326,7 @@ class DeviceEngine:
         return found
 
     def wait(self, job_ids: Collection[JobId]) -> bool:
-        """Wait for the jobs ``job_ids``, whose blocks the engine is about to overwrite.
+        """Wait for the jobs ``job_ids`` before the engine overwrites their blocks.
 
         Unknown ids are ignored. A store that does not end in time is retracted: the store is
         acknowledged later, but its chunks never count as complete.
@@ -476,7 +472,7 @@ def _job(
 
 
 def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
-    """Return the blocks of those chunks whose copy did not succeed."""
+    """Return the blocks of the chunks that were not copied."""
     missing = {
         slot
         for slot, outcome in zip(plan.slots, outcomes, strict=True)

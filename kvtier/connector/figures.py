@@ -237,8 +237,8 @@ class StoreInfo(NamedTuple):
 
     Attributes:
         tier: The tier's name.
-        namespace: Name of the directory within the store for one model and layout.
-        path: The store's directory; empty if the tier has none.
+        namespace: Name of the directory within ``path`` for one model and layout.
+        path: The cache directory; empty if the tier has none.
     """
 
     tier: str

@@ -93,7 +93,7 @@ class GdsSlots:
         """Convert the manager's plan to the message for the workers."""
         return GdsSpec(self._file, tuple(plan.positions), tuple(plan.slots), plan.hashes)
 
-    # -- storage engine -----------------------------------------------------------------------
+    # -- transfer engine ----------------------------------------------------------------------
 
     def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         """Return the part hashes of the chunks in RAM slots; a row is 0 if they are unknown."""

@@ -149,21 +149,16 @@ def parse_groups(
         ValueError: :func:`describe_groups` did not write the values.
     """
     try:
-        groups = tuple(
-            (
-                int(group["index"]),
-                GroupReach(
-                    int(group["chunk_tokens"]),
-                    Reach(group["reach"]),
-                    int(group["window_tokens"]),
-                ),
-            )
-            for group in described
-        )
+        groups = tuple((int(group["index"]), _parse_reach(group)) for group in described)
         (tokens_per_hash,) = {int(group["tokens_per_hash"]) for group in described}
     except (KeyError, TypeError) as error:
         raise ValueError(f"not KV cache groups: {error!r}") from error
     return tokens_per_hash, groups
+
+
+def _parse_reach(group: Mapping[str, str | int]) -> GroupReach:
+    tokens, window_tokens = int(group["chunk_tokens"]), int(group["window_tokens"])
+    return GroupReach(tokens, Reach(group["reach"]), window_tokens)
 
 
 def _layout(group: CacheGroup, options: SchedulerOptions) -> GroupLayout:

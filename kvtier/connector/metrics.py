@@ -77,7 +77,7 @@ class MetricChange(NamedTuple):
 
 
 class _SourcedMetric(NamedTuple):
-    """A metric whose value is an attribute of a tier, a shadow policy or the engine."""
+    """A metric with a value read from an attribute of a tier, a shadow policy or the engine."""
 
     metric: Metric
     field: str

@@ -146,7 +146,7 @@ class Step(NamedTuple):
 
     @property
     def only_generates(self) -> bool:
-        """Whether requests generate one token each and nothing else happens."""
+        """Whether the step only generates one token for each request."""
         scheduled = self.num_scheduled_tokens.values()
         others = (self.started, self.preempted, self.allocated, self.states)
         return max(scheduled, default=0) == 1 and not any(others)

@@ -95,7 +95,7 @@ class TrackedRequest:
         return self.request.kv_transfer_params
 
     def extend_keys(self) -> None:
-        """Add the keys of chunks whose last tokens became known since the last call."""
+        """Add the keys of the chunks that became complete since the last call."""
         hashes = self.request.block_hashes
         known, count = self._known_hashes, len(hashes)
         if known and (count < known or hashes[known - 1] != self._last_hash):

@@ -187,14 +187,14 @@ class ConnectorScheduler:
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return, by tier index, the tokens of a request's last load that the tier provided."""
+        """Return how many tokens of a request's last load each tier provided, by tier index."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 
     # -- steps ---------------------------------------------------------------------------------
 
     def pass_step(self) -> bool:
-        """Return whether a step that only generates starts no job; such a step is then over.
+        """End a step that only generates, if it needs no job; return whether the step ended.
 
         In a step that only generates, each scheduled request computes one token, no request
         starts or is preempted, and no block is allocated. After False, call

@@ -1,10 +1,10 @@
-"""The cache object that a scheduler calls; it joins the manager and the storage engine.
+"""The cache object that a scheduler calls; it joins the manager and a transfer engine.
 
-The *storage engine* is the transfer engine that moves chunks between tiers, on its own thread.
-The service runs in the scheduler's thread, where an exception kills the engine and a wait
-stalls every request. So the service only passes values: results of the storage engine to the
-manager at the start and the end of a step, and the manager's new jobs to the storage engine. An
-unexpected error is counted and treated as a miss, and the first error of each kind is logged.
+The transfer engine moves chunks between tiers, on its own thread. The service runs in the
+scheduler's thread, where an exception kills the engine and a wait stalls every request. So the
+service only passes values: results of the transfer engine to the manager at the start and the
+end of a step, and the manager's new jobs to the transfer engine. An unexpected error is counted
+and treated as a miss, and the first error of each kind is logged.
 """
 
 from __future__ import annotations

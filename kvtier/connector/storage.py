@@ -1,7 +1,4 @@
-"""Opens one engine's tiers, the cache manager, and the *storage engine*.
-
-The storage engine is the transfer engine that moves chunks between the tiers.
-"""
+"""Opens one engine's tiers, the cache manager, and the transfer engine between the tiers."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ __all__ = ["Storage", "open_storage"]
 logger = get_logger(__name__)
 
 _RECORDER_S: Final = 1.0
-"""Seconds reserved for closing the recorder and the threads if the storage engine hangs."""
+"""Seconds reserved for closing the recorder and the threads if the transfer engine hangs."""
 _POOLS_S: Final = 0.25
 """Seconds reserved for closing the threads if the recorder hangs."""
 
@@ -109,7 +106,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     positions: Positions | None = None,
     counting_group: int = 0,
 ) -> Storage:
-    """Open every tier, recover its chunks and start the storage engine.
+    """Open every tier, recover its chunks and start the transfer engine.
 
     Args:
         config: The configuration.
@@ -249,7 +246,7 @@ def _routes(
     tiers: Sequence[StorageTier],
     gds: GdsSlots | None,
 ) -> dict[tuple[str, str], Route]:
-    """Return all routes of the storage engine: from RAM to each tier, back, between tiers."""
+    """Return all routes: from RAM to each tier, back, and between slower tiers."""
     ram, last = config.tiers[0].name, config.tiers[-1]
     routes: dict[tuple[str, str], Route] = {}
     for number, tier in enumerate(tiers, start=1):
@@ -363,5 +360,5 @@ def _retain(
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:
     namespace = fingerprint.namespace()
-    places = [(tier.name, tier.local_store()) for tier in config.tiers]
+    places = [(tier.name, tier.local_directory()) for tier in config.tiers]
     return [StoreInfo(name, namespace, str(at.path) if at else "") for name, at in places]

@@ -56,7 +56,7 @@ class Offer:
         self.places.append((group, first_block))
 
     def source_of(self, accepted: Iterable[ChunkKey]) -> BlockSpec:
-        """Return the blocks of those offered chunks whose keys are in ``accepted``."""
+        """Return the blocks of the offered chunks with keys in ``accepted``."""
         wanted = set(accepted)
         block_ids: list[int] = []
         sizes = [0] * self.groups
@@ -93,7 +93,7 @@ class StoreRules:
         table: AllocatedBlocks,
         states: Iterable[BoundaryState] = (),
     ) -> Offer:
-        """Return those chunks of the first ``tokens`` tokens that have not been offered yet.
+        """Return the chunks of the first ``tokens`` tokens that were not offered yet.
 
         Args:
             tracked: The request.

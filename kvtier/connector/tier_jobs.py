@@ -98,7 +98,7 @@ class TierJobs:
         if not done:
             logger.error(
                 "A tier was not reset durably. This engine serves no old chunks, but a restart "
-                "may: reset again, or remove the store's directory."
+                "may: reset again, or remove the cache directory."
             )
         return done
 

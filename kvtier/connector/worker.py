@@ -37,7 +37,7 @@ from kvtier.logs import get_logger
 from kvtier.types import JobId, Outcome, Purpose
 
 if TYPE_CHECKING:
-    from kvtier.memory.copy import BlockCopyPlan
+    from kvtier.memory.copy_plan import BlockCopyPlan
 
 __all__ = ["ConnectorWorker"]
 
@@ -73,7 +73,7 @@ class ConnectorWorker:
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Submit deferred stores; wait for stores whose blocks are about to be overwritten.
+        """Submit deferred stores; wait for stores that read blocks about to be overwritten.
 
         A store that does not end in time, or is in ``lost_stores``, never counts as whole.
         """
@@ -106,7 +106,7 @@ class ConnectorWorker:
                 self._deferred[job_id] = job
 
     def get_finished(self) -> set[RequestId]:
-        """Return requests whose load ended since the last call, failed loads included."""
+        """Return the requests with loads that ended or failed since the last call."""
         if not self._submitted:
             return set()
         return {

@@ -1,12 +1,12 @@
 """Checks of a configuration and this machine, with or without disk measurements.
 
-``kvtier check`` reads the file, the machine and the stores. ``kvtier doctor`` also writes a
+``kvtier check`` reads the file, the machine and the caches. ``kvtier doctor`` also writes a
 nameless file to each disk and measures it. Both print the same list of findings.
 """
 
 from __future__ import annotations
 
-from kvtier.doctor._examine import Examination, examine, examine_existing_stores
+from kvtier.doctor._examine import Examination, examine, examine_existing_caches
 from kvtier.doctor._findings import Finding, Status
 
-__all__ = ["Examination", "Finding", "Status", "examine", "examine_existing_stores"]
+__all__ = ["Examination", "Finding", "Status", "examine", "examine_existing_caches"]

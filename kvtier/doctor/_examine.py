@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.config import (
     TIERS,
     KvtierConfig,
-    LocalStore,
+    LocalDirectory,
     SharedTierConfig,
     TierConfig,
     has_rank_paths,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.doctor.rates import MeasuredRates
     from kvtier.doctor.shared_rates import SharedRates
 
-__all__ = ["Examination", "examine", "examine_existing_stores"]
+__all__ = ["Examination", "examine", "examine_existing_caches"]
 
 _CHECK: Final = "configuration"
 _SLOWER_TIER_KEYS: Final = (
@@ -95,21 +95,21 @@ def examine(
     """
     numbers = range(ranks) if ranks > 1 else (None,)
     engines = [resolve_rank_paths(config, rank=number) for number in numbers]
-    stores = _stores.StoreExaminer(config, identity or {})
+    stores = _stores.DirectoryExaminer(config, identity or {})
     examiner = _Examiner(config, engines, stores, measure_s, machine or _machine.Machine())
     examiner.run()
     return _with_places(config, examiner.examination)
 
 
-def examine_existing_stores(
+def examine_existing_caches(
     config: KvtierConfig, identity: Mapping[str, str | int]
 ) -> Examination:
-    """Examine only stores that exist on this machine; the engine may run elsewhere."""
+    """Examine only caches that exist on this machine; the engine may run elsewhere."""
     examination = Examination()
-    examiner = _stores.StoreExaminer(config, identity)
+    examiner = _stores.DirectoryExaminer(config, identity)
     for number, tier in enumerate(resolve_rank_paths(config, rank=None).tiers):
-        store = tier.local_store()
-        if store and _stores.store_place(store.path) == store.path:
+        store = tier.local_directory()
+        if store and _stores.directory_place(store.path) == store.path:
             examination.findings.extend(examiner.examine(number, [tier]))
     return _with_places(config, examination)
 
@@ -128,7 +128,7 @@ class _Examiner:
 
     config: KvtierConfig
     engines: Sequence[KvtierConfig]
-    stores: _stores.StoreExaminer
+    stores: _stores.DirectoryExaminer
     measure_s: float | None
     machine: _machine.Machine
     examination: Examination = field(default_factory=Examination)
@@ -162,7 +162,7 @@ class _Examiner:
         return all(finding.status is not Status.PROBLEM for finding in found)
 
     def _examine_tier(self, number: int, tier: TierConfig) -> None:
-        store = tier.local_store()
+        store = tier.local_directory()
         if isinstance(tier, SharedTierConfig):
             if self.measure_s is not None:
                 look = partial(self._measure_shared, tier, self.measure_s)
@@ -175,10 +175,10 @@ class _Examiner:
             self.examination.findings.append(finding)
             return
         sections = [engine.tiers[number] for engine in self.engines]
-        paths = [each.path for section in sections if (each := section.local_store())]
+        paths = [each.path for section in sections if (each := section.local_directory())]
         name, key = f"{tier.name}: directory", f"tiers[{number}].{store.key}"
         usable = self._add(name, lambda: _stores.check_directories(name, key, paths))
-        places = [place for path in paths if (place := _stores.store_place(path))]
+        places = [place for path in paths if (place := _stores.directory_place(path))]
         if not usable or not places:
             return
         look = partial(self.stores.examine, number, sections)
@@ -202,14 +202,14 @@ class _Examiner:
             yield Finding(f"{tier.name}: other ranks", Status.NOTE, reason, remedy)
 
     def _measure(
-        self, number: int, name: str, store: LocalStore, place: Path, seconds: float
+        self, number: int, name: str, store: LocalDirectory, place: Path, seconds: float
     ) -> Iterator[Finding]:
         from kvtier.doctor import rates  # noqa: PLC0415 - `kvtier check` does without it
 
         if store.direct_io is not None:
             key = f"tiers[{number}].direct_io"
             yield rates.check_direct_io(name, place, store.direct_io, key)
-        measured = rates.measure_store(self.config, store, seconds=seconds)
+        measured = rates.measure_directory(self.config, store, seconds=seconds)
         self.examination.rates[name] = measured
         yield from rates.check_rates(name, measured)
 

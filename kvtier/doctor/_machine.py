@@ -85,12 +85,12 @@ class Machine:
 def check_memory(
     ram_nbytes: int, limits: Sequence[MemoryLimit], *, engine_runs: bool
 ) -> Finding:
-    """Check that the RAM tier fits into free memory and leaves some for the engine.
+    """Check that the RAM tier fits into free memory and leaves memory for the engine.
 
     Args:
         ram_nbytes: Bytes of the RAM tiers of all ranks.
         limits: The limits in force.
-        engine_runs: Whether an engine has a store open; its RAM tier may then be in use.
+        engine_runs: Whether an engine has a cache open; its RAM tier may then be in use.
     """
     check, key = "memory", "tiers[0].capacity"
     if not limits:
@@ -216,7 +216,7 @@ def is_exempt_from_cow(place: Path) -> bool:
 
 
 def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Finding:
-    """Check that the file system suits a store.
+    """Check that the file system suits a cache.
 
     Args:
         tier: Name of the tier.

@@ -14,17 +14,17 @@ from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import ConfigError
 from kvtier.os.ownership import find_exposure, holds_foreign_entries
 from kvtier.printable import printable
-from kvtier.tiers.base import Fields, StoreExamination
+from kvtier.tiers.base import Fields, TierExamination
 from kvtier.tiers.registry import examine_tier
 from kvtier.units import approximate_size
 
-__all__ = ["StoreExaminer", "check_directories", "store_place"]
+__all__ = ["DirectoryExaminer", "check_directories", "directory_place"]
 
 _SPARE_NBYTES: Final = 256 << 20
 
 
-def store_place(path: Path) -> Path | None:
-    """Return ``path`` if it exists, else its parent; None if that is not a directory."""
+def directory_place(path: Path) -> Path | None:
+    """Return ``path`` if it exists, else its parent; None if neither is a directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
         return place if place.is_dir() else None
@@ -43,7 +43,7 @@ def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Findi
 
 
 def _obstacle(path: Path) -> tuple[str, str] | None:
-    """Return the problem and the remedy if ``path`` cannot hold a store, else None."""
+    """Return the problem and the remedy if ``path`` cannot hold a cache, else None."""
     try:
         return _path_obstacle(path) or find_exposure(path)
     except OSError as error:  # a directory above may not be entered, or the name is too long
@@ -98,13 +98,13 @@ class _Disk:
 
 
 @dataclass(slots=True)
-class StoreExaminer:
-    """Examines the stores of all tiers, and whether the stores on each disk fit its space.
+class DirectoryExaminer:
+    """Examines the caches of all tiers, and whether the caches on each disk fit its space.
 
     Attributes:
         config: The configuration as read from its file.
         identity: The known part of the engine's identity.
-        engine_runs: Whether an engine has one of the stores open.
+        engine_runs: Whether an engine has one of the caches open.
     """
 
     config: KvtierConfig
@@ -113,24 +113,21 @@ class StoreExaminer:
     _disks: dict[int, _Disk] = field(default_factory=dict)
 
     def examine(self, number: int, tiers: Sequence[TierConfig]) -> Iterator[Finding]:
-        """Yield findings about the stores of one tier and the free space of their disks.
+        """Yield findings about the caches of one tier and the free space of their disks.
 
         Args:
             number: Position of the tier.
             tiers: The tier's section for each data-parallel rank.
         """
-        by_disk = dict[int, list[StoreExamination]]()
+        by_disk = dict[int, list[TierExamination]]()
         for tier in tiers:
-            store = tier.local_store()
-            if store is None or (place := store_place(store.path)) is None:
+            store = tier.local_directory()
+            if store is None or (place := directory_place(store.path)) is None:
                 continue
             try:
                 found = examine_tier(tier, self.identity)
             except (ConfigError, OSError) as error:
-                reason, _, remedy = str(error).partition("; ")
-                remedy = remedy or "run this as the user that runs the engine"
-                key = f"tiers[{number}].{store.key}"
-                yield Finding(f"{tier.name}: cache", Status.PROBLEM, reason, remedy, key)
+                yield _unreadable(tier.name, f"tiers[{number}].{store.key}", error)
                 continue
             if found is None:
                 continue
@@ -141,7 +138,7 @@ class StoreExaminer:
             yield _check_room(number, self.config.tiers[number], stores, disk)
 
     def _report(
-        self, number: int, tier: TierConfig, found: StoreExamination
+        self, number: int, tier: TierConfig, found: TierExamination
     ) -> Iterator[Finding]:
         named = ""
         remarks: Iterable[tuple[Status, Sequence[Remark]]] = (
@@ -161,22 +158,34 @@ class StoreExaminer:
                 yield Finding(f"{tier.name}: cache", Status.NOTE, f"in use by {holder}", remedy)
 
 
+def _unreadable(tier: str, key: str, error: Exception) -> Finding:
+    """Return the finding for a cache that cannot be examined."""
+    reason, _, remedy = str(error).partition("; ")
+    remedy = remedy or "run this as the user that runs the engine"
+    return Finding(f"{tier}: cache", Status.PROBLEM, reason, remedy, key)
+
+
+def _describe_need(tier: TierConfig, stores: Sequence[TierExamination]) -> str:
+    """Return the disk space that ``tier`` needs for all ranks, in words."""
+    needed = approximate_size(tier.capacity_bytes * len(stores))
+    needed = f"{len(stores)} ranks need {needed}" if len(stores) > 1 else f"needs {needed}"
+    if index_nbytes := sum(store.index_nbytes for store in stores):
+        needed = f"{needed} and {approximate_size(index_nbytes)} for the index"
+    return needed
+
+
 def _check_room(
-    number: int, tier: TierConfig, stores: Sequence[StoreExamination], disk: _Disk
+    number: int, tier: TierConfig, stores: Sequence[TierExamination], disk: _Disk
 ) -> Finding:
     """Check that ``stores`` fit on their disk, and count their bytes in ``disk``."""
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]
-    needed = approximate_size(tier.capacity_bytes * len(stores))
-    needed = f"{len(stores)} ranks need {needed}" if len(stores) > 1 else f"needs {needed}"
-    if index_nbytes := sum(store.index_nbytes for store in stores):
-        needed = f"{needed} and {approximate_size(index_nbytes)} for the index"
     left_nbytes = min(frees, default=1 << 62) - disk.nbytes - needed_nbytes
     room_nbytes = max(left_nbytes + needed_nbytes + reclaimed_nbytes, 0)
     has_nbytes = room_nbytes + sum(store.own_nbytes for store in stores)
     room = approximate_size(has_nbytes) if frees else "an unknown room"
-    reason = f"{needed}; the disk has {room}"
+    reason = f"{_describe_need(tier, stores)}; the disk has {room}"
     if disk.tiers:
         reason = f"{reason} beside {' and '.join(disk.tiers)}"
     disk.nbytes += needed_nbytes

@@ -29,7 +29,7 @@ from typing import Final, Literal
 
 from typing_extensions import override
 
-from kvtier.config import KvtierConfig, LocalStore
+from kvtier.config import KvtierConfig, LocalDirectory
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, aligned_buffer
@@ -43,7 +43,7 @@ __all__ = [
     "check_direct_io",
     "check_rates",
     "direct_io_refusal",
-    "measure_store",
+    "measure_directory",
     "measure_tier_rates",
     "milliseconds",
     "time_pieces",
@@ -191,10 +191,12 @@ class MeasuredRates:
     write_pieces: int
 
 
-def measure_store(config: KvtierConfig, store: LocalStore, *, seconds: float) -> MeasuredRates:
+def measure_directory(
+    config: KvtierConfig, store: LocalDirectory, *, seconds: float
+) -> MeasuredRates:
     """Measure the disk of ``store`` as a tier of ``config`` uses it.
 
-    The measured file is in the store's directory, or in its parent if there is no such
+    The measured file is in the cache directory, or in its parent if there is no such
     directory yet. For other arguments and the errors see :func:`measure_tier_rates`.
     """
     transfer = config.transfer

@@ -211,7 +211,7 @@ class Demoter:
         return CopyList.join(taken) if taken else None
 
     def _still_needed(self, listed: CopyList, index: int) -> CopyList:
-        """Return the copies whose chunks tier ``index`` lacks; release the other copies."""
+        """Return the copies of chunks that tier ``index`` lacks; release the other copies."""
         members = self._stack.tiers[index].copies
         if listed.drops == self._ram.drops and members.keys().isdisjoint(listed.keys):
             return listed

@@ -65,7 +65,7 @@ class LoadCost:
 
 
 class LoadEstimate:
-    """A fit of loads from one tier: ``seconds / bytes = start / bytes + rate``.
+    """Estimates the cost of a load from one tier: ``seconds / bytes = start / bytes + rate``.
 
     Attributes:
         is_bound: Whether the fit is only a lower bound, because a load missed its deadline and

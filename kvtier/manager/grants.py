@@ -436,7 +436,7 @@ class Grants:
                 self.withdraw(request, (copy,))
 
     def record_missing(self, copy: ChunkCopy) -> None:
-        """End all grants of a copy whose bytes will not arrive in time."""
+        """End all grants of a copy that will not arrive in time."""
         for request in self._waiters.pop(copy, ()):
             del request.granted[copy]
             self._reduce_pending(request, 1)

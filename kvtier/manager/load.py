@@ -255,16 +255,11 @@ class Loader:
         gds = self._stack.gds
         assert gds is not None
         in_ram = zip(load.origins, loaded, strict=True)
-        origins, answers = [], []
-        for at in range(load.lead):
-            if at in load.reads:
-                origins.append(gds.tier)
-                answers.append(at not in failed)
-            else:
-                origin, is_loaded = next(in_ram)
-                origins.append(origin)
-                answers.append(is_loaded)
-        return load.keys, origins, answers
+        answers = [
+            (gds.tier, at not in failed) if at in load.reads else next(in_ram)
+            for at in range(load.lead)
+        ]
+        return load.keys, [origin for origin, _ in answers], [ok for _, ok in answers]
 
     # -- direct loads -----------------------------------------------------------------------
 

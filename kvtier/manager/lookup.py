@@ -113,7 +113,7 @@ class HitLookup:
         return _Presence(self._stack, readable, allowed), readable
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
-        """Record that each group's first chunk after token ``end`` was wanted but missing."""
+        """Record a lookup of each group's first chunk after ``end``, the end of the hit."""
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
             first = end // group.chunk_tokens
             self._stack.record_wanted(keys[first : first + 1])

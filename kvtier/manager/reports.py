@@ -96,7 +96,7 @@ class TierCounters:
             self.failed += 1
 
     def snapshot(self) -> TierCounters:
-        """Return a copy of the counters, in half the time of :func:`dataclasses.replace`."""
+        """Return a copy of the counters; twice as fast as :func:`dataclasses.replace`."""
         return TierCounters(*_values_of(self))
 
 
@@ -236,7 +236,7 @@ class EventLog:
         return taken
 
     def _open_event(self, tier: int, *, removed: bool) -> list[ChunkKey]:
-        """Return the keys of the event to extend: the newest, or a new event."""
+        """Return the key list of the newest event if keys fit there, else of a new event."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
             is_same = (last_tier, last_removed) == (tier, removed)
@@ -327,7 +327,7 @@ class ReuseGaps:
             self._keys = set(self._older)
 
     def clear(self) -> None:
-        """Forget evicted chunks: a reset would have emptied a larger tier too."""
+        """Forget all evicted chunks, because a reset empties tiers of every size."""
         self._evicted.clear()
         self._wanted_s.clear()
         self._recent.clear()

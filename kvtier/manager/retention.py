@@ -10,7 +10,7 @@ replace retained ones. Chunks are released early only for a store or a promotion
 as long as allowed and would otherwise be cut; the earliest deadlines go first.
 
 Requests retain chunks in RAM. In a slower tier, a warm-up can retain chunks: it marks them in
-the store, which reports them at the next start.
+the cache, which reports them at the next start.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Retention:
         return retained
 
     def expire(self, now: float) -> None:
-        """Release the copies whose deadline has passed."""
+        """Release the copies with deadlines in the past."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             until, _, copy = heapq.heappop(heap)
@@ -115,7 +115,7 @@ class Retention:
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Release ``copy`` if its deadline is still ``until``; return whether it was."""
+        """Release ``copy`` if its deadline is still ``until``; return whether this happened."""
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]

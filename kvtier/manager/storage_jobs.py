@@ -69,7 +69,7 @@ class JobRecord:
         return () if self.source else self.sources.copies
 
     def split(self, outcomes: Sequence[Outcome]) -> tuple[Sequence[ChunkCopy], list[Failure]]:
-        """Return the destination copies whose bytes arrived, and the failures."""
+        """Return the destination copies that arrived, and the failures."""
         if outcomes.count(_DONE) == len(self.destinations):
             return self.destinations, []
         moves = list(zip(self.sources.copies, self.destinations, outcomes, strict=True))
@@ -105,7 +105,7 @@ class StorageJobs:
         )
 
     def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` become free when jobs have moved chunks to RAM."""
+        """Return how many slots of ``tier`` the moves to RAM in flight will free."""
         return sum(
             len(record.moved)
             for record in self._records.values()
@@ -173,7 +173,7 @@ class StorageJobs:
     def settle(
         self, record: JobRecord, outcomes: Sequence[Outcome]
     ) -> tuple[Sequence[ChunkCopy], Sequence[Failure]]:
-        """End the pins of a job, and drop the destination copies whose bytes did not arrive.
+        """End the pins of a job, and drop the destination copies that did not arrive.
 
         Returns:
             The destination copies whose bytes arrived, and the failures.

@@ -103,11 +103,8 @@ class TierState:
 
     def resident(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
         """Return the resident copies of ``keys``."""
-        return [
-            copy
-            for copy in map(self.copies.get, keys)
-            if copy is not None and copy.state == _RESIDENT
-        ]
+        found = map(self.copies.get, keys)
+        return [copy for copy in found if copy is not None and copy.state == _RESIDENT]
 
     def snapshot(self, *, quarantined: int = 0) -> TierSnapshot:
         """Return the current state of the tier, and a copy of its counters."""
@@ -228,7 +225,7 @@ class TierState:
         return was_writing
 
     def abort(self, copy: ChunkCopy) -> None:
-        """Drop a copy whose bytes did not arrive, and remove its writer's pin."""
+        """Drop a copy that did not arrive, and remove its writer's pin."""
         self.drop(copy)
         self.unpin((copy,))
 
@@ -257,7 +254,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Increment the dirty count of resident ``copies``: one more tier must receive each."""
+        """Increment the dirty count of resident ``copies``: a slower tier must receive each."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -269,7 +266,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Decrement the dirty count of ``copies``: one tier fewer must receive each."""
+        """Decrement the dirty count of ``copies``: a slower tier needs them no more."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -329,7 +326,7 @@ class TierState:
         self.eviction.on_hit_many(copies, ctx)
 
     def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Return those of ``copies`` that are in :attr:`leaving` to the eviction order."""
+        """Put ``copies`` that are in :attr:`leaving` back into the eviction order."""
         if self.leaving.isdisjoint(copies):
             return
         for copy in copies:
@@ -404,7 +401,7 @@ class TierState:
             self.slots.release((copy.slot,))
 
     def reset(self, held: Iterable[ChunkCopy]) -> dict[ChunkKey, ChunkCopy]:
-        """Make every chunk a miss, in a time that depends on the number of ``held`` only.
+        """Make every chunk a miss; this takes time per copy in ``held``, not per chunk.
 
         The eviction policy begins anew. Nothing may refer to the other copies any more.
 
@@ -448,8 +445,7 @@ class TierState:
         for copy in copies:
             copy.state = _RESIDENT
             copy.pins = pins = copy.pins - 1
-            if pins:
-                pinned += 1
+            pinned += pins > 0
         return len(copies) - pinned
 
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:

@@ -264,7 +264,7 @@ class TierStack:
         return first_resident(tiers, key) is not None
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record, in every tier above the first that has a key, that the key was looked up."""
+        """Record a lookup of each key in all tiers faster than the first tier that has it."""
         if not self.tracks_reuse:
             return
         mask = self._sampling

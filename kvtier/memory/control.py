@@ -32,7 +32,7 @@ worker writes before the engine reports the job as finished, and the scheduler r
 report. Only acknowledgements are incremented. The increments need a lock, because two loads of
 one slot may end at the same time in two threads of a rank.
 
-The storage engine, which moves chunks between tiers, writes ``generation`` when a chunk was
+The transfer engine that moves chunks between tiers writes ``generation`` when a chunk was
 promoted or the promotion failed. Workers may be polling that word. The chunk's bytes are
 written before the word; if another process writes the bytes, its reply passes through a system
 call. A worker reads the word first and then the bytes, on another thread and after taking a
@@ -167,7 +167,7 @@ class ControlBlock:
         whole = words == _words(generations)
         return whole.tolist(), ((words != 0) & ~whole).tolist()
 
-    # -- storage engine -----------------------------------------------------------------------
+    # -- transfer engine between tiers --------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Set ``generations`` in all ranks, after the bytes were read from a slower tier."""
@@ -212,7 +212,7 @@ class ControlBlock:
         self._issued[_index(slots)] += _ONE
 
     def clear_generations(self, slots: Sequence[int]) -> None:
-        """Remove the generations of ``slots``, whose bytes are about to change."""
+        """Remove the generations of ``slots`` before their bytes change."""
         if slots:
             self._generation[:, _index(slots)] = 0
 
@@ -298,7 +298,7 @@ def _words(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
 
 
 def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each column of ``answers``, a slot, whether all rows, the ranks, are true."""
+    """Return for each slot (column) whether the answers of all ranks (rows) are true."""
     # For one row, the common case, the reduction would cost more than the comparison.
     listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
     return listed

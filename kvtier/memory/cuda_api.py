@@ -147,7 +147,7 @@ class CudaApi:
         order: SourceOrder,
         stream: int,
     ) -> None:
-        """Queue copies on a stream; they run in any order among themselves.
+        """Queue copies on a stream; the copy engines run them in any order.
 
         Args:
             destinations: Address to which each copy writes.

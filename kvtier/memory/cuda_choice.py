@@ -57,6 +57,18 @@ class _Rated:
         return f"{self.method.name} at {self.bytes_per_s / 1e9:.1f} GB/s"
 
 
+def _rate_loads(trial: _Trial, driver: Driver, batch: BatchMethod) -> list[_Rated]:
+    """Return the methods that work for loads, the fastest first."""
+    loads = trial.rate(batch.name, lambda: batch, stores=False)
+    rated = [loads] if loads else []
+    if loads and trial.suits_kernel:
+        by_kernel = trial.rate(
+            KernelMethod.name, lambda: KernelMethod(driver, batch), stores=False
+        )
+        rated += [by_kernel] if by_kernel else []
+    return sorted(rated, key=lambda each: -each.bytes_per_s)
+
+
 def choose_methods(driver: Driver, places: Fragments) -> Choice:
     """Return the fastest methods for copying fragments like ``places``, and log the reasons.
 
@@ -71,14 +83,7 @@ def choose_methods(driver: Driver, places: Fragments) -> Choice:
         logger.warning("copies between GPU and RAM: in batches, not tried before: %s", error)
         return Choice(batch, batch)
     stores = trial.rate(batch.name, lambda: batch, stores=True)
-    loads = trial.rate(batch.name, lambda: batch, stores=False)
-    rated = [loads] if loads else []
-    if loads and trial.suits_kernel:
-        by_kernel = trial.rate(
-            KernelMethod.name, lambda: KernelMethod(driver, batch), stores=False
-        )
-        rated += [by_kernel] if by_kernel else []
-    rated.sort(key=lambda each: -each.bytes_per_s)
+    rated = _rate_loads(trial, driver, batch)
     logger.info(
         "copies between GPU and RAM: stores by %s, loads by %s; a typical copy has %s",
         stores or "torch",

@@ -26,7 +26,8 @@ from typing import Final
 import numpy as np
 from typing_extensions import override
 
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, Copier, GroupCopy, KVBlocks
+from kvtier.memory.copy import BlockCopier, Copier, KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan, GroupCopy
 from kvtier.memory.cuda_api import Addresses
 from kvtier.memory.cuda_choice import Choice, choose_methods
 from kvtier.memory.cuda_methods import Method

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.copy import BlockCopyPlan, GroupCopy, KVBlocks
+from kvtier.memory.copy import KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan, GroupCopy
 from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
 
 __all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_pages"]

@@ -25,7 +25,8 @@ import torch
 
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.logs import get_logger
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.direct_files import DirectFile, DirectFiles, DirectRead, open_slot_file
 from kvtier.memory.part_hashes import Hashes, HashPlanner, hash_on_host, open_hasher
 from kvtier.memory.slot_layout import RankShare, RegionGeometry

@@ -150,7 +150,7 @@ class RegionServer:
                     served += self._hand_over(peer)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Send ``peer`` the descriptor, except to other users; return whether it confirmed."""
+        """Send ``peer`` the descriptor if this user runs it; return whether it confirmed."""
         if self._stopping or _uid_of(peer) != os.geteuid():
             return False
         try:

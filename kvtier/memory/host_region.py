@@ -134,7 +134,7 @@ class HostRegion:
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory of all slots, as another process needs it to map the slots."""
+        """The memory of all slots, in the form that lets another process map it."""
         return SharedMemory(self._descriptor, self._address, self.geometry.shared_nbytes)
 
     def map_pages(self) -> None:

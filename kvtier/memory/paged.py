@@ -1,4 +1,4 @@
-"""Paged KV memory whose content can be verified, for tests and ``kvtier replay``."""
+"""Paged KV memory with verifiable content, for tests and ``kvtier replay``."""
 
 from __future__ import annotations
 

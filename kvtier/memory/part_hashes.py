@@ -25,7 +25,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.copy import KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.fragments import Pages, locate_pages
 from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
 from kvtier.memory.streams import Driver

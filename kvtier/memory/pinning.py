@@ -59,15 +59,19 @@ class PinnedSlots:
         step = max(piece_nbytes // geometry.slot_nbytes, 1) * geometry.slot_nbytes
         starts = range(0, geometry.payload_nbytes, step)
         self.edges: Addresses = address + np.array(starts[1:], np.int64)
+        self._lock(address, starts, geometry.payload_nbytes)
+
+    def _lock(self, address: int, starts: range, nbytes: int) -> None:
+        """Page-lock ``nbytes`` bytes in pieces that begin at ``starts``; all pieces or none."""
         try:
             for start in starts:
-                driver.register(address + start, min(step, geometry.payload_nbytes - start))
+                self._driver.register(address + start, min(starts.step, nbytes - start))
                 self._locked.append(address + start)
         except CudaError as error:
             logger.warning(
                 "the RAM tier of %s cannot be page-locked, so copies between it and the GPU "
                 "are slower: piece %d of %d: %s",
-                approximate_size(geometry.payload_nbytes),
+                approximate_size(nbytes),
                 len(self._locked) + 1,
                 len(starts),
                 error,

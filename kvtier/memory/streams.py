@@ -69,7 +69,7 @@ class CopyStream(ABC):
         *,
         order: SourceOrder,
     ) -> None:
-        """Queue copies by the copy engines; they run in any order among themselves.
+        """Queue copies for the copy engines, which run the copies in any order.
 
         The arrays may be reused when this returns.
 
@@ -80,7 +80,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def copy_by_kernel(self, table: Addresses, copies: int) -> None:
-        """Queue copies that a kernel carries out; they run in any order among themselves.
+        """Queue copies for a kernel, which runs the copies in any order.
 
         Args:
             table: Page-locked memory of :meth:`Driver.pinned_words`. Row i has a destination,

@@ -10,7 +10,7 @@ once in 0.08 s per GiB. So processes that use the tier map its pages in the back
 the first loads need them.
 
 **Garbage collection.** Python's collector searches for cycles after a certain number of new
-objects, and more objects make each search longer. The worst case is opening a store of a
+objects, and more objects make each search longer. The worst case is opening a cache of a
 million chunks, which makes millions of objects and frees none.
 """
 

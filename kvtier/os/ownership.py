@@ -1,6 +1,6 @@
 """Ownership checks: whether other users can replace kvtier's files.
 
-A user who can write into a store decides what a model answers. Checksums do not help, because
+A user who can write into a cache decides what a model answers. Checksums do not help, because
 they are stored beside the bytes. So kvtier's files must belong to its user, and no other user
 may be able to replace their directory. These are the rules of sshd's ``StrictModes``. They hold
 for root too, which would otherwise serve files that any user planted.
@@ -108,7 +108,7 @@ def find_writable(paths: Iterable[Path]) -> str:
 
 
 def holds_foreign_entries(directory: Path) -> bool:
-    """Return whether ``directory`` has entries whose names kvtier does not give.
+    """Return whether ``directory`` has entries with names that kvtier does not give.
 
     Such a directory may serve other programs, so its mode and owner must stay as they are.
     """

@@ -77,7 +77,7 @@ class NumberedFiles:
 
     def _make(self) -> BinaryIO:
         """Create the next file and lock it while it is open."""
-        # Readable by its owner only, like the store: a hash can confirm a guess at a prompt.
+        # Readable by its owner only, like the cache: a hash can confirm a guess at a prompt.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         while True:
             number = max(self._numbers(), default=0) + 1

@@ -205,7 +205,7 @@ def replay_trace(
         step_tokens=_STEP_TOKENS,
         step_s=_STEP_S,
     )
-    with _scratch_stores(config) as own:
+    with _scratch_directories(config) as own:
         return _replay(trace, own, options, model, progress)
 
 
@@ -261,7 +261,7 @@ def _replay(
 def _fitting(
     trace: Trace, chunk_bytes: int, room_tokens: int, blocks_per_chunk: int
 ) -> list[ReplayRequest]:
-    """Return the requests whose prompt and answer have at most ``room_tokens`` tokens.
+    """Return the requests of at most ``room_tokens`` tokens, prompt and answer together.
 
     Raises:
         ConfigError: No request fits.
@@ -399,7 +399,7 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
 
 
 @contextlib.contextmanager
-def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
+def _scratch_directories(config: KvtierConfig) -> Iterator[KvtierConfig]:
     """Yield ``config`` with an empty temporary directory in place of every tier's directory.
 
     Request recording and shadow policies are off, because both are for live engines.
@@ -407,7 +407,7 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
     with contextlib.ExitStack() as stack:
         tiers = []
         for tier in config.tiers:
-            if store := tier.local_store():
+            if store := tier.local_directory():
                 scratch = stack.enter_context(
                     tempfile.TemporaryDirectory(prefix=".kvtier-replay-", dir=store.path.parent)
                 )

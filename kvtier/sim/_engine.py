@@ -1,4 +1,4 @@
-"""A simulated engine: makes the calls of vLLM's scheduler, in simulated time, without an LLM.
+"""A simulated engine: calls the manager as vLLM's scheduler does, in simulated time.
 
 :class:`Engine` owns the rules of these calls: how a request is looked up, loaded and stored,
 and how the results of storage jobs reach the manager. A derived class only decides when it
@@ -215,7 +215,7 @@ class Engine(ABC, Generic[_Model]):
             self._slot_status.record(job, result)
 
     def _at(self, time_s: float, happens: Callable[..., None], subject: object) -> None:
-        """Queue the call ``happens(subject)`` as an event at ``time_s``."""
+        """Queue an event: the call ``happens(subject)`` at ``time_s``."""
         heapq.heappush(self._events, (time_s, next(self._order), happens, subject))
 
     def _run_event(self) -> None:
@@ -225,7 +225,7 @@ class Engine(ABC, Generic[_Model]):
 
 
 class ReliableSlotStatus:
-    """Slot status without a worker: a load fails only for chunks whose promotion failed."""
+    """Slot status without a worker: loads fail only for chunks with failed promotions."""
 
     def __init__(self) -> None:
         self._lost: set[tuple[int, int]] = set()

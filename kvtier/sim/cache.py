@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.config import (
     KvtierConfig,
@@ -196,15 +197,7 @@ def simulate_cache(
     )
     service = build_service(config, slot_bytes)
     built = build_engine(engine_type, trace, config, model, slot_bytes, service)
-    waits = np.zeros(trace.requests)
-    saved = 0
-    for done, request in enumerate(built.engine.serve(model_requests(trace)), start=1):
-        for error in built.manager.policy_errors:
-            raise error
-        waits[request.number] = request.first_token_s - request.arrival_s
-        saved += min(request.hits * trace.chunk_tokens, request.tokens)
-        if progress is not None and not done % 256:
-            progress(done / trace.requests)
+    waits, saved = _serve(built.engine, built.manager, trace, progress)
     seconds = time.perf_counter() - begun
     results = _tier_results(config, built, trace, slot_bytes)
     slower = results[1:]
@@ -325,6 +318,29 @@ def model_requests(trace: Trace) -> Iterator[ModelRequest]:
             session=sessions[number],
             output_tokens=outputs[number],
         )
+
+
+def _serve(
+    engine: Engine[Any],
+    manager: TieredOffloadingManager,
+    trace: Trace,
+    progress: Progress | None,
+) -> tuple[npt.NDArray[np.float64], int]:
+    """Serve the requests of ``trace``.
+
+    Returns:
+        The time to the first token of each request, and the number of loaded tokens.
+    """
+    waits = np.zeros(trace.requests)
+    saved = 0
+    for done, request in enumerate(engine.serve(model_requests(trace)), start=1):
+        for error in manager.policy_errors:
+            raise error
+        waits[request.number] = request.first_token_s - request.arrival_s
+        saved += min(request.hits * trace.chunk_tokens, request.tokens)
+        if progress is not None and not done % 256:
+            progress(done / trace.requests)
+    return waits, saved
 
 
 def _peak_load(trace: Trace, model: TimeModel) -> float:

@@ -84,7 +84,7 @@ class SingleResult:
 
 
 class Belady(Eviction):
-    """Evicts the copy whose next use is farthest away; every new chunk is inserted.
+    """Evicts the copy with the farthest next use; every new chunk is inserted.
 
     No policy that inserts every new chunk has more hits. Hits behind a missing ancestor count
     too, so Belady's prefix hits are no upper bound for other policies.

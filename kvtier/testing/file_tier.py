@@ -19,7 +19,7 @@ from typing import ClassVar, Final, NamedTuple, Self
 import xxhash
 
 from kvtier.config import FilePath, TierConfig
-from kvtier.errors import CapacityError, ClosedError, ConfigError, StoreLockedError
+from kvtier.errors import CacheLockedError, CapacityError, ClosedError, ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers import SlotOutcomes, StorageTier, TierContext, check_batch
 from kvtier.types import Outcome, Purpose
@@ -75,7 +75,7 @@ class FileTier(StorageTier):
         self._pool = context.pool
         self._epoch = 0
         self._closed = False
-        # Each fingerprint and slot size has a store of its own.
+        # Each fingerprint and slot size has a cache of its own.
         namespace = f"{context.fingerprint.namespace()}-{context.slot_nbytes}"
         directory = options.path / namespace
         options.path.mkdir(mode=0o700, exist_ok=True)
@@ -104,7 +104,7 @@ class FileTier(StorageTier):
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StoreLockedError(self.name, directory, "another engine") from error
+            raise CacheLockedError(self.name, directory, "another engine") from error
 
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         """See :class:`StorageTier`."""

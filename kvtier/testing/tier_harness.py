@@ -71,7 +71,7 @@ class Arena:
         return self._view[start : start + nbytes]
 
     def close(self) -> None:
-        """Free the memory once the last view onto it is gone."""
+        """Free the memory when its last view is released."""
         os.close(self._descriptor)
         self._view.release()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
-    StoreExamination,
     TierContext,
+    TierExamination,
     check_batch,
 )
 
 __all__ = [
     "SlotOutcomes",
     "StorageTier",
-    "StoreExamination",
     "TierContext",
+    "TierExamination",
     "check_batch",
 ]

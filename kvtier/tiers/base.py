@@ -27,8 +27,8 @@ __all__ = [
     "KeyFinder",
     "SlotOutcomes",
     "StorageTier",
-    "StoreExamination",
     "TierContext",
+    "TierExamination",
     "check_batch",
     "check_outcomes",
 ]
@@ -49,7 +49,7 @@ class TierContext:
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
             moves at least one slot.
         memory: Shared memory that contains all buffers; None if the buffers are not shared.
-        owner_pid: Process id of the engine; the store's lock names it as the holder.
+        owner_pid: Process id of the engine; the cache's lock names it as the holder.
         was_reset: Whether this engine has reset its cache before. This is set only when the
             tier's process died and is started again.
         hash_parts: How many parts of each chunk have a hash that the tier must keep
@@ -88,15 +88,15 @@ class SlotOutcomes:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreExamination:
-    """Report on a tier's store: what a starting engine would find there.
+class TierExamination:
+    """Report on a tier's directory: what a starting engine would find there.
 
     Attributes:
         refusals: Reasons why the engine would not start.
         warnings: Warnings that the start would log.
         notes: What an engine with another identity (such as another model) would do to the
             store.
-        holders: Human-readable names of the processes that have a part of the store open.
+        holders: Human-readable names of the processes that have a part of the cache open.
         free_nbytes: Free bytes of the file system; None if the file system reports no size.
         wanted_nbytes: Bytes of disk room that the slots and the index still need.
         index_nbytes: The part of ``wanted_nbytes`` for the index.
@@ -188,13 +188,13 @@ class StorageTier(ABC):
     slot_nbytes: int
 
     @classmethod
-    def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination | None:  # noqa: ARG003
-        """Report what an engine that starts with ``options`` would find in the tier's store.
+    def examine(cls, options: TierConfig, identity: Fields) -> TierExamination | None:  # noqa: ARG003
+        """Report what a start with ``options`` would find in the tier's directory.
 
         ``kvtier check`` and ``doctor`` use the report. The default compares the capacity with
-        the free room of the file system of ``options.local_store()``. A tier that can report
-        more overrides this method. An override may block for half a second and must not change
-        the store.
+        the free room of the file system of ``options.local_directory()``. A tier that can
+        report more overrides this method. An override may block for half a second and must not
+        change the cache.
 
         Args:
             options: An instance of :attr:`Options`.
@@ -204,15 +204,15 @@ class StorageTier(ABC):
             The report; None if the tier stores nothing in a local directory.
 
         Raises:
-            ConfigError: The store cannot be examined; the message says what to do.
+            ConfigError: The cache cannot be examined; the message says what to do.
             OSError: The file system failed.
         """
-        store = options.local_store()
+        store = options.local_directory()
         if store is None:
             return None
         held_nbytes = allocated_nbytes(store.path)
         place = store.path if store.path.exists() else store.path.parent
-        return StoreExamination(
+        return TierExamination(
             free_nbytes=free_disk_nbytes(place),
             wanted_nbytes=max(options.capacity_bytes - held_nbytes, 0),
             own_nbytes=held_nbytes,
@@ -229,8 +229,8 @@ class StorageTier(ABC):
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
-            StoreLockedError: Another process has the store open.
-            StoreDamagedError: The store's files are damaged or foreign.
+            CacheLockedError: Another process has the cache open.
+            CacheDamagedError: The cache's files are damaged or foreign.
         """
 
     @abstractmethod
@@ -242,7 +242,7 @@ class StorageTier(ABC):
         """
 
     def retained(self) -> Mapping[int, int]:
-        """Return until when recovered chunks must not be evicted, by slot.
+        """Return the slots of recovered chunks to keep, each with the time until when.
 
         The times are seconds since the epoch. The slots are slots of :meth:`recovered`; chunks
         beyond ``options.retained_share()`` may be evicted.

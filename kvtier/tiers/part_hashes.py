@@ -63,7 +63,7 @@ class PartHashKeeper(ABC):
 
     @abstractmethod
     def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        """Keep the part hashes of ``slots``, whose chunks were just written. Never blocks.
+        """Keep the part hashes of ``slots``, which were just written. Never blocks.
 
         The hashes are durable within about a second. They are dropped with their chunk.
         """

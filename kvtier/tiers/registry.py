@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.config import TIERS, KvtierConfig, SharedTierConfig, TierConfig
-from kvtier.tiers.base import Fields, StorageTier, StoreExamination, TierContext
-from kvtier.tiers.slab.examine import examine_store
+from kvtier.tiers.base import Fields, StorageTier, TierContext, TierExamination
+from kvtier.tiers.slab.examine import examine_slab
 
 __all__ = ["check_tiers", "examine_tier", "open_tier"]
 
-_FAST_EXAMINERS: Final = {"nvme": examine_store}
-"""Functions that examine a store without the slow import of the tier's class, by kind."""
+_FAST_EXAMINERS: Final = {"nvme": examine_slab}
+"""Functions that examine a cache without the slow import of the tier's class, by kind."""
 
 
 def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
@@ -22,8 +22,8 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
 
     Raises:
         ConfigError: The kind is unknown or broken, or its options cannot work here.
-        StoreLockedError: Another process has the store open.
-        StoreDamagedError: The store's files are damaged or foreign.
+        CacheLockedError: Another process has the cache open.
+        CacheDamagedError: The cache's files are damaged or foreign.
     """
     if context.memory is not None and options.has_own_process():
         from kvtier.tiers.hosted import HostedTier  # noqa: PLC0415
@@ -36,8 +36,8 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
     return _storage_tier(options.kind).open(options, context)
 
 
-def examine_tier(options: TierConfig, identity: Fields) -> StoreExamination | None:
-    """Report what an engine would find in a tier's store; see :meth:`StorageTier.examine`."""
+def examine_tier(options: TierConfig, identity: Fields) -> TierExamination | None:
+    """Report what a start would find in a tier's directory; see :meth:`StorageTier.examine`."""
     if examine := _FAST_EXAMINERS.get(options.kind):
         return examine(options, identity)
     if options.is_shared:

@@ -18,7 +18,8 @@ from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome, SlotFileId
 
 if TYPE_CHECKING:
-    from kvtier.memory.copy import BlockCopyPlan, Copier
+    from kvtier.memory.copy import Copier
+    from kvtier.memory.copy_plan import BlockCopyPlan
     from kvtier.memory.gds import GdsStoreHasher
     from kvtier.memory.part_hashes import Hashes
     from kvtier.memory.streams import Fence
@@ -217,14 +218,14 @@ class DeviceLoad(_DeviceRoute):
         self, payload: LoadRequest, outcomes: list[Outcome], *, priority: int
     ) -> str:
         """Copy chunks as they arrive; return the first error, or an empty string."""
-        began_s = time.monotonic()
-        deadline = began_s + payload.wait_s
+        arrived_s = time.monotonic()
+        deadline = arrived_s + payload.wait_s
         waiting = list(range(len(outcomes)))
         error = ""
         while waiting:
             ready, lost = self._check_arrivals(payload, waiting)
-            overdue = not self._waits or time.monotonic() >= deadline
-            if overdue and not ready and not lost:
+            may_wait = self._waits and time.monotonic() < deadline
+            if not (may_wait or ready or lost):
                 lost = waiting
             if lost:
                 error = error or _reason(payload, lost[0])
@@ -236,11 +237,9 @@ class DeviceLoad(_DeviceRoute):
                     return error or _OVERWRITTEN
                 done = set(ready)
                 waiting = [at for at in waiting if at not in done]
-                began_s = time.monotonic()
+                arrived_s = time.monotonic()
             elif waiting:
-                waited_s = time.monotonic() - began_s
-                pause_s = max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * waited_s)
-                await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
+                await asyncio.sleep(_pause_s(time.monotonic() - arrived_s))
         return error
 
     def _check_arrivals(
@@ -310,3 +309,8 @@ def _reason(payload: LoadRequest, lost: int) -> str:
     if not payload.wait_s:
         return "a slot has another generation than expected"
     return "a chunk was not promoted from a slower tier"
+
+
+def _pause_s(waited_s: float) -> float:
+    """Return the time until the next look for chunks, after ``waited_s`` without any."""
+    return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * waited_s), _LONGEST_PAUSE_S)

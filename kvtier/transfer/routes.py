@@ -138,7 +138,7 @@ class ToTier(Route):
     async def _finish(
         self, job: Job, writing: Coroutine[Any, Any, SlotOutcomes]
     ) -> SlotOutcomes:
-        """Await the write, then forget the chunks whose slots were reused meanwhile."""
+        """Await the write, then forget the chunks in slots that were reused meanwhile."""
         chunks = len(job.source_slots)
         moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
         keeps = self._part_hashes
@@ -162,7 +162,7 @@ class ToTier(Route):
         return SlotOutcomes(outcomes, _REUSED)
 
     async def _write_intact(self, job: Job, intact: Sequence[bool]) -> SlotOutcomes:
-        """Write only the chunks whose flag in ``intact`` is true."""
+        """Write only the chunks that ``intact`` marks."""
         written = SlotOutcomes(())
         if any(intact):
             part = job._replace(

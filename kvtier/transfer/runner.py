@@ -162,7 +162,7 @@ class Runner:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Queue submitted jobs and start the jobs whose channels have room.
+        """Queue submitted jobs, and start queued jobs on channels with room.
 
         This is a callback and not a task, because each switch between tasks needs another
         iteration of the loop. While another thread runs Python code, an iteration waits 5 ms
@@ -260,7 +260,7 @@ class Runner:
         self._schedule()
 
     def _expire(self, pending: Pending) -> None:
-        """End the waiting for a job whose deadline passed: drop the job or post a result."""
+        """End the wait for a job after its deadline: drop the job or post a result."""
         if pending.done:
             return
         channel, job = pending.channel, pending.job

@@ -104,7 +104,7 @@ class AdapterContent:
     is_current: Callable[[], bool]
 
     def key(self, key: bytes) -> ChunkKey:
-        """Return kvtier's key of the chunk whose key in vLLM is ``key``.
+        """Convert vLLM's key of a chunk to kvtier's key.
 
         >>> content = AdapterContent(b"." * DIGEST_NBYTES, bool)
         >>> content.key(b"0123456789abcdef" + bytes(4))[:24]

@@ -37,7 +37,6 @@ from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
-from kvtier.keys import group_of, hash_part, strip_adapter
 from kvtier.logs import get_logger
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
@@ -274,43 +273,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if not self._engine.records_events:
             return ()
-        return self._events()
+        from kvtier.vllm.events import kv_events  # noqa: PLC0415 - only with a listener
 
-    def _events(self) -> Iterable[KVCacheEvent]:
-        from vllm.distributed.kv_events import (  # noqa: PLC0415 - only with a listener
-            MEDIUM_CPU,
-            MEDIUM_STORAGE,
-            BlockRemoved,
-            BlockStored,
-        )
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: PLC0415
-
-        names = [tier.name for tier in self._settings.tiers]
-        for event in self.cache.take_events():
-            where = {
-                "medium": MEDIUM_STORAGE if event.tier else MEDIUM_CPU,
-                "ownership": names[event.tier] if event.tier else None,
-            }
-            by_group: dict[int, list[Any]] = {}
-            for key in event.keys:
-                block_hash = hash_part(strip_adapter(key))
-                by_group.setdefault(group_of(key), []).append(
-                    maybe_convert_block_hash(block_hash)
-                )
-            for group, hashes in by_group.items():
-                if event.removed:
-                    yield BlockRemoved(block_hashes=hashes, group_idx=group, **where)
-                    continue
-                yield BlockStored(
-                    block_hashes=hashes,
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=0,
-                    lora_id=None,
-                    lora_name=None,
-                    group_idx=group,
-                    **where,
-                )
+        return kv_events(self.cache.take_events(), [tier.name for tier in self._settings.tiers])
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -382,7 +347,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the last step's stores, and wait for stores whose blocks the engine reuses."""
+        """Start the last step's stores; wait for stores that read blocks the engine reuses."""
         if self._worker is not None:
             self._worker.handle_preemptions(_own_metadata(kv_connector_metadata).jobs)
 
@@ -414,13 +379,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return an empty set, and the requests whose load ended or failed."""
+        """Return an empty set, and the requests with ended or failed loads."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load ended or failed, and the subset whose load failed."""
+        """Return the requests with ended or failed loads, and those with failed loads."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()

@@ -2,9 +2,9 @@
 
 vLLM's block hashes name tokens, media and LoRA adapters. Keys and values also depend on
 settings of the model, and their bytes depend on how each layer keeps them. An engine with other
-keys or values must find an empty store, because another position embedding gives wrong tokens
+keys or values must find an empty cache, because another position embedding gives wrong tokens
 and no checksum detects it. A setting that changes only the last digits (kernels, graphs, ranks)
-or the sampling must keep the store, because such a flag would otherwise cost a warm cache.
+or the sampling must keep the cache, because such a flag would otherwise cost a warm cache.
 """
 
 from __future__ import annotations

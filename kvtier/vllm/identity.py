@@ -1,4 +1,4 @@
-"""The identity of a store: the model and the engine's layout.
+"""The identity of a cache: the model and the engine's layout.
 
 :func:`declared_identity` returns the part that is known without an engine, as in
 ``kvtier check``. :func:`fingerprint` adds what only an engine knows, such as its KV cache's
@@ -105,7 +105,7 @@ def _canonical(model: str) -> str:
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return the full identity: all values besides keys that stored bytes depend on."""
+    """Return the full identity: all values that stored bytes depend on, apart from the key."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -174,7 +174,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return ``path``, a text with the file's size and its date or SHA-256, and parts to read.
+    """Return the path, a text (size, and date or SHA-256) and the parts to read.
 
     Args:
         path: The file.

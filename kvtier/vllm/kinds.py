@@ -101,7 +101,7 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
 
 
 def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
-    """Refuse layers that keep one row for several tokens if a hit could end inside a row.
+    """Refuse layers with one row for several tokens if a hit could end inside a row.
 
     vLLM keeps the tokens of an unfinished row in a buffer that kvtier does not store.
     """

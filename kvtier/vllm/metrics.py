@@ -48,7 +48,7 @@ class KVTierStats(KVConnectorStats):
 
     @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the changes in ``other``: later ones of the same engine, or those of another."""
+        """Append the changes in ``other``, which come later or from another engine."""
         if isinstance(other, KVTierStats):
             self.changes.extend(other.changes)
         return self

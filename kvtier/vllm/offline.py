@@ -2,7 +2,7 @@
 
 The engine has the arguments of ``vllm serve`` and is configured like a server's engine. So its
 chunks equal the chunks of a server with the same arguments. The engine's core runs in this
-process. So the core ends, and unlocks its stores, however the process ends.
+process. So the core ends, and unlocks its caches, however the process ends.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class EngineSetup:
         options = AsyncEngineArgs.from_cli_args(self._args)
         if options.data_parallel_size > 1:
             raise ConfigError(
-                "--data-parallel-size: a warm-up fills the store of one rank; leave it out, "
-                "and copy the store to the other ranks, or use --server"
+                "--data-parallel-size: a warm-up fills the cache of one rank; leave it out, "
+                "and copy the cache to the other ranks, or use --server"
             )
         if transfer is not None:
             options.kv_transfer_config = KVTransferConfig(**transfer)
@@ -133,7 +133,7 @@ class EngineSetup:
         """Start the engine. This call takes minutes for a large model.
 
         Raises:
-            KvtierError: kvtier or vLLM refuses to start, for example because of the store.
+            KvtierError: kvtier or vLLM refuses to start, for example because of the cache.
         """
         try:
             engine = LLMEngine(
@@ -211,7 +211,7 @@ class OfflineEngine:
         self._running: set[str] = set()
 
     def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
-        """Queue a prompt; return why vLLM refuses it, or an empty text."""
+        """Queue a prompt; return vLLM's error if it refuses the prompt, else an empty text."""
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(tokens)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt

@@ -159,7 +159,7 @@ def open_device(
 
 
 def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
-    """Log the size of the contiguous ranges that a copy has, and how to get longer ranges.
+    """Log the size of a copy's contiguous ranges, and how to get longer ranges.
 
     Args:
         nbytes: Bytes of a range.
@@ -233,7 +233,7 @@ def open_cache(
 
     Raises:
         UnsupportedError: The workers read another configuration.
-        StoreLockedError: Another engine uses a tier's store.
+        CacheLockedError: Another engine uses a tier's cache.
     """
     # The workers chose the region's shape: only they know how the KV memory is laid out.
     region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)

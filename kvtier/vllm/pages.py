@@ -195,7 +195,7 @@ def _portable_share(
     group_ids: tuple[int, ...],
     layout: str,
 ) -> RankShare:
-    """Return this rank's share of a slot whose bytes do not depend on the number of ranks.
+    """Return this rank's share of a slot that any number of ranks can read.
 
     Raises:
         UnsupportedError: The bytes depend on the number of ranks; the message says why.
@@ -222,7 +222,7 @@ def _layer_share(
     cache: Any,  # noqa: ANN401 - a tensor or several
     joined_layers: int,
 ) -> RankShare:
-    """Return this rank's share of a layer whose bytes do not depend on the number of ranks.
+    """Return this rank's share of a layer that any number of ranks can read.
 
     Args:
         vllm_config: vLLM's configuration.

@@ -76,7 +76,7 @@ def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - v
 
 
 def warn_of_restarts(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
-    """Warn of settings of vLLM that do not suit a store that survives a restart."""
+    """Warn of settings of vLLM that do not suit a cache that survives a restart."""
     if len(config.tiers) == 1:
         return
     _warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -117,7 +117,7 @@ def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: AN
 
 
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
-    """Refuse layers whose scales vLLM sets to 1 in its first forward pass.
+    """Refuse layers if vLLM sets their scales to 1 in its first forward pass.
 
     Chunks may have been loaded before that pass; they would lose their scales.
     """
@@ -154,7 +154,7 @@ def _refuse_fault_tolerance(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
 
 
 def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse workers whose KV memory may be freed while a store reads it.
+    """Refuse workers that may free KV memory while a store reads it.
 
     An engine in its own process sleeps only when its connector has no work left. An engine in
     its caller's process does not wait for the connector. There the reset of the cache before
@@ -171,7 +171,7 @@ def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vL
 
 
 def _refuse_unshareable_kv(config: Any, layers: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Refuse an engine whose chunks would be wrong or useless for other requests."""
+    """Refuse an engine if its chunks would be wrong or useless for other requests."""
     model = config.model_config
     specs = [
         layer.get_kv_cache_spec(config)

@@ -53,7 +53,8 @@ from kvtier.errors import UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.manager import NOTHING_TO_STORE
 from kvtier.manager.hits import GroupReach
-from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.copy import KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Purpose
 from kvtier.vllm.content import kv_content
@@ -411,7 +412,7 @@ class _Worker(OffloadingWorker):
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for the jobs ``job_ids`` whose blocks the engine is about to overwrite."""
+        """Wait for the jobs ``job_ids`` before the engine overwrites their blocks."""
         self._device.wait(job_ids)
 
     @override

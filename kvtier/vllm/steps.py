@@ -123,7 +123,7 @@ class StepReader:
         tables: KVCacheManager,
         copies: Any,  # noqa: ANN401 - vLLM's block copies
     ) -> Mapping[str, list[BoundaryState]]:
-        """Return the offered recurrent states whose blocks still belong to their request."""
+        """Return the offered recurrent states in blocks that still belong to their request."""
         state = output.kv_connector_block_state
         if state is None or not state.boundary_state_offloads:
             return {}

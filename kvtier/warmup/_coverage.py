@@ -19,7 +19,8 @@ from kvtier.keys import ChunkKey, counting_group, make_key, strip_adapter
 from kvtier.manager import hits
 from kvtier.manager.hits import GroupReach, HitRules, Reach
 from kvtier.tiers.slab.explain import explained
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.warmup._hashing import DEFAULT_ALGORITHM, BlockHasher, Scope
 from kvtier.warmup._prompts import Prompt

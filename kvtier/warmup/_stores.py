@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, TierConfig
-from kvtier.doctor.rates import measure_store
+from kvtier.doctor.rates import measure_directory
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.printable import printable
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.explain import explained
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.start_plan import describe_difference
@@ -44,7 +45,7 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
     Raises:
         ConfigError: There is none.
     """
-    tiers = [(tier, store.path) for tier in config.tiers if (store := tier.local_store())]
+    tiers = [(tier, store.path) for tier in config.tiers if (store := tier.local_directory())]
     if not tiers:
         problem = "none of them keeps chunks in a directory after the warm-up's engine ends"
         remedy = "add one that does, such as kind: nvme, or warm up a running server (--server)"
@@ -203,10 +204,10 @@ def load_seconds(
     """
     load_s = 0.0
     for tier in config.tiers:
-        store = tier.local_store()
+        store = tier.local_directory()
         if store is not None and nbytes.get(tier.name):
             try:
-                rates = measure_store(config, store, seconds=seconds)
+                rates = measure_directory(config, store, seconds=seconds)
             except (KvtierError, OSError):
                 return None
             load_s += nbytes[tier.name] / rates.read_bytes_per_s

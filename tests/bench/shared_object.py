@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import ClassVar, Final, Self
 
 import obstore
-from obstore.store import LocalStore, ObjectStore, S3Store
+from obstore.store import LocalDirectory, ObjectStore, S3Store
+from tests.bench.shared import CHUNK_NBYTES, SERVICES, Service, main
 from typing_extensions import override
 
 from kvtier.tiers.shared import SharedTier
 from kvtier.tiers.shared.object_store import ObjectTier
-from tests.bench.shared import CHUNK_NBYTES, SERVICES, Service, main
 from tests.support.s3_server import BUCKET, CephServer, MotoServer, S3Server
 
 CONNECTIONS: Final = 16
@@ -125,7 +125,7 @@ class DirectoryObjects(Objects):
     def run(cls, directory: Path, memory: memoryview) -> Iterator[Self]:
         root = directory / "objects"
         with ThreadPoolExecutor(CONNECTIONS) as threads:
-            yield cls(f"file://{root}", "{}", LocalStore(root, mkdir=True), threads)
+            yield cls(f"file://{root}", "{}", LocalDirectory(root, mkdir=True), threads)
 
 
 SERVICES["object"] = CephObjects

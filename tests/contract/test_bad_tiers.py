@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier.config import TierConfig
-from kvtier.errors import ConfigError, StoreLockedError
+from kvtier.errors import CacheLockedError, ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.file_tier import FileTier, FileTierConfig
@@ -178,7 +178,7 @@ class LocksOutThreads(FileTier):
 
     def lock(self, directory: Path) -> None:
         if directory in self._open:
-            raise StoreLockedError(self.name, directory, "another thread")
+            raise CacheLockedError(self.name, directory, "another thread")
         self._open.add(directory)
 
 
@@ -189,7 +189,7 @@ class LocksForEver(FileTier):
         try:
             (directory / "pid").open("x").close()
         except FileExistsError as error:
-            raise StoreLockedError(self.name, directory, "another engine") from error
+            raise CacheLockedError(self.name, directory, "another engine") from error
 
 
 class RetainsEmptySlots(FileTier):
@@ -301,7 +301,7 @@ class TestBadTiers(Bench):
 
     @pytest.mark.parametrize(("tier", "test"), BAD_STORES)
     def test_a_bad_store_fails(self, test: str, options: TierConfig, arena: Arena) -> None:
-        with pytest.raises((AssertionError, StoreLockedError)):
+        with pytest.raises((AssertionError, CacheLockedError)):
             getattr(StorageTierContract, test)(self, options, arena)
 
     @pytest.mark.parametrize("tier", [ForgetsWhenClosed, StoresWhenClosed])

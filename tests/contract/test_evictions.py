@@ -41,7 +41,7 @@ PINS = st.lists(
 
 @pytest.mark.parametrize("name", sorted(EVICTIONS.built_in))
 @given(steps=PINS, capacity=st.integers(1, 8))
-def test_what_is_pinned_stays_and_somebody_else_goes(
+def test_no_pinned_chunk_is_evicted_and_every_idle_one_can_be(
     name: str, steps: list[tuple[str, int]], capacity: int
 ) -> None:
     tier = ModelTier(build_eviction(name, capacity=capacity))

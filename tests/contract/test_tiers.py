@@ -15,7 +15,8 @@ from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from tests.support.faulty_tier import FaultyTier
 from tests.support.memory_tier import MemoryMedium, MemoryTier
@@ -39,7 +40,7 @@ direct_io: {self.direct_io}
 durability: {self.durability}
 """
 
-    def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> None:
+    def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> bool:
         assert isinstance(options, NvmeTierConfig)
         (space,) = find_namespaces(options.path)
         with hold(space, "close the tier"):
@@ -48,6 +49,7 @@ durability: {self.durability}
                     entry for entry in reader.entries("stored", -1) if entry.slot in slots
                 ]
             retain_chunks(space, entries, until, quota_chunks=len(entries))
+        return True
 
 
 class TestDirectSlab(SlabContract):

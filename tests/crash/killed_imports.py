@@ -26,7 +26,8 @@ import kvtier.archive.target
 import kvtier.tiers.slab.maintain
 from kvtier.archive import export_chunks, import_chunks, open_archive, open_location
 from kvtier.os.iopool import IoPool
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.verify import verify
 from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.stores import SLOTS, Store

@@ -63,16 +63,15 @@ def config() -> KvtierConfig:
 
 
 class TestImage:
-    def test_it_is_made_of_what_there_is(self) -> None:
+    def test_the_image_copies_existing_files(self) -> None:
         found = instructions()
         assert {word for word, _ in found} <= INSTRUCTIONS
-        assert found[0] == ("ARG", f"VLLM={PROJECT['tool']['kvtier']['vllm']['tests']}")
         for word, rest in found:
             if word == "COPY":
                 *sources, _ = [each for each in rest.split() if not each.startswith("--")]
                 assert all((ROOT / source).exists() for source in sources), rest
 
-    def test_it_installs_extras_that_exist_and_neither_vllm_nor_torch(self) -> None:
+    def test_the_image_installs_existing_extras_and_neither_vllm_nor_torch(self) -> None:
         (extras,) = re.findall(r'"/src\[([\w,]+)\]"', CONTAINERFILE)
         known = PROJECT["project"]["optional-dependencies"]
         chosen = extras.split(",")
@@ -138,7 +137,7 @@ class TestPod:
 
 
 class TestUnit:
-    def test_it_stops_later_than_the_engine(self) -> None:
+    def test_a_unit_stops_later_than_its_engine(self) -> None:
         service = UNIT["Service"]
         assert int(service["TimeoutStopSec"]) > shutdown_timeout_s()
         assert int(service["TimeoutStartSec"]) >= 600
@@ -171,12 +170,14 @@ class TestScript:
         assert done.returncode == check, done.stderr
         return done.stdout.splitlines()
 
-    def test_it_gives_vllm_its_arguments_and_those_of_kvtier(self, tmp_path: Path) -> None:
+    def test_the_script_gives_vllm_its_arguments_and_those_of_kvtier(
+        self, tmp_path: Path
+    ) -> None:
         said = self.run(tmp_path, "a model", "--port", "1")
         assert said[:4] == ["serve", "a model", "--port", "1"]
         assert said[-2:] == ["--kv-transfer-config", '{"a b": 1}']
 
-    def test_it_does_not_start_vllm_where_kvtier_refuses(self, tmp_path: Path) -> None:
+    def test_the_script_does_not_start_vllm_if_kvtier_refuses(self, tmp_path: Path) -> None:
         assert self.run(tmp_path, "model", check=2) == []
 
 

@@ -13,7 +13,8 @@ import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copiers import open_copier
-from kvtier.memory.copy import BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.copy import KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from tests.gpu.bench import Bench, Device
 from tests.gpu.torch_device import random_bytes

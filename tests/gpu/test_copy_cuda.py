@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvtier.memory import HostRegion, RegionGeometry, copiers
-from kvtier.memory.copy import Copier, KVBlocks, plan_copy
+from kvtier.memory.copy import Copier, KVBlocks
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.slot_layout import RankShare
 
 pytestmark = pytest.mark.gpu

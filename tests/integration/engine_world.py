@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvtier.keys import ChunkKey, group_of, make_key, strip_adapter
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach
-from kvtier.memory.copy import BlockCopyPlan
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.types import Outcome
 from kvtier.vllm import connector as entry_point
 from kvtier.vllm.connector import KVTierConnector

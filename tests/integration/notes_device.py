@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.connector.device import DeviceResult
-from kvtier.memory.copy import BlockCopyPlan, plan_copy
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.types import Outcome, Purpose
 
 if TYPE_CHECKING:

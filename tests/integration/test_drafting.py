@@ -112,7 +112,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("entry_point", ["spec", "staged"])
 @pytest.mark.parametrize("make", GUESSING, ids=lambda make: make.__name__)
-def test_whoever_guesses_every_token_is_plain_vllms(
+def test_with_speculative_decoding_every_token_is_plain_vllms(
     make: Make, entry_point: str, plain: Plain, tmp_path: Path
 ) -> None:
     feature, expected = plain(make)

@@ -321,7 +321,7 @@ def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
 
 
 @pytest.mark.slow
-def test_where_failed_loads_fail_requests_the_others_end_well(sick_site: SickSite) -> None:
+def test_if_a_failed_load_fails_its_request_other_requests_succeed(sick_site: SickSite) -> None:
     site, talk = sick_site.site, few(sick_site.site.reference.conversations[0], CONVERSATIONS)
     plan = FaultPlan(name="rot", fault=DiskFault.ROT, one_in=40)
     waves = [talk, sick_site.sick(talk, plan)]

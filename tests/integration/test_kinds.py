@@ -86,7 +86,7 @@ def test_groups_that_cannot_be_found_by_hash_are_left_out() -> None:
     assert groups == (CacheGroup(16, index=1),)
 
 
-def test_layers_of_a_draft_model_are_told_apart() -> None:
+def test_layers_of_a_draft_model_are_recognized() -> None:
     config = config_of(FULL, FULL)
     config.kv_cache_groups[1].is_eagle_group = True
     assert [group.is_draft for group in cache_groups(config)] == [False, True]

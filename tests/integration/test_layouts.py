@@ -29,7 +29,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvtier.config import load_config
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.pages import SlotShape, find_pages, share_slots
 from kvtier.vllm.refusals import refuse_layout

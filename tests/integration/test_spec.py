@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
+from kvtier.errors import CacheLockedError, ConfigError, KvtierError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import spec as spec_module
@@ -356,7 +356,7 @@ def test_the_start_warns_of_resets_that_end_the_engine(
 
 def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(start: Open) -> None:
     start()
-    with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
+    with pytest.raises(CacheLockedError, match=f"pid {os.getpid()}"):
         start()
 
 

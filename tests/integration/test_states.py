@@ -102,7 +102,7 @@ def test_what_is_stored_between_resets_is_what_its_keys_say(
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
-def test_stores_end_before_blocks_are_cleared_that_nobody_has(
+def test_stores_end_before_free_blocks_are_cleared(
     make_world: MakeWorld, *, second_runner: bool
 ) -> None:
     for seed in range(10):

@@ -46,7 +46,7 @@ def test_a_vllm_that_shows_no_block_tables_is_refused() -> None:
         require_supported_vllm(SimpleNamespace)
 
 
-def test_nobody_asks_where_hits_came_from_before_vllm_has_a_name_for_it(
+def test_sources_of_hits_are_not_reported_to_a_vllm_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def missing(name: str) -> object:

@@ -25,7 +25,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.vllm.offline import EngineSetup
 from kvtier.warmup import (
     BlockHasher,
@@ -353,7 +354,7 @@ def test_wrong_arguments_are_one_line(speaking: Path) -> None:
     wrong: Sequence[tuple[list[str], str]] = [
         (["--no-such-argument"], "write the arguments of vllm serve after --"),
         (["--kv-transfer-config", "{}"], "kvtier warmup sets it; leave it out"),
-        (["--data-parallel-size", "2"], "copy the store to the other ranks"),
+        (["--data-parallel-size", "2"], "copy the cache to the other ranks"),
         (["--max-model-len", "100000"], "vLLM: "),
     ]
     for arguments, remedy in wrong:

@@ -19,7 +19,8 @@ from typing_extensions import override
 from kvtier.connector import device, service
 from kvtier.memory import HostRegion
 from kvtier.memory.control import ControlBlock
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+from kvtier.memory.copy import BlockCopier
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import TransferEngine, engine, routes, runner
 from kvtier.transfer import device as device_routes
@@ -282,7 +283,7 @@ class SlowTruth(ControlBlock):
 
     @override
     def stored(self, slots: Any, generations: Any) -> list[bool]:
-        if not is_in_loop():  # else the storage engine asks
+        if not is_in_loop():  # else the transfer engine asks
             self._stage.meanwhile()
         return super().stored(slots, generations)
 

@@ -23,7 +23,7 @@ def test_where_nothing_goes_wrong_no_load_fails(
 @pytest.mark.untraced
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", [0, 1, 3, 5])
-def test_every_byte_is_its_keys_whoever_gets_on_first(
+def test_every_byte_is_right_in_any_order_of_threads(
     model: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with BytesWorld(seed, monkeypatch, model=model) as world:

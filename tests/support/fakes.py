@@ -114,7 +114,7 @@ class FakeSlotStatus:
         for slot in slots:
             self._failed.pop(slot, None)
 
-    # -- the storage engine's side ----------------------------------------------------------
+    # -- the transfer engine's side ---------------------------------------------------------
 
     def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Record that the bytes of these generations will not arrive."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import xxhash
 
 from kvtier.config import TierConfig
-from kvtier.errors import CapacityError, ClosedError, ConfigError, StoreLockedError
+from kvtier.errors import CacheLockedError, CapacityError, ClosedError, ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.base import (
     SlotOutcomes,
@@ -107,7 +107,7 @@ class MemoryTier(StorageTier):
             raise ConfigError(f"tier {self.name}: capacity is less than one slot")
         self.medium = MemoryMedium() if medium is None else medium
         if self.medium.tiers_open:
-            raise StoreLockedError(self.name, "the medium", "another tier of this test")
+            raise CacheLockedError(self.name, "the medium", "another tier of this test")
         self.medium.tiers_open += 1
         self._pool = context.pool
         self._epoch = 0

@@ -140,7 +140,7 @@ class Workbench:
         self.check()
         return self.manager.take_jobs()
 
-    # -- what a storage engine does ---------------------------------------------------------
+    # -- what a transfer engine does --------------------------------------------------------
 
     def finish(self, job: Job, *outcomes: Outcome, settled: bool = True) -> None:
         """Report ``outcomes`` for the chunks of ``job``; the last one repeats."""

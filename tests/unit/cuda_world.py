@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence
 from kvtier.os.memory import open_anonymous

@@ -21,6 +21,7 @@ from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine
 from kvtier.types import Job, JobId, LayoutFingerprint, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.faulty_io import FaultyIo
+from tests.support.threads import join_threads
 
 SLOT = 8192
 CAPACITY = 8
@@ -84,7 +85,7 @@ class Rig:
             direct_io="off",
             **options,
         )
-        self._pool = IoPool(2, name="kvtier-rig")
+        self._pool = IoPool(2, name="kvtier-rig-io")
         self.tier = SlabTier.open(self._options, self._context(), io=self.io)
         self.engine = TransferEngine(
             "rig",
@@ -115,8 +116,7 @@ class Rig:
 
     def ended(self) -> None:
         """Wait until a closed engine's thread is gone, and with it the tier."""
-        self.engine._thread.join(HANG_S)
-        assert not self.engine._thread.is_alive()
+        join_threads("kvtier-rig", timeout_s=HANG_S)
 
     def found_again(self) -> set[ChunkKey]:
         """Open the store as the next engine would; return what is there, which verifies."""

@@ -17,7 +17,8 @@ from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
 from kvtier.memory.copiers import open_copier
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, copy_between, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks, copy_between
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence
 from kvtier.os.iopool import IoPool
@@ -239,7 +240,7 @@ def test_blocks_and_slots_that_do_not_match_are_refused(
         plan_copy(blocks, sizes, [0] * len(sizes), slots, blocks_per_chunk=1)
 
 
-def test_gaps_as_large_as_a_chunk_are_told_as_what_they_are() -> None:
+def test_missing_blocks_of_a_whole_chunk_are_an_error() -> None:
     with pytest.raises(
         UnsupportedError, match=r"missing: the 4 given belong to 2 chunks, not to 3$"
     ):
@@ -255,7 +256,7 @@ def test_a_group_whose_blocks_do_not_fit_their_slots_is_refused(
         BlockCopier(kv, region, share=RankShare(), blocks_per_chunk=1)
 
 
-def test_a_device_nobody_can_copy_to_is_refused(make_region: MakeRegion) -> None:
+def test_a_device_without_a_way_to_copy_is_refused(make_region: MakeRegion) -> None:
     kv = KVBlocks([torch.zeros((1, 1), dtype=torch.int8, device="meta")], [[(0, 1)]])
     with pytest.raises(UnsupportedError, match="meta"):
         open_copier(kv, make_region(blocks_per_chunk=1), share=RankShare(), blocks_per_chunk=1)

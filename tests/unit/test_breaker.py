@@ -12,7 +12,7 @@ def make() -> Breaker:
     return Breaker(failures=2, backoff_s=10.0)
 
 
-def test_it_stays_closed_below_the_limit_and_a_success_starts_the_count_again() -> None:
+def test_a_breaker_stays_closed_below_the_limit_and_a_success_resets_the_count() -> None:
     breaker = make()
     for _ in range(3):
         breaker.record(failed=True, now=0.0)
@@ -21,7 +21,7 @@ def test_it_stays_closed_below_the_limit_and_a_success_starts_the_count_again() 
     assert not breaker.is_open(0.0)
 
 
-def test_it_opens_after_failures_in_a_row_and_refuses_until_the_back_off_is_over() -> None:
+def test_a_breaker_opens_after_failures_in_a_row_until_the_back_off_is_over() -> None:
     breaker = make()
     breaker.record(failed=True, now=0.0)
     assert not breaker.tripped

@@ -41,7 +41,7 @@ class TestEvict:
         assert store.start() == [KEYS[3], KEYS[4]]
 
     @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 1, SLOTS)])
-    def test_it_asks_first(
+    def test_evict_asks_before_it_removes(
         self,
         store: Store,
         answer: str,
@@ -95,7 +95,9 @@ class TestEvict:
 
 
 class TestCompactIndex:
-    def test_it_gives_room_back_and_keeps_every_chunk(self, shell: Shell, store: Store) -> None:
+    def test_compaction_frees_room_and_keeps_every_chunk(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled()
         store.sql("CREATE TABLE ballast AS SELECT randomblob(1000000)")
         store.sql("DROP TABLE ballast")

@@ -18,13 +18,14 @@ import pytest
 
 from kvtier.keys import short_key
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat
 from tests.unit.stores import KEYS, SLOT, SLOTS, Store
 
 
 class TestStat:
-    def test_it_says_whose_the_store_is_and_what_is_in_it(
+    def test_stat_says_who_owns_a_cache_and_what_it_holds(
         self, shell: Shell, store: Store
     ) -> None:
         before = int(time.time())  # noqa: TID251 - the index keeps wall-clock times
@@ -196,7 +197,7 @@ class TestDisturbingNobody:
             assert len(reader.entries("last-use", -1)) == SLOTS
 
     @pytest.mark.parametrize("obstacle", ["no directory", "no room"])
-    def test_a_copy_that_cannot_be_made_is_not_said_to_be_a_store_that_is_missing(
+    def test_a_failed_copy_of_an_index_is_not_reported_as_a_missing_cache(
         self,
         shell: Shell,
         store: Store,
@@ -355,7 +356,7 @@ class TestWrongDirectory:
         for place, problem in (
             (tmp_path / "nowhere", f"{tmp_path / 'nowhere'} does not exist"),
             (tmp_path / "file", f"{tmp_path / 'file'} is not a directory"),
-            (tmp_path, f"no nvme store in {tmp_path}"),
+            (tmp_path, f"no cache of an nvme tier in {tmp_path}"),
         ):
             ran = shell(command[0], place, *command[1:])
             expected = f"error: {problem}; give the path of an nvme tier\n"
@@ -364,7 +365,7 @@ class TestWrongDirectory:
     @pytest.mark.parametrize(
         "refusing", [(Path, "is_dir"), (Path, "iterdir"), (BlockIo, "read_bytes")]
     )
-    def test_a_store_of_somebody_else_is_not_said_to_be_none(
+    def test_a_cache_of_another_user_is_not_reported_as_missing(
         self,
         shell: Shell,
         store: Store,

@@ -12,7 +12,7 @@ from tests.unit.stores import KEYS, Store
 
 
 class TestExplain:
-    def test_it_says_where_a_chunk_is_and_how_it_was_used(
+    def test_explain_says_where_a_chunk_is_and_how_it_was_used(
         self, shell: Shell, store: Store
     ) -> None:
         store.start()
@@ -98,7 +98,7 @@ class TestExplain:
         assert answer["left_at"] > 1_700_000_000
         return str(answer["reason"])
 
-    def test_it_says_that_a_chunk_was_evicted(self, shell: Shell, store: Store) -> None:
+    def test_explain_says_that_a_chunk_was_evicted(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.start()
         store.put([KEYS[20]], [7])
@@ -107,21 +107,25 @@ class TestExplain:
         out = shell("explain", store.root, KEYS[7].hex()).out
         assert "another chunk was written into its slot" in out
 
-    def test_it_says_that_the_engine_dropped_a_chunk(self, shell: Shell, store: Store) -> None:
+    def test_explain_says_that_the_engine_dropped_a_chunk(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled()
         store.start()
         store.tier.forget([7])
         store.stop()
         assert self.purpose(shell, store, 7) == "corrupt"
 
-    def test_it_says_that_the_tier_was_made_smaller(self, shell: Shell, store: Store) -> None:
+    def test_explain_says_that_the_tier_was_made_smaller(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled()
         store.start(slots=8)
         store.stop()
         assert self.purpose(shell, store, 8) == "beyond"
         assert shell("explain", store.root, KEYS[7].hex()).code == 0
 
-    def test_it_says_that_the_cache_was_reset(self, shell: Shell, store: Store) -> None:
+    def test_explain_says_that_the_cache_was_reset(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.start()
         store.reset()
@@ -130,7 +134,7 @@ class TestExplain:
         assert self.purpose(shell, store, 7) == "reset"
         assert shell("explain", store.root, KEYS[0].hex()).code == 0
 
-    def test_it_says_that_a_chunk_was_stored_after_a_reset(
+    def test_explain_says_that_a_chunk_was_stored_after_a_reset(
         self, shell: Shell, store: Store
     ) -> None:
         store.start()
@@ -144,12 +148,14 @@ class TestExplain:
         out = shell("explain", store.root, KEYS[7].hex()).out
         assert "it was stored after a reset of the cache" in out
 
-    def test_it_says_that_an_operator_removed_a_chunk(self, shell: Shell, store: Store) -> None:
+    def test_explain_says_that_an_operator_removed_a_chunk(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled()
         assert shell("evict", store.root, KEYS[7].hex(), "--yes").code == 0
         assert self.purpose(shell, store, 7) == "dropped"
 
-    def test_it_says_that_a_chunk_was_lost_with_an_index(
+    def test_explain_says_that_a_chunk_was_lost_with_an_index(
         self, shell: Shell, store: Store
     ) -> None:
         store.filled().index.write_bytes(b"no database" * 1000)
@@ -159,7 +165,7 @@ class TestExplain:
         assert ran.code == 1
         assert "what it held is not known" in flat(ran.out)
 
-    def test_it_says_that_a_chunk_was_never_seen(self, shell: Shell, store: Store) -> None:
+    def test_explain_says_that_a_chunk_was_never_seen(self, shell: Shell, store: Store) -> None:
         ran = shell("explain", store.filled().root, KEYS[30].hex())
         assert ran.code == 1
         assert "never stored, or removed before the log begins" in ran.out
@@ -217,7 +223,7 @@ class TestExplain:
         store.stop()
         assert self.purpose(shell, store, 7) == "evicted"
 
-    def test_beside_an_engine_it_is_told_within_moments(
+    def test_an_eviction_can_be_explained_within_moments(
         self, shell: Shell, store: Store
     ) -> None:
         store.start()

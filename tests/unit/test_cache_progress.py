@@ -14,7 +14,8 @@ import pytest
 
 from kvtier.keys import short_key
 from kvtier.tiers.slab import maintain
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from tests.unit.cache_shell import Shell
 from tests.unit.stores import KEYS, SLOTS, Store
 

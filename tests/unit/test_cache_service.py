@@ -180,7 +180,7 @@ def test_a_load_is_waited_for_from_the_first_question_to_its_end() -> None:
     assert service.take_load_waits() == []
 
 
-def test_a_request_that_waited_in_vain_waited_until_it_started() -> None:
+def test_a_wait_without_a_load_lasts_until_the_request_starts() -> None:
     cache = make_cache()
     waiting_for_nvme(cache, Context("b"))
     cache.service.end_step(started=("b",), preempted=())
@@ -420,7 +420,7 @@ def test_a_tier_that_cannot_forget_a_corrupt_chunk_delays_no_job(
 
 
 @pytest.mark.usefixtures("clock")
-def test_what_was_dropped_last_is_told_before_the_cache_closes(
+def test_the_last_drops_are_logged_before_the_cache_closes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=2, backlog=4)

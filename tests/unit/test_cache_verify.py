@@ -9,7 +9,8 @@ import re
 import pytest
 
 from kvtier.keys import short_key
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.verify import verify
 from tests.support.faulty_io import FaultyIo
 from tests.unit.cache_shell import Shell, flat

@@ -258,7 +258,7 @@ def test_an_example_is_the_file_of_that_name_and_is_what_the_help_begins_with(
         ("example", "/dev/full", 2, "error: the output cannot be written: No space left on "),
     ],
 )
-def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
+def test_a_closed_pipe_ends_a_command_without_a_traceback(
     command: str, output: str, code: int, said: str
 ) -> None:
     if output == "closed":
@@ -282,7 +282,7 @@ def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
     assert ran.stderr.count("\n") == (1 if said else 0)
 
 
-def test_a_command_whose_output_was_closed_before_it_began_just_ends() -> None:
+def test_a_command_with_a_closed_output_ends_without_an_error() -> None:
     program = 'exec "$0" -m kvtier example >&-'
     ran = subprocess.run(
         ["sh", "-c", program, sys.executable],

@@ -148,7 +148,7 @@ def test_two_tiers_with_gds_reads_are_refused() -> None:
 def test_a_missing_kvikio_is_remarked_on(
     monkeypatch: pytest.MonkeyPatch, gds: str, installed: list[str], problem: str | None
 ) -> None:
-    monkeypatch.setattr("kvtier.config._models.installed_kvikio", lambda: installed)
+    monkeypatch.setattr("kvtier.config._tiers.installed_kvikio", lambda: installed)
     found = [(each.key, each.problem) for each in nvme(gds=gds).remarks()]
     assert found == ([] if problem is None else [("gds", problem)])
 
@@ -163,6 +163,6 @@ def test_a_missing_kvikio_is_remarked_on(
 def test_packages_with_which_no_engine_starts_are_a_problem(
     monkeypatch: pytest.MonkeyPatch, gds: str, installed: list[str], problem: str
 ) -> None:
-    monkeypatch.setattr("kvtier.config._models.installed_kvikio", lambda: installed)
+    monkeypatch.setattr("kvtier.config._tiers.installed_kvikio", lambda: installed)
     with pytest.raises(ConfigError, match=problem):
         list(nvme(gds=gds).remarks())

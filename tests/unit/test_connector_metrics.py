@@ -99,12 +99,12 @@ class Published:
         self.registry = CollectorRegistry()
         kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
         makers = {kind: partial(make, registry=self.registry) for kind, make in kinds.items()}
-        self._publisher = Publisher(makers, list(labels))
+        self.publisher = Publisher(makers, list(labels))
         self.refresh()
 
     def refresh(self) -> None:
         """Publish what changed since the last call."""
-        self._publisher.publish(self._reporter.take(), self._values)
+        self.publisher.publish(self._reporter.take(), self._values)
 
     def series(self) -> dict[Series, float]:
         """Return the value of each series, without the times of creation."""
@@ -251,8 +251,8 @@ def test_changes_that_crossed_a_process_boundary_are_published() -> None:
     published = Published(Source(), {"engine": "0"})
     change = MetricChange("kvtier_hit_chunks", ("ram",), 3)
     plain: Any = ["kvtier_hit_chunks", ["ram"], 3]
-    published._publisher.publish([change], ["0"])
-    published._publisher.publish([plain, plain], ["0"])
+    published.publisher.publish([change], ["0"])
+    published.publisher.publish([plain, plain], ["0"])
     assert published.value("kvtier_hit_chunks_total", engine="0", tier="ram") == 9
 
 
@@ -307,7 +307,7 @@ def test_a_cache_has_what_its_workers_copied_and_its_tiers() -> None:
         copied(4096, 0.25, ("gpu", "ram")),
     ):
         toy.connector.update_connector_output(WorkerOutput(transfers=copies))
-    toy.cache.service._jobs.transfers.record("ram", "nvme", nbytes=2048, seconds=0.5)
+    toy.cache.service.record_copies(copied(2048, 0.5, ("ram", "nvme")))
     published.refresh()
     assert published.value("kvtier_stored_chunks_total", tier="ram") == 2
     for transfer_type, nbytes, count in (

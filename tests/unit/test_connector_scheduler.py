@@ -499,7 +499,7 @@ def test_keys_of_tokens_that_an_engine_replaced_are_replaced() -> None:
         assert tracked.keys == wanted.keys
 
 
-def test_a_context_of_somebody_else_is_refused() -> None:
+def test_a_context_of_a_foreign_class_is_refused() -> None:
     @dataclass(frozen=True)
     class Foreign:
         req_id: str = "a"

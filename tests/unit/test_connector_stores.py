@@ -343,7 +343,7 @@ def test_a_store_whose_block_was_given_away_ends_first() -> None:
     engine.acknowledge()
 
 
-def test_so_does_one_whose_block_is_given_to_a_load() -> None:
+def test_a_store_whose_block_is_given_to_a_load_ends_first() -> None:
     engine = ToyEngine()
     engine.fill("a", TOKENS)
     request = engine.arrive("b", [8] * 2 * TOKENS)
@@ -359,7 +359,7 @@ def test_so_does_one_whose_block_is_given_to_a_load() -> None:
     engine.acknowledge()
 
 
-def test_so_does_one_that_begins_in_the_step_that_gives_the_block_away() -> None:
+def test_a_store_that_begins_as_its_block_is_given_away_ends_first() -> None:
     engine = ToyEngine(store_decode=True)
     request = engine.arrive("a", 2 * TOKENS)
     engine.schedule(request, TOKENS)

@@ -256,7 +256,7 @@ def test_a_request_whose_load_ended_is_reported_whether_it_worked_or_not(bench: 
     assert taken(bench).failed_requests == {"b"}
 
 
-def test_an_output_is_told_once_and_survives_a_trip_to_another_process(bench: Bench) -> None:
+def test_an_output_is_reported_once_and_can_be_pickled(bench: Bench) -> None:
     bench.step(ConnectorMetadata(load_jobs={4: bench.job("a", [3], [1], 7)}))
     output = bench.until(4)
     assert pickle.loads(pickle.dumps(output)) == output
@@ -265,7 +265,7 @@ def test_an_output_is_told_once_and_survives_a_trip_to_another_process(bench: Be
     assert pickle.loads(pickle.dumps(metadata)) == metadata
 
 
-def test_jobs_that_ended_are_told_of_in_the_order_they_were_planned(bench: Bench) -> None:
+def test_ended_jobs_are_reported_in_the_order_of_their_plans(bench: Bench) -> None:
     # So that what they stored is published, and goes down, head first.
     numbers = range(7, 10)  # which a set of few would tell in another order
     for number in numbers:

@@ -1,4 +1,4 @@
-"""What workers and the storage engine write beside the slots, and what the scheduler reads."""
+"""Words of the control block, written by workers and the transfer engine."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Publishing(np.ndarray[Any, np.dtype[np.uint64]]):
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2], [0, 2]])
-def test_what_comes_while_a_rank_looks_for_it_is_not_somebody_elses(
+def test_a_chunk_that_arrives_during_a_look_is_not_lost(
     block: ControlBlock, slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = block._generation

@@ -142,7 +142,7 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("mutation", MUTANTS.values(), ids=MUTANTS)
-def test_the_checks_above_find(mutation: Mutation) -> None:
+def test_the_checks_find_every_mutation(mutation: Mutation) -> None:
     modules = load_modules(mutation)
     for seed in range(80):
         chance = random.Random(seed)

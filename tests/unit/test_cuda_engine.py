@@ -13,7 +13,8 @@ from kvtier.connector import device as device_module
 from kvtier.connector.device import DeviceEngine
 from kvtier.errors import ClosedError, CudaError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.copy import KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.cuda_copy import CudaCopier
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Purpose

@@ -17,7 +17,7 @@ from kvtier.config import (
     FilePath,
     Fraction,
     KvtierConfig,
-    LocalStore,
+    LocalDirectory,
     RamTierConfig,
     Remark,
     Size,
@@ -32,7 +32,7 @@ from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.file_tier import FileTier
 from kvtier.testing.tier_harness import Arena
-from kvtier.tiers import StorageTier, StoreExamination, TierContext, base
+from kvtier.tiers import StorageTier, TierContext, TierExamination, base
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint
@@ -122,7 +122,7 @@ class TestByClass:
         assert tier.capacity_slots == (2 << 20) // SLOT
         await tier.aclose()
 
-    async def test_such_a_tier_may_have_a_process_of_its_own(
+    async def test_a_tier_by_class_may_have_a_process_of_its_own(
         self, tmp_path: Path, context: TierContext
     ) -> None:
         paths = {name: tmp_path / name for name in ("path", "plan", "ledger")}
@@ -252,7 +252,7 @@ class TestItsDirectory:
     def test_a_tier_that_knows_its_store_says_what_a_start_would_find(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        found = StoreExamination(refusals=[Remark("path", "it is locked", "find the key")])
+        found = TierExamination(refusals=[Remark("path", "it is locked", "find the key")])
         monkeypatch.setattr(FileTier, "examine", classmethod(lambda *_: found))
         (problem,) = examine(config_of(FILE, f"path: {tmp_path}")).lines(Status.PROBLEM)
         assert problem.startswith("a.yaml:5: tiers[1].path = ")
@@ -284,8 +284,8 @@ class TestItsDirectory:
             kind: str = "shelf"
             root: Path
 
-            def local_store(self) -> LocalStore:
-                return LocalStore(self.root, key="root")
+            def local_directory(self) -> LocalDirectory:
+                return LocalDirectory(self.root, key="root")
 
         shelf = Options(capacity_bytes=1 << 20, root=Path("here"))
         with pytest.raises(ValueError, match=r"tiers\[1\].root: not an absolute path"):
@@ -340,7 +340,7 @@ class TestDoctor:
     def findings(self, config: KvtierConfig) -> dict[str, Any]:
         return {each.check: each for each in examine(config).findings}
 
-    def test_a_disk_is_examined_whoever_fills_it(self, tmp_path: Path) -> None:
+    def test_a_disk_is_examined_for_every_kind_of_tier(self, tmp_path: Path) -> None:
         found = self.findings(config_of(FILE, f"path: {tmp_path}"))
         checks = {check for check in found if check.startswith("filetier: ")}
         assert checks >= {

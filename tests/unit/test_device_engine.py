@@ -17,6 +17,8 @@ from kvtier.errors import ClosedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
 from kvtier.memory.slot_layout import RankShare
+from kvtier.os.iopool import IoPool
+from kvtier.transfer import TransferEngine
 from kvtier.types import Job, Outcome, Purpose
 from tests.unit.regions import open_regions
 
@@ -50,13 +52,13 @@ def device(region: HostRegion) -> Iterator[DeviceEngine]:
 def submitted(device: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the jobs that the transfer engine got, in order."""
     seen: list[int] = []
-    submit = device._engine.submit
+    submit = TransferEngine.submit
 
-    def spy(*jobs: Job) -> None:
+    def spy(engine: TransferEngine, *jobs: Job) -> None:
         seen.extend(job.job_id for job in jobs)
-        submit(*jobs)
+        submit(engine, *jobs)
 
-    monkeypatch.setattr(device._engine, "submit", spy)
+    monkeypatch.setattr(TransferEngine, "submit", spy)
     return seen
 
 
@@ -112,7 +114,7 @@ def test_a_device_that_does_not_start_leaves_no_thread_and_no_pinned_memory(
     assert len(freed) == 2
 
 
-def test_who_waits_for_a_store_does_not_wait_in_vain(
+def test_a_wait_for_a_store_ends_when_the_store_ends(
     device: DeviceEngine, region: HostRegion
 ) -> None:
     store(device, region, 0)
@@ -192,7 +194,9 @@ def test_closing_leaves_the_memory_to_a_copy_that_does_not_end(
     assert began.wait(SOON_S)
     with monkeypatch.context() as patch:
         patch.setattr(device, "_close_timeout_s", 0.01)
-        patch.setattr(device._engine, "close", lambda **_: False)  # waits a second at least
+        patch.setattr(
+            TransferEngine, "close", lambda *_, **__: False
+        )  # waits a second at least
         device.close()
     assert not freed.is_set()
     assert "their memory is not freed" in caplog.text
@@ -207,15 +211,14 @@ def test_closing_ends_in_time_although_every_part_hangs(
 ) -> None:
     waits_s: list[float] = []
 
-    def hang(*, timeout_s: float) -> bool:
+    def hang(_: object, *, timeout_s: float) -> bool:
         waits_s.append(timeout_s)
         return False
 
     with monkeypatch.context() as patch:
         patch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: sum(waits_s)))
-        patch.setattr(device._engine, "close", hang)
-        for pool in device._pools:
-            patch.setattr(pool, "close", hang)
+        patch.setattr(TransferEngine, "close", hang)
+        patch.setattr(IoPool, "close", hang)
         device.close()
     assert len(waits_s) == 2
     assert min(waits_s) > 0

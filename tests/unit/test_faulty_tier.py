@@ -151,7 +151,7 @@ async def test_the_medium_itself_is_well(patient: Patient) -> None:
     assert set(await patient.read()) == {Outcome.DONE}
 
 
-def test_it_takes_no_other_tiers_options(tmp_path: Path, pool: IoPool) -> None:
+def test_a_faulty_tier_takes_only_its_own_options(tmp_path: Path, pool: IoPool) -> None:
     options = NvmeTierConfig(path=tmp_path, capacity_bytes=SLOT)
     context = TierContext(SLOT, LayoutFingerprint({"model": "m"}), pool)
     with pytest.raises(ConfigError, match="takes FaultyTierConfig"):

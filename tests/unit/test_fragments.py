@@ -13,7 +13,8 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.fragments import FragmentPlanner, Fragments, fragment_nbytes
 from kvtier.memory.slot_layout import RankShare
 from tests.unit.kv_pages import BLOCKS, LAYOUTS, Model, kv_of

@@ -227,7 +227,7 @@ def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
     assert policy.pick_many(2, lambda _: True, ctx) == [first]
 
 
-def test_a_pick_in_vain_costs_a_look_at_each_and_moves_nobody() -> None:
+def test_a_search_without_a_victim_visits_each_chunk_once_and_moves_none() -> None:
     policy, ctx, asked, members = HedgedLhd(400), PolicyContext(), 0, 400
     for start in range(0, members, 40):
         policy.on_insert_many(chain(40, start), ctx)

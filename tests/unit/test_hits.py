@@ -140,7 +140,7 @@ def test_what_the_engine_has_needs_not_be_there() -> None:
     assert hit(GroupReach(16, WINDOW, 65), tokens=96, local=48, missing=[(0, 2)]) == 96
 
 
-def test_a_hit_of_less_than_all_groups_can_end_at_is_none() -> None:
+def test_a_hit_shorter_than_the_alignment_of_all_groups_is_a_miss() -> None:
     assert hit(GroupReach(32), tokens=64, local=16) == 64
     assert hit(GroupReach(32), tokens=32, local=16) == 16
     assert hit(GroupReach(16), tokens=96, local=96) == 96

@@ -26,6 +26,7 @@ import pytest
 from kvtier.errors import CapacityError, UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry, backing, hand_over
 from kvtier.memory.hand_over import Listener
+from tests.support.threads import join_threads
 from tests.unit.mappings import flags_of_mappings
 from tests.unit.other_user import OTHER_UID, give_away
 
@@ -84,8 +85,7 @@ def test_pages_mapped_ahead_cost_no_fault_when_they_are_touched(name: str) -> No
     region = HostRegion.create(name, geometry, attachers=0, timeout_s=1, huge_pages="off")
     region.map_pages()
     region.map_pages()
-    assert region._mapper is not None
-    region._mapper.join()
+    join_threads("kvtier-pages")
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for number in range(pages):
         region.slot(number)[0] = 1
@@ -123,7 +123,7 @@ def test_an_attacher_that_comes_first_waits(name: str) -> None:
     region.close()
 
 
-def test_a_region_that_nobody_creates_is_an_error_that_says_what_to_look_for(name: str) -> None:
+def test_a_region_that_no_worker_creates_is_an_error_with_a_remedy(name: str) -> None:
     with pytest.raises(CapacityError, match=r"first worker failed to create it"):
         HostRegion.attach(name, SMALL, timeout_s=0.01)
 
@@ -209,7 +209,7 @@ def as_other_user(script: str, path: Path) -> list[str]:
     return [sys.executable, "-c", script, str(path), str(OTHER_UID)]
 
 
-def test_nobody_else_may_enter_the_directory_of_the_sockets(name: str, sockets: Path) -> None:
+def test_only_the_user_can_enter_the_directory_of_the_sockets(name: str, sockets: Path) -> None:
     sockets.mkdir(mode=0o755)
     sockets.chmod(0o777)
     with contextlib.closing(HostRegion.create(name, SMALL, attachers=1, timeout_s=10)):
@@ -224,7 +224,7 @@ def abstract_names() -> list[str]:
     return [line for line in lines if " @" in line]
 
 
-def test_another_user_is_given_nothing_and_keeps_nobody_else_from_it(
+def test_another_user_gets_nothing_and_blocks_no_rank(
     name: str, region: HostRegion, sockets: Path
 ) -> None:
     (path,) = sockets.iterdir()
@@ -334,9 +334,7 @@ def test_a_user_may_have_any_number(uid: int) -> None:
     assert hand_over._uid_of(cast("socket.socket", Peer(uid))) == uid
 
 
-def test_processes_that_disagree_about_the_shape_are_told_so(
-    name: str, region: HostRegion
-) -> None:
+def test_processes_with_different_shapes_get_an_error(name: str, region: HostRegion) -> None:
     other = RegionGeometry(slots=5, slot_nbytes=8192, block_nbytes=8192, ranks=2)
     with pytest.raises(UnsupportedError, match="same configuration file"):
         HostRegion.attach(name, other, timeout_s=10)

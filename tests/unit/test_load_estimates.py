@@ -9,7 +9,7 @@ from kvtier.types import Outcome, TransferResult
 from tests.unit.cost_models import CHUNK, TOKENS, cost_model, expire, kept, measure
 
 
-def test_a_start_up_time_is_told_from_a_rate() -> None:
+def test_a_start_up_time_is_separated_from_a_rate() -> None:
     gate = cost_model()
     for job, chunks in enumerate((1, 4, 16, 64, 2, 32)):
         measure(gate, 1, chunks, 0.05 + chunks * 0.002, job=job)

@@ -451,7 +451,7 @@ def slots_of(bench: Workbench, tier: int) -> Sequence[int]:
 
 
 @pytest.mark.parametrize("recovered", [False, True])
-def test_what_only_a_middle_tier_has_goes_on_from_it_also_when_it_was_recovered(
+def test_a_chunk_that_only_a_middle_tier_has_is_demoted_from_there(
     recovered: bool,
 ) -> None:
     bench = Workbench(4, 4, 16, write="evict", limits=limits())

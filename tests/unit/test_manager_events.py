@@ -93,7 +93,7 @@ def test_a_demotion_that_failed_is_never_announced(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED, Outcome.EXPIRED])
-def test_a_chunk_that_turns_out_to_be_damaged_leaves(outcome: Outcome) -> None:
+def test_a_corrupt_chunk_leaves_its_tier(outcome: Outcome) -> None:
     bench, listener = Workbench(4, 8), Listener(2)
     recovered(bench, 2)
     bench.look(prefix(2))
@@ -135,7 +135,7 @@ def test_a_reset_announces_that_everything_left_and_late_jobs_change_nothing() -
     assert listener.tiers[1] == set(prefix(2, of=1))
 
 
-def test_nothing_is_kept_where_nobody_listens() -> None:
+def test_events_are_not_kept_without_a_listener() -> None:
     silent = Workbench(3, 3, record_events=False)
     silent.store(prefix(3))
     silent.settle()

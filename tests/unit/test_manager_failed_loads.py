@@ -116,7 +116,7 @@ def test_a_load_ends_with_its_own_pins_although_its_chunk_came_back_meanwhile() 
     assert copy.pins == 0
 
 
-def test_after_a_reset_a_failed_load_of_before_it_is_nobodys() -> None:
+def test_after_a_reset_a_failed_load_of_an_earlier_epoch_is_ignored() -> None:
     bench = Workbench(4, 0)
     loading(bench)
     bench.manager.reset()

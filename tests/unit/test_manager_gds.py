@@ -104,7 +104,7 @@ def test_wrong_bytes_leave_the_tier_and_the_request_gets_misses() -> None:
     assert bench.look(prefix(8), "another") == 2
 
 
-def test_a_failed_read_that_is_nobodys_fault_keeps_the_chunk() -> None:
+def test_a_failed_read_without_wrong_bytes_keeps_the_chunk() -> None:
     bench, _ = warmed(2, 16)
     bench.manager.begin_request("reader")
     bench.look(prefix(3))

@@ -112,7 +112,7 @@ def test_four_prefixes_larger_than_ram_at_once_are_answered_within_five_steps(
     chunks=st.lists(st.integers(1, 8), min_size=1, max_size=5),
     patience=st.integers(1, 5),
 )
-def test_nobody_waits_longer_than_patience_for_each_that_came_before(
+def test_each_earlier_request_delays_a_request_by_a_bounded_time(
     ram: int, budget: int, chunks: list[int], patience: int
 ) -> None:
     scheduler = crowded(

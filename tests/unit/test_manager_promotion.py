@@ -281,7 +281,7 @@ def test_a_preempted_request_asks_afresh() -> None:
     assert job.keys == prefix(4)[3:]
 
 
-def test_a_request_that_starts_without_lets_go() -> None:
+def test_a_request_that_starts_without_its_load_releases_its_grants() -> None:
     bench = warmed(4, 8)
     job = asked(bench, 3)
     bench.step(started=["reader"])
@@ -345,7 +345,7 @@ def test_a_long_prefix_is_promoted_in_several_jobs_of_one_run_each() -> None:
     assert bench.manager.snapshot().tiers[0].counters.misses == len(keys)
 
 
-def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None:
+def test_the_wait_for_a_chunk_of_another_request_is_bounded() -> None:
     limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=4, max_arrival_steps=3)
     bench = Workbench(4, 0, limits=limits, slot_status=FakeSlotStatus(driven=True))
     plan = bench.manager.prepare_store(prefix(2), "writer")
@@ -367,7 +367,7 @@ def resumed(bench: Workbench) -> None:
     assert bench.manager.snapshot().granted == 3
 
 
-def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> None:
+def test_grants_end_when_a_request_is_no_longer_looked_up() -> None:
     limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=8, max_idle_grant_steps=3)
     bench = warmed(8, 8, limits=limits)
     resumed(bench)
@@ -402,7 +402,7 @@ def test_of_several_groups_no_useless_chunk_is_promoted() -> None:
         assert bench.manager.snapshot().granted == 0
 
 
-def test_nobody_waits_for_the_slots_of_a_read_that_is_stuck() -> None:
+def test_a_stuck_read_does_not_delay_other_requests() -> None:
     bench = warmed(8, 16, prompts=2, limits=limits())
     bench.finish(asked(bench, 2, "stuck"), Outcome.EXPIRED, settled=False)
     job = asked(bench, 3, of=1)
@@ -411,19 +411,15 @@ def test_nobody_waits_for_the_slots_of_a_read_that_is_stuck() -> None:
     assert bench.look(prefix(3, of=1)) == 2
 
 
-def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
+def test_all_requests_that_wait_for_one_prefix_are_served_by_one_job() -> None:
     bench = warmed(BELOW, BELOW, limits=limits(pin_budget=BELOW))
     waiting = [f"reader{number}" for number in range(5)]
     for req_id in waiting:
         bench.look(prefix(BELOW), req_id)
     (job,) = bench.step()
-    waiters = bench.manager._grants._waiters
-    for left in (5, 4, 3):
-        assert len({id(each) for each in waiters.values()}) == 1, "or each chunk costs them all"
-        assert {len(each) for each in waiters.values()} == {left}
-        bench.manager.end_request(waiting[left - 1])
+    for req_id in waiting[2:]:
+        bench.manager.end_request(req_id)
     bench.finish(job)
-    assert not waiters
     for req_id in waiting[:2]:
         assert bench.look(prefix(BELOW), req_id) == BELOW
     bench.step(started=waiting)

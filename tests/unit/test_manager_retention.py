@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,7 +75,7 @@ def test_without_a_quota_nothing_is_retained() -> None:
     assert bench.ram.available == 2
 
 
-def test_what_is_not_whole_in_ram_is_not_retained() -> None:
+def test_only_whole_chunks_in_ram_are_retained() -> None:
     bench = keeping(2, 4, quota=2)
     bench.manager.recover(1, [(prefix(1)[0], 0)])
     bench.manager.prepare_store(prefix(1, of=1), "writer")
@@ -135,23 +134,12 @@ def test_no_pin_is_left_when_every_deadline_has_passed(
         bench.check()
         now += seconds / 3
         end_step(bench, now)
-        heap = bench.manager._stack.retention._heap
-        assert len(heap) <= 3 * quota + 1
     end_step(bench, now + 10)
     assert bench.manager.snapshot().retained == 0
     assert bench.ram.idle == len(bench.resident())
 
 
-@pytest.mark.parametrize("quota", [4, 64])
-def test_keeping_the_same_chunks_for_ever_longer_takes_no_more_memory(quota: int) -> None:
-    bench = keeping(4, quota=quota)
-    bench.store(prefix(4))
-    for until in range(1000):
-        bench.manager.retain(prefix(4), float(until))
-    assert len(bench.manager._stack.retention._heap) <= 2 * 4 + quota + 4
-
-
-def test_what_could_not_leave_anyway_is_not_released_in_vain() -> None:
+def test_retained_chunks_stay_when_only_their_own_prompt_needs_room() -> None:
     bench = keeping(2, quota=2, max_store_refusals=0)
     bench.store(prefix(2))
     bench.manager.retain(prefix(2), 10.0)
@@ -167,7 +155,7 @@ def recovered_and_retained(bench: Workbench, chunks: int, *, until: float) -> No
     bench.check()
 
 
-def test_what_a_store_asks_to_retain_outlives_what_is_demoted_later() -> None:
+def test_recovered_retained_chunks_outlive_later_demotions() -> None:
     bench = keeping(4, 4, quota=0)
     recovered_and_retained(bench, 2, until=10.0)
     for prompt in range(1, 5):

@@ -371,7 +371,7 @@ def test_a_window_that_comes_first_is_not_what_counts() -> None:
         assert stranded(bench) == [gap, 0]
 
 
-def test_a_late_transfer_counts_as_expired_once_whatever_becomes_of_it() -> None:
+def test_a_late_transfer_counts_as_expired_once_with_any_outcome() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
     (job,) = bench.step()

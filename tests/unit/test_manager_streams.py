@@ -399,7 +399,7 @@ def test_a_tier_out_of_service_is_passed_over_by_those_who_wait_for_their_turn()
     assert bench.look(prefix(2)) == 0
 
 
-def test_what_may_not_pay_is_left_to_whoever_sees_all_that_is_wanted() -> None:
+def test_a_load_that_may_not_pay_is_staged() -> None:
     cost_model = CostModel(
         tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1e-3
     )

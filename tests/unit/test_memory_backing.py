@@ -44,7 +44,7 @@ def say(meminfo: Path, *, free: int, promised: int = 0, page_kib: int = 2048) ->
     )
 
 
-def test_they_are_taken_when_there_are_enough_for_all_of_the_tier(
+def test_huge_pages_are_used_if_there_are_enough_for_the_whole_tier(
     pool: Path, created: list[int]
 ) -> None:
     say(pool, free=4, promised=1)
@@ -67,7 +67,7 @@ def test_without_enough_of_them_the_tier_has_small_pages_or_refuses(
         create_memory("test", 2 * HUGE + 4096, "require")
 
 
-def test_they_can_be_left_alone(pool: Path, created: list[int]) -> None:
+def test_huge_pages_can_be_turned_off(pool: Path, created: list[int]) -> None:
     say(pool, free=9)
     created.append(create_memory("test", 4096, "off"))
     assert os.fstat(created[-1]).st_size == 4096
@@ -94,7 +94,7 @@ def test_a_memory_file_that_the_kernel_refuses_is_an_error() -> None:
         open_anonymous("x" * 4096)
 
 
-def test_when_somebody_else_was_faster_the_tier_has_small_pages(
+def test_a_tier_gets_small_pages_if_another_process_took_the_huge_ones(
     pool: Path, created: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(pool, free=9)

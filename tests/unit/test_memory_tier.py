@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvtier.errors import ConfigError, StoreLockedError
+from kvtier.errors import CacheLockedError, ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers import TierContext
@@ -67,7 +67,7 @@ async def test_a_stalled_slot_hangs_until_its_gate_opens(
 async def test_a_medium_serves_one_tier_at_a_time(
     harness: TierHarness[MemoryTier], context: TierContext
 ) -> None:
-    with pytest.raises(StoreLockedError):
+    with pytest.raises(CacheLockedError):
         MemoryTier(OPTIONS, context, harness.tier.medium)
 
 

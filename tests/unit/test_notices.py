@@ -16,7 +16,9 @@ def log() -> Notices:
     return Notices(["ram", "nvme"], 512 << 10)
 
 
-def test_the_first_drop_is_told_at_once(log: Notices, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_drop_is_logged_at_once(
+    log: Notices, caplog: pytest.LogCaptureFixture
+) -> None:
     log.log_dropped([0, 0], 5.0)
     assert not caplog.records
     log.log_dropped([0, 3], 6.0)
@@ -24,7 +26,7 @@ def test_the_first_drop_is_told_at_once(log: Notices, caplog: pytest.LogCaptureF
     assert "tier nvme does not keep up: 3 new chunks (1.50 MiB)" in record.getMessage()
 
 
-def test_later_drops_are_added_up_and_told_once_a_minute(
+def test_later_drops_are_added_up_and_logged_once_a_minute(
     log: Notices, caplog: pytest.LogCaptureFixture
 ) -> None:
     log.log_dropped([0, 3], 0.0)
@@ -37,7 +39,7 @@ def test_later_drops_are_added_up_and_told_once_a_minute(
     assert len(caplog.records) == 2
 
 
-def test_what_ram_refuses_is_told_in_its_own_words_and_by_itself(
+def test_chunks_that_ram_refuses_have_a_line_of_their_own(
     log: Notices, caplog: pytest.LogCaptureFixture
 ) -> None:
     log.log_dropped([2, 3], 0.0)
@@ -84,7 +86,7 @@ def test_the_latest_decision_is_explained_with_its_numbers(
     )
 
 
-def test_later_ones_are_added_up_and_told_once_a_minute(
+def test_later_skips_are_added_up_and_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log, cost_model = Notices(["ram", "nvme"], 4096), slow_disk()
@@ -109,7 +111,7 @@ def told(cost_model: CostModel, chunks: int, caplog: pytest.LogCaptureFixture) -
     return caplog.records[-1].getMessage().partition("because ")[2].partition(":")[0]
 
 
-def test_each_cause_is_told_as_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_cause_of_a_skipped_load_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert told(slow_disk(), 10, caplog) == "computing is faster than loading"
     cost_model = patient_engine()
     cost_model.record_job(1, 1, 10)

@@ -91,7 +91,7 @@ def test_the_first_file_of_another_user_is_named(nested: Path) -> None:
     )
 
 
-def test_the_number_of_every_unmapped_user_is_nobodys_own() -> None:
+def test_the_id_of_unmapped_users_owns_nothing() -> None:
     assert not is_ambiguous(os.geteuid())
     script = (
         "import os, sys; from pathlib import Path;"

@@ -11,7 +11,8 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.part_hashes import Hashes, HashPlanner, hash_words, open_hasher
 from kvtier.memory.slot_layout import RankShare
 from tests.support.fake_cuda import FakeCuda

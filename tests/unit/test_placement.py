@@ -139,7 +139,7 @@ class Everywhere(Placement):
         return source + 1 if source + 1 < self.tiers else None
 
 
-def test_a_budget_holds_in_each_tier_whoever_places() -> None:
+def test_a_write_budget_holds_in_each_tier_with_any_placement() -> None:
     budget = WriteBudget(bytes_per_day=50, chunk_nbytes=1)
     placement = ConditionalPlacement(Everywhere(3), [budget])
     bench = Workbench(4, 200, 200, placement=placement)
@@ -264,7 +264,9 @@ def test_words_that_do_not_go_together_are_refused(lines: list[str], message: st
 
 
 @pytest.mark.parametrize("write", ["through", "evict"])
-def test_the_default_places_as_it_did(write: Literal["through", "evict"]) -> None:
+def test_the_default_placement_copies_on_store_or_on_eviction(
+    write: Literal["through", "evict"],
+) -> None:
     placement, copy = TieredPlacement(tiers=3, write=write), copy_of(0)
     down = write == "through"
     assert placement.place(copy, CTX) == ((1, 2) if down else ())

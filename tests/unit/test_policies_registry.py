@@ -261,7 +261,9 @@ def test_a_policy_of_another_package_may_place(name: str) -> None:
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["deep", "kvtier_mine:Deep"])
 @pytest.mark.parametrize("policy", ["tiered", "eager"])
-def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy: str) -> None:
+def test_an_admission_of_another_package_works_with_any_placement(
+    name: str, policy: str
+) -> None:
     manager = managed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
     # The budget pays for two chunks, and is asked last: a refusal by Deep costs nothing.
     assert written_at_once(manager) == {4, 5}
@@ -368,7 +370,7 @@ def test_a_policy_that_picks_no_victim_is_named(
 @pytest.mark.parametrize(("policy", "message"), BAD_PICKS)
 @pytest.mark.parametrize("write", ["through", "evict"])
 @pytest.mark.parametrize("tier", [0, 1])
-def test_a_policy_that_picks_no_victim_ends_a_simulation_of_all_tiers(
+def test_a_policy_without_a_victim_ends_a_simulation_of_all_tiers(
     policy: str, message: str, write: str, tier: int
 ) -> None:
     trace = generate("chat", sessions=20, per_s=0.1, chunk_tokens=64, seed=1)

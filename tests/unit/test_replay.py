@@ -20,7 +20,8 @@ from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, TierConfig, parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import CostModel, LoadChoice, SkipCause
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+from kvtier.memory.copy import BlockCopier
+from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
 from kvtier.replay import _replay as replay_module
@@ -316,7 +317,7 @@ class TestReplay:
         assert [named[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
         assert len({named[0]["3"], named[0]["4"], ""}) == 3
 
-    def test_loads_that_were_not_worth_it_are_told_of(
+    def test_skipped_loads_are_reported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def estimate(cost_model: CostModel, sources: Sequence[int], **_: Any) -> LoadChoice:
@@ -425,7 +426,7 @@ class TestReplay:
         with pytest.raises(KvtierError, match="a load between RAM slots and blocks"):
             run(make_trace([[1]]), tiers_config(tmp_path, ram=4, nvme=16))
 
-    def test_the_speed_of_ram_is_measured_and_not_told(self, tmp_path: Path) -> None:
+    def test_the_speed_of_ram_is_measured_and_cannot_be_set(self, tmp_path: Path) -> None:
         trace = tmp_path / "made.jsonl"
         trace.write_text('{"timestamp": 0, "input_length": 256, "hash_ids": [0]}\n')
         file = tmp_path / "kvtier.yaml"

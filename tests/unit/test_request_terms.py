@@ -174,6 +174,6 @@ def test_every_request_is_answered_whatever_it_allows(
         bench.manager.end_request(name)
 
 
-def test_a_copy_made_by_hand_belongs_to_nobody() -> None:
+def test_a_copy_made_by_hand_has_no_session_and_no_terms() -> None:
     copy = ChunkCopy(prefix(1)[0], 0)
     assert (copy.session, copy.terms) == ("", NO_TERMS)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold, retain_chunks
 from tests.unit.cache_shell import Shell
 from tests.unit.stores import KEYS, Store
@@ -37,7 +38,7 @@ def test_an_engine_learns_at_its_start_what_to_retain_and_until_when(filled: Sto
     assert filled.tier.retained() == {1: LATER, 3: LATER}
 
 
-def test_it_stays_retained_over_any_number_of_restarts(filled: Store) -> None:
+def test_a_chunk_stays_retained_over_any_number_of_restarts(filled: Store) -> None:
     retain(filled, [3])
     for _ in range(3):
         filled.start()

@@ -58,7 +58,7 @@ def test_simulated_tiers_tell_their_policies_of_requests_and_sessions(
     assert set(calls) == EXPECTED
 
 
-def test_a_ghost_is_told_of_requests_and_sessions(calls: list[PolicyCall]) -> None:
+def test_a_simulated_tier_gets_requests_and_sessions(calls: list[PolicyCall]) -> None:
     keys = chunk_keys(TRACE.distinct)
     shadow = ShadowTier(8, [NAME])
     for number, (chain, session) in enumerate(

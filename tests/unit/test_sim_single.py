@@ -124,7 +124,7 @@ def test_the_order_asked_for_is_the_policys_own_unless_said_otherwise() -> None:
     assert forward.touch_order == "forward"
 
 
-def test_progress_is_told_and_ends_at_one() -> None:
+def test_progress_is_reported_and_ends_at_one() -> None:
     told: list[float] = []
     simulate_single(CHAT, policy="lru", capacity=9, progress=told.append)
     assert told == sorted(told)

@@ -28,10 +28,10 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import (
+    CacheDamagedError,
+    CacheLockedError,
     ConfigError,
     KvtierError,
-    StoreDamagedError,
-    StoreLockedError,
     TierUnavailableError,
 )
 from kvtier.keys import ChunkKey
@@ -55,7 +55,7 @@ HANG_S = 60.0
 BUDGET_S = 4.0
 SEED = 20
 REMEDY = re.compile(r"\b(allow|check|create|give|lower|make|mount|move|remove|stop|use)\b")
-LOUD = (ConfigError, StoreDamagedError, StoreLockedError, TierUnavailableError)
+LOUD = (ConfigError, CacheDamagedError, CacheLockedError, TierUnavailableError)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def test_a_reset_that_hangs_is_given_up_in_time_and_over_when_the_disk_answers(
 
 
 @pytest.mark.parametrize("options", [{}, {"durability": "power"}])
-def test_all_that_an_open_store_calls_is_a_point_where_a_test_lets_it_hang(
+def test_all_that_an_open_slab_calls_is_a_point_where_a_test_lets_it_hang(
     open_rig: OpenRig, options: dict[str, str]
 ) -> None:
     rig = open_rig(**options)

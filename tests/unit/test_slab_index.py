@@ -157,7 +157,7 @@ class TestUses:
 
 
 class TestMarks:
-    def test_a_mark_is_the_first_eight_bytes_and_the_group(self) -> None:
+    def test_a_key_mark_is_the_first_eight_bytes_and_the_group(self) -> None:
         keys = [make_key(bytes(range(1, 33)), 0), make_key(bytes(range(1, 33)), 3)]
         assert mark_keys(keys).tolist() == [0x0102030405060708, 0x0102030705060708]
 
@@ -186,7 +186,7 @@ class TestMarks:
 
 
 class TestRemovalLog:
-    def test_it_keeps_the_newest_and_stays_within_its_bytes(
+    def test_the_removal_log_keeps_the_newest_and_stays_within_its_bytes(
         self, database: IndexDatabase, tmp_path: Path
     ) -> None:
         batch = np.arange(100_000, dtype=np.uint64)
@@ -235,7 +235,7 @@ class TestRemovalLog:
 
 
 class TestLog:
-    def test_it_is_cut_when_nobody_needs_it_any_more(
+    def test_a_log_is_cut_when_its_reader_has_ended(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(index, "_LONGEST_LOG_NBYTES", 1 << 16)

@@ -28,7 +28,7 @@ from kvtier.testing.tier_harness import (
 )
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab import store as slab
+from kvtier.tiers.slab import tier as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import Fault, FaultyIo
@@ -126,7 +126,7 @@ async def test_short_transfers_are_carried_on(
     assert await harness.get(KEYS, range(8)) == [DONE] * 8
 
 
-async def test_what_was_in_a_slot_is_a_miss_once_it_is_overwritten_though_in_vain(
+async def test_a_failed_overwrite_makes_the_old_chunk_a_miss(
     open_harness: OpenHarness, io: FaultyIo
 ) -> None:
     harness = await open_harness()
@@ -335,7 +335,7 @@ async def test_a_reset_that_can_do_neither_says_so_and_serves_nothing_old(
     assert await harness.reopen() == []
 
 
-async def test_so_many_uses_are_kept_without_waiting_for_a_write(
+async def test_many_uses_are_recorded_without_waiting_for_a_write(
     open_harness: OpenHarness, io: FaultyIo, pool: IoPool, slots_path: Path
 ) -> None:
     slots = 4100

@@ -80,7 +80,7 @@ def replace_index(store: Path) -> None:
         pytest.param(lambda at: (at / "index.sqlite").unlink(), "index.sqlite", id="removed"),
     ],
 )
-def test_what_a_restart_would_not_find_is_told_of_once(
+def test_files_that_a_restart_would_miss_are_logged_once(
     store: Path, look: Callable[[], list[str]], change: Callable[[Path], object], named: str
 ) -> None:
     assert look() == []
@@ -90,7 +90,7 @@ def test_what_a_restart_would_not_find_is_told_of_once(
     assert look() == []
 
 
-def test_what_is_put_back_is_told_of_once_and_then_watched_again(
+def test_a_file_that_is_put_back_is_logged_once_and_watched_again(
     store: Path, look: Callable[[], list[str]]
 ) -> None:
     moved = store.with_name("moved")
@@ -178,7 +178,7 @@ def test_a_disk_that_does_not_say_says_nothing(
     assert look() == []
 
 
-def test_what_is_moved_away_on_purpose_is_not_told_of(
+def test_a_file_that_is_left_out_is_not_checked(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
     location = LocationCheck(

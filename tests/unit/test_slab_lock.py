@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import _cache
-from kvtier.errors import ConfigError, StoreLockedError
+from kvtier.errors import CacheLockedError, ConfigError
 from kvtier.tiers.slab import inspect, maintain
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import holder_of
@@ -33,7 +33,7 @@ def test_an_engine_gives_up_on_a_store_that_another_process_keeps_locked(
 ) -> None:
     with (
         held(tmp_path, kind),
-        pytest.raises(StoreLockedError, match="that is still opening it") as caught,
+        pytest.raises(CacheLockedError, match="that is still opening it") as caught,
         open_root("nvme", tmp_path, BlockIo(), clock.patience),
     ):
         pytest.fail("it was not locked")
@@ -57,7 +57,7 @@ def test_io_of_an_engine_that_died_is_waited_for_and_not_for_ever(
     nobody = f"pid {2**22 + 1} on host {os.uname().nodename}"  # beyond the largest there is
     with held(tmp_path):
         (tmp_path / "lock").write_text(nobody)
-        with pytest.raises(StoreLockedError, match=nobody) as caught:
+        with pytest.raises(CacheLockedError, match=nobody) as caught:
             acquire("nvme", tmp_path, BlockIo(), clock.patience)
     assert 110 <= clock.now_s < 111
     assert f"fuser -v {tmp_path} names the process" in str(caught.value)
@@ -67,7 +67,7 @@ def test_io_of_an_engine_that_died_is_waited_for_and_not_for_ever(
 def test_an_engine_that_lives_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
     with held(tmp_path):
         (tmp_path / "lock").write_text(f"pid {os.getpid()} on host {os.uname().nodename}")
-        with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
+        with pytest.raises(CacheLockedError, match=f"pid {os.getpid()}"):
             acquire("nvme", tmp_path, BlockIo(), clock.patience)
     assert clock.now_s == 100
 

@@ -103,7 +103,7 @@ async def test_what_was_stored_after_a_reset_is_dropped_at_the_next_start_and_no
     await harness.tier.aclose()
 
 
-async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
+async def test_chunks_stored_after_a_reset_can_be_kept(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     await stopped_after_a_reset(start, keep_after_reset=True)
@@ -112,7 +112,7 @@ async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
     assert warnings_in(caplog) == []
 
 
-async def test_what_was_being_written_when_the_cache_was_reset_is_kept_by_nobody(
+async def test_chunks_that_are_written_during_a_reset_are_dropped(
     start: Start, io: FaultyIo, pool: IoPool
 ) -> None:
     harness, _ = await start(keep_after_reset=True)
@@ -127,7 +127,7 @@ async def test_what_was_being_written_when_the_cache_was_reset_is_kept_by_nobody
     await harness.tier.aclose()
 
 
-async def test_what_counts_is_what_was_said_when_the_cache_was_reset(start: Start) -> None:
+async def test_the_option_at_the_time_of_the_reset_decides(start: Start) -> None:
     await stopped_after_a_reset(start)
     _, found = await start(keep_after_reset=True)
     assert found == []
@@ -156,7 +156,7 @@ async def test_such_a_process_notes_it_in_an_index_that_has_no_note(
     assert found == []
 
 
-async def test_such_a_process_stores_nothing_before_it_is_noted(
+async def test_after_a_reset_nothing_is_stored_before_the_reset_is_recorded(
     start: Start, io: FaultyIo, tmp_path: Path
 ) -> None:
     harness, _ = await start()

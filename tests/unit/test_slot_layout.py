@@ -9,7 +9,8 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.slot_layout import PageRun, RankShare
 from tests.unit.kv_pages import BLOCKS, LAYOUTS, Model, block_bytes, kv_of
 from tests.unit.regions import open_regions

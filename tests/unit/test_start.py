@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, RamTierConfig, parse_config
 from kvtier.doctor import Examination, Status, examine
-from kvtier.errors import ConfigError, StoreDamagedError
+from kvtier.errors import CacheDamagedError, ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold
@@ -246,7 +246,7 @@ def test_a_cache_of_another_users_is_a_problem_as_it_is_for_the_start(store: Sto
     give_away(store.directory / "slots.bin")
     report = of_stores(config_of(store), FIELDS)
     assert f"{store.directory} cannot be used: " in "\n".join(report.lines(Status.PROBLEM))
-    with pytest.raises(StoreDamagedError, match="belongs to user"):
+    with pytest.raises(CacheDamagedError, match="belongs to user"):
         store.start()
 
 

@@ -68,7 +68,7 @@ class Core:
         return output, bool(output.num_scheduled_tokens)
 
 
-def test_steps_are_told_apart_and_what_computes_nothing_is_none() -> None:
+def test_prefill_and_decode_steps_are_timed_and_empty_steps_are_not() -> None:
     core = Core({"a": 200, "b": 1}, {"a": 1, "b": 1}, {"a": 1}, {}, rests_first=True)
     timer = StepTimer(core)
     passed_on = [core.step_fn() for _ in range(5)]

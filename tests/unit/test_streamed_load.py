@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from kvtier.errors import KvtierError
 from kvtier.memory import ControlBlock
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
+from kvtier.memory.copy import BlockCopier
+from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
@@ -142,7 +143,7 @@ def test_the_first_of_several_bad_chunks_decides(load: Load, copier: Copier) -> 
     assert copier.batches == [[2]]
 
 
-def test_nobody_waits_longer_than_told(load: Load, copier: Copier) -> None:
+def test_no_wait_exceeds_its_timeout(load: Load, copier: Copier) -> None:
     control = Scripted([comes(0, 1)])
     assert load(control, wait_s=0.01).outcomes == [DONE, DONE, FAILED, FAILED]
     assert control.loaded(SLOTS, GENERATIONS) == [True, True, False, False]
@@ -196,7 +197,7 @@ def test_a_chunk_without_a_slot_fails_and_touches_no_other(load: Load, copier: C
     assert control.all_acknowledged([2, 3]) == [True, True]
 
 
-# -- the storage engine's end
+# -- the transfer engine's end
 
 
 class Disk:

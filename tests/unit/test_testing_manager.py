@@ -102,7 +102,9 @@ def grant_by_hand(tier: TierState) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_damage_is_named(damage: Callable[[TierState], None], invariant: str) -> None:
+def test_each_kind_of_damage_is_named(
+    damage: Callable[[TierState], None], invariant: str
+) -> None:
     bench = busy()
     damage(bench.ram)
     with pytest.raises(InvariantError) as caught:

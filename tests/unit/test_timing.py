@@ -70,7 +70,7 @@ def test_steps_that_only_generate_read_no_clock() -> None:
     assert steps.ended(10.5) == (300, 0.5)
 
 
-def test_an_output_nobody_scheduled_is_no_step() -> None:
+def test_an_output_without_a_scheduled_request_is_no_step() -> None:
     assert Steps().ended(1.0) is None
 
 

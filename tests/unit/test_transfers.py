@@ -67,12 +67,12 @@ def test_taking_begins_a_new_interval() -> None:
     assert taken.by_type.keys() == {"gpu_to_ram"}
 
 
-def test_they_cross_a_process_boundary() -> None:
+def test_transfers_cross_a_process_boundary() -> None:
     transfers = recorded((STORE, 10, 0.5), (LOAD, 7, 2))
     assert pickle.loads(pickle.dumps(transfers)) == transfers
 
 
-def test_transfers_that_nobody_takes_keep_their_totals_in_bounded_memory() -> None:
+def test_transfers_that_are_never_taken_keep_totals_in_bounded_memory() -> None:
     transfers = recorded(*[(STORE, 3, 0.5)] * 5000)
     assert transfers.totals() == {"gpu_to_ram": (15000, 2500.0)}
     assert len(transfers.by_type["gpu_to_ram"]) == 4096

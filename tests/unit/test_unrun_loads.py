@@ -1,4 +1,4 @@
-"""Loads that the storage engine cannot run: no worker waits for their chunks."""
+"""Loads that the transfer engine cannot run: no worker waits for their chunks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import Job, LayoutFingerprint
 from tests.support.memory_tier import MemoryTier
+from tests.support.threads import join_threads
 from tests.support.workbench import prefix
 from tests.unit.regions import open_regions
 
@@ -122,7 +123,7 @@ def test_after_the_engines_thread_died_what_only_slower_tiers_have_is_a_miss(
         raise SystemExit("a test")
 
     world.engine._loop.call_soon_threadsafe(die)
-    world.engine._thread.join(10)
+    join_threads("kvtier-storage")
     assert world.lookup("c", old) == 0
     assert world.lookup("d", new) == 16 * len(new)
     nvme = world.service.statistics().tiers[1]

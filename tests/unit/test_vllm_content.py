@@ -264,7 +264,7 @@ def test_an_engine_that_goes_on_after_a_failed_step_is_refused(goes_on: bool) ->
         ({"distributed_executor_backend": "mp"}, 2, None),
     ],
 )
-def test_workers_that_would_wait_for_each_other_in_vain_are_refused_at_once(
+def test_workers_that_would_wait_for_each_other_are_refused_at_once(
     parallel: dict[str, Any], workers: int, refusal: str | None
 ) -> None:
     worker = Worker(parallel=parallel)

@@ -182,7 +182,7 @@ def test_a_model_that_is_one_file_is_known_by_its_size_and_date(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "parts/pytorch_model.bin", "model.gguf"])
 @pytest.mark.parametrize("at", [0, 8 << 20, -1], ids=["head", "middle", "tail"])
-def test_weights_of_the_same_size_and_date_are_told_apart(
+def test_weights_of_the_same_size_and_date_are_distinguished(
     config: KvtierConfig, tmp_path: Path, name: str, at: int
 ) -> None:
     content = bytearray(16 << 20)

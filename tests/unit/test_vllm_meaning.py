@@ -75,7 +75,7 @@ def drafting(model: str) -> dict[str, Any]:
     }
 
 
-def test_each_setting_that_changes_keys_or_values_is_told_apart() -> None:
+def test_each_setting_that_changes_keys_or_values_changes_the_identity() -> None:
     meanings = [
         of(),
         of({"hf_config": {"model_type": "llama", "rope_theta": 1e6}}),

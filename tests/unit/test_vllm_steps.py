@@ -107,7 +107,7 @@ def test_a_step_that_only_generates_has_its_tokens_and_nothing_else() -> None:
 GENERATING = {"num_scheduled_tokens": {"a": 1, "b": 1}, "new_block_ids": [None, None]}
 
 
-def test_a_step_that_only_generates_is_told_from_its_output() -> None:
+def test_a_step_that_only_generates_is_recognized_by_its_output() -> None:
     assert Engine().only_generates(**GENERATING)
 
 

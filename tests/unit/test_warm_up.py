@@ -18,7 +18,8 @@ import pytest
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.schema import IndexMissingError
 from kvtier.warmup import (
     Finished,

@@ -36,13 +36,7 @@ def read_keys(source: Source, tokens: int) -> Trace:
         TraceError: The file is not UTF-8 text, or has an empty line between keys or a line too
             long for a key.
     """
-    try:
-        text = source.content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = source.content.count(b"\n", 0, error.start) + 1
-        remedy = f"{TO_UTF8}, or name its format with --format"
-        raise source.error(line, "not UTF-8 text", remedy) from error
-    keys = text.rstrip().split("\n")
+    keys = _decode(source).rstrip().split("\n")
     builder = TraceBuilder(chunk_tokens=tokens)
     for number, key in enumerate(keys, start=1):
         name = key.strip()
@@ -54,6 +48,15 @@ def read_keys(source: Source, tokens: int) -> Trace:
             raise source.error(number, problem, remedy)
         builder.add((name,), timestamp_s=float(number - 1), input_tokens=tokens)
     return builder.build(source, "keys")
+
+
+def _decode(source: Source) -> str:
+    try:
+        return source.content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = source.content.count(b"\n", 0, error.start) + 1
+        remedy = f"{TO_UTF8}, or name its format with --format"
+        raise source.error(line, "not UTF-8 text", remedy) from error
 
 
 def read_oracle(source: Source, tokens: int) -> Trace:

@@ -281,7 +281,7 @@ def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
 
 
 def _roundest(low: int, high: int) -> int:
-    """Return the number from ``low`` to ``high`` that the largest power of two divides.
+    """Return the number from ``low`` to ``high`` with the most trailing zero bits.
 
     >>> _roundest(300, 599), _roundest(33, 35)
     (512, 34)

@@ -162,7 +162,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return the number of prompt tokens in leading hits of a cache that never evicts."""
+    """Return how many prompt tokens a cache that never evicts would hit."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):

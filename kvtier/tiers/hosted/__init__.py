@@ -14,8 +14,8 @@ No payload crosses the socket.
 * :mod:`kvtier.tiers.hosted.host` is the other process. It opens the real tier through the
   registry and serves frames.
 
-When the engine dies, the host finishes its calls, commits its index, closes the store and
-exits. The host has the store's lock, so no new engine can open the store before the host exits.
+When the engine dies, the host finishes its calls, commits its index, closes the cache and
+exits. The host has the cache's lock, so no new engine can open the cache before the host exits.
 When the host dies, its calls fail, and the next job starts a new host.
 """
 

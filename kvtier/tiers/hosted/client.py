@@ -111,8 +111,8 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
 
         Raises:
             ConfigError: There is no shared memory, or the tier's options cannot work here.
-            StoreLockedError: Another process has the store open.
-            StoreDamagedError: The store's files are damaged or foreign.
+            CacheLockedError: Another process has the cache open.
+            CacheDamagedError: The cache's files are damaged or foreign.
             TierUnavailableError: The host could not be started, or the medium fails.
         """
         return cls(options, context, *HostProcess.start(options, context))
@@ -332,7 +332,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
-            await self._connection.wait_ended()  # the old host locks the store until then
+            await self._connection.wait_ended()  # the old host locks the cache until then
             self._connection = self._host = None
         host = self._host or await self._start_wanted()
         connection = Connection(self.name, host)
@@ -396,11 +396,11 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         raise TierUnavailableError(self.name, "it is closed")
 
     def _is_over(self) -> bool:
-        """Return whether no host is needed any more: the tier is closed and no reset is due."""
+        """Return whether the tier is closed and no reset is due, so that it needs no host."""
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:
-        """Start a host after one died, and ignore the chunks that the new host recovers.
+        """Replace a host that died, and ignore the chunks that the new host recovers.
 
         A series of failures is logged once; every caller gets the reason of its own failure.
         """

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import errors
-from kvtier.errors import KvtierError, StoreLockedError, TierError
+from kvtier.errors import CacheLockedError, KvtierError, TierError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.part_hashes import StoredPartHashes
 from kvtier.types import Outcome
@@ -44,7 +44,7 @@ _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _ALL_DONE: Final = "done"
-_ATTRIBUTES: Final = {"tier": TierError, "holder": StoreLockedError}
+_ATTRIBUTES: Final = {"tier": TierError, "holder": CacheLockedError}
 """Attributes to send with an error besides its message, and the class that has each."""
 
 
@@ -135,7 +135,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_part_hashes(kept: StoredPartHashes) -> Frame:
-    """Return a frame with part hashes; ``parts`` in its header is their number for a chunk."""
+    """Return a frame with part hashes; ``parts`` in its header is the hashes per chunk."""
     header = {"op": "part_hashes", "parts": kept.hashes.shape[1]}
     return Frame(header, b"".join((kept.slots.tobytes(), kept.hashes.tobytes())))
 

@@ -99,7 +99,7 @@ class HostProcess:
             raise TierUnavailableError(tier, problem) from error
         except (EOFError, OSError) as error:
             problem = (
-                "its I/O process ended before the store was open, exit code "
+                "its I/O process ended before the cache was open, exit code "
                 f"{host.process.returncode}; the engine's error output may say why"
             )
             raise TierUnavailableError(tier, problem) from error
@@ -237,7 +237,7 @@ def _cannot_start(error: OSError) -> str:
 def _took_too_long(process: subprocess.Popen[bytes]) -> str:
     fate = "was ended" if process.returncode is not None else "is stuck in the operating system"
     return (
-        f"its I/O process {process.pid} had not opened the store after {_OPEN_TIMEOUT_S:g} s "
+        f"its I/O process {process.pid} had not opened the cache after {_OPEN_TIMEOUT_S:g} s "
         f"and {fate}; a hanging disk can cause this: look for its errors in the kernel's log, "
         "then start the engine again or give the tier a path on another disk"
     )

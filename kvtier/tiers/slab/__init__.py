@@ -38,15 +38,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier.tiers.slab.store import SlabTier
+    from kvtier.tiers.slab.tier import SlabTier
 
 __all__ = ["SlabTier"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks for
-    # `kvtier check` opens no store, and is faster without asyncio.
+    # `kvtier check` opens no cache, and is faster without asyncio.
     if name == "SlabTier":
-        from kvtier.tiers.slab.store import SlabTier  # noqa: PLC0415
+        from kvtier.tiers.slab.tier import SlabTier  # noqa: PLC0415
 
         return SlabTier
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Examine a store for a command that runs without an engine.
+"""Examine a cache for a command that runs without an engine.
 
 The examination makes the same plan as a start (:mod:`kvtier.tiers.slab.start_plan`). Nothing
-here writes into the store. An engine that starts during the examination waits for a moment.
+here writes into the cache. An engine that starts during the examination waits for a moment.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from typing import Final
 
 from kvtier.config import NvmeTierConfig, Remark, TierConfig
 from kvtier.errors import ConfigError
-from kvtier.tiers.base import Fields, StoreExamination
+from kvtier.tiers.base import Fields, TierExamination
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import (
-    StoredNamespace,
-    find_other_version,
-    present_holder,
-    store_locked,
-)
+from kvtier.tiers.slab.index_reader import find_other_version
+from kvtier.tiers.slab.inspect import StoredNamespace, present_holder, root_locked
 from kvtier.tiers.slab.lock import Patience, is_tool
 from kvtier.tiers.slab.namespace import INDEX, nbytes_of
 from kvtier.tiers.slab.neighbours import (
@@ -39,12 +35,12 @@ from kvtier.tiers.slab.start_plan import (
     slab_options,
 )
 
-__all__ = ["examine_store"]
+__all__ = ["examine_slab"]
 
 _PATIENCE: Final = Patience(timeout_s=0.5)
 
 
-def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
+def examine_slab(options: TierConfig, identity: Fields) -> TierExamination:
     """Report what an engine that starts with ``options`` would find at ``options.path``.
 
     Blocks for half a second at most.
@@ -55,7 +51,7 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
             as the engine's own; if several match, the one used last.
 
     Raises:
-        ConfigError: The store cannot be examined.
+        ConfigError: The cache cannot be examined.
     """
     options = slab_options(options)
     io = BlockIo()
@@ -74,7 +70,7 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
         raise ConfigError(f"{problem}; run this as the user that runs the engine") from error
     slots_nbytes = own.slots_nbytes if own else 0
     grown_nbytes, added_nbytes = room_needed(opening.nbytes, slots, slots_nbytes, index_nbytes)
-    return StoreExamination(
+    return TierExamination(
         refusals=[
             *_foreign(found, identity),
             *_in_use(own, identity),
@@ -95,7 +91,7 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
 def _neighbours(root: Path, found: Sequence[Found]) -> list[Neighbour]:
     """Return the namespaces among ``found``."""
     neighbours = list[Neighbour]()
-    with store_locked(root, _PATIENCE):
+    with root_locked(root, _PATIENCE):
         for each in found:
             if each.is_namespace:
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -168,7 +164,7 @@ def _awaited(neighbours: Iterable[Neighbour | None]) -> Iterator[Remark]:
 def _cost_of_change(
     own: Neighbour | None, opening: Opening, options: NvmeTierConfig
 ) -> Iterator[Remark]:
-    """Yield a remark if an engine with another identity would remove this one or not start."""
+    """Yield a remark if an engine with another identity would remove ``own`` or not start."""
     if own is None or own.state is not State.IDLE:
         return
     changed = plan_start(Opening({}, options.capacity_bytes, opening.now_s), [own], options)

@@ -1,4 +1,4 @@
-"""Explain the errors of a store to its operator."""
+"""Explain the errors of a cache to its operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.tiers.slab.schema import (
     is_full,
 )
 
-__all__ = ["explained", "missing_store"]
+__all__ = ["explained", "missing_cache"]
 
 _MAKE_ROOM: Final = (
     "make room on that disk, and where SQLite puts temporary files: the directory that "
@@ -26,11 +26,11 @@ _MAKE_ROOM: Final = (
 
 @contextlib.contextmanager
 def explained(space: StoredNamespace) -> Iterator[None]:
-    """Convert errors of a store into a ConfigError that names the place and a remedy."""
+    """Convert errors of a cache into a ConfigError that names the place and a remedy."""
     try:
         yield
     except IndexMissingError as error:
-        raise ConfigError(missing_store(space.index_path)) from error
+        raise ConfigError(missing_cache(space.index_path)) from error
     except IndexVersionError as error:
         raise ConfigError(
             f"{space.index_path}: {error}; use the kvtier that wrote it, or start an engine "
@@ -45,7 +45,7 @@ def explained(space: StoredNamespace) -> Iterator[None]:
         remedy = _MAKE_ROOM if is_full(error) else "check the disk, and try again"
         raise ConfigError(f"{space.index_path}: {error}; {remedy}") from error
     except FileNotFoundError as error:
-        raise ConfigError(missing_store(error.filename or space.directory)) from error
+        raise ConfigError(missing_cache(error.filename or space.directory)) from error
     except OSError as error:
         raise ConfigError(
             f"{error.filename or space.directory}: {error.strerror}; run this as the user that "
@@ -53,6 +53,6 @@ def explained(space: StoredNamespace) -> Iterator[None]:
         ) from error
 
 
-def missing_store(path: object) -> str:
-    """Return the message that a file or directory of a store does not exist."""
+def missing_cache(path: object) -> str:
+    """Return the message that a file or directory of a cache does not exist."""
     return f"{path} is missing; an engine would start with an empty cache"

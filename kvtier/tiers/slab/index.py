@@ -116,7 +116,7 @@ class IndexSpec:
 
 
 class PackedRows(NamedTuple):
-    """Some rows, as one statement returns them.
+    """Rows of the index in the packed form that a statement returns.
 
     Attributes:
         row_count: Number of rows.
@@ -131,7 +131,7 @@ class PackedRows(NamedTuple):
 
 @dataclass(slots=True)
 class LazyRecords:
-    """Uses and removals of chunks; a crash may lose those that are not committed yet.
+    """Uses and removals of chunks; a crash loses the uncommitted ones.
 
     Attributes:
         uses: Logical time of each used slot's last use.
@@ -154,7 +154,7 @@ class LazyRecords:
         self.hits.update(slots)
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Discard the uncommitted uses and hashes of ``slots``, which are of former chunks."""
+        """Discard uncommitted uses and hashes of ``slots``: they belong to former chunks."""
         if self.uses or self.part_hashes:
             for slot in slots:
                 self.uses.pop(slot, None)
@@ -276,7 +276,7 @@ class IndexDatabase:
             self.log_removals(RemovalReason.BEYOND, b"".join(marks))
 
     def retained(self) -> dict[int, int]:
-        """Return until when chunks must not be evicted, by slot; see :meth:`retain`."""
+        """Return the slots that :meth:`retain` keeps, each with the time until when."""
         if not self._has_retained:
             return {}
         return dict(self._connection.execute(_RETAINED, (_now(),)).fetchall())

@@ -1,4 +1,4 @@
-"""Locks of namespaces and stores.
+"""Locks of namespaces and cache directories.
 
 A namespace's lock is a kernel lock on its open directory, so the lock ends with its holder,
 however the holder ends. The lock is not on a file in the directory, because deleting such a
@@ -9,8 +9,8 @@ calls; a restart waits for that.
 ``kvtier cache`` holds the lock while it changes a namespace. The file then names a tool, so an
 engine that needs the room knows that no other engine serves from the namespace.
 
-The store's lock is on the store's directory. It is held for a moment while a namespace is
-opened. Every wait for a lock has a deadline, because a stopped process keeps its locks.
+The cache directory has a lock too. It is held for a moment while a namespace is opened. Every
+wait for a lock has a deadline, because a stopped process keeps its locks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import StoreLockedError
+from kvtier.errors import CacheLockedError
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 
 __all__ = [
@@ -90,7 +90,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
     """Take the lock of ``directory`` and return the descriptor that holds it; may block.
 
     Raises:
-        StoreLockedError: Another engine or a tool holds the lock, or the I/O process of a dead
+        CacheLockedError: Another engine or a tool holds the lock, or the I/O process of a dead
             engine takes too long to end.
         OSError: The file system failed, or has no locks.
     """
@@ -104,14 +104,14 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
                 break
     if is_tool(holder):
         remedy = "let it finish, or end it, and start again"
-        raise StoreLockedError(tier, directory, holder, remedy)
+        raise CacheLockedError(tier, directory, holder, remedy)
     if not _is_alive(holder):
         remedy = (
             "no such process is found here: it is in another container, or it died and its I/O "
             f"has not ended, as on a disk that hangs; fuser -v {directory} names the process"
         )
-        raise StoreLockedError(tier, directory, holder, remedy)
-    raise StoreLockedError(tier, directory, holder or "another process")
+        raise CacheLockedError(tier, directory, holder, remedy)
+    raise CacheLockedError(tier, directory, holder or "another process")
 
 
 def try_acquire(directory: Path, io: BlockIo) -> int:
@@ -131,7 +131,7 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
 
 
 def passing_holder(directory: Path) -> str:
-    """Return the text of a lock file if its holder will end by itself; else an empty string.
+    """Return the text of a lock file if its holder is temporary; else an empty string.
 
     Such a holder is a tool, or the I/O process of an engine that seems to have died.
 
@@ -145,6 +145,12 @@ def passing_holder(directory: Path) -> str:
 def is_tool(holder: str) -> bool:
     """Return whether ``holder``, the text of a lock file, names a tool and not an engine."""
     return holder.endswith(_TOOL)
+
+
+def _holder_text(owner_pid: int, *, tool: bool) -> str:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
+    return f"{text}{_TOOL if tool else ''}\n"
 
 
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
@@ -162,9 +168,7 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
     Raises:
         OSError: The file system failed.
     """
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
-    data = f"{text}{_TOOL if tool else ''}\n".encode()
+    data = _holder_text(owner_pid, tool=tool).encode()
     opened_ns = last_opened(directory)
     fd = io.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
     try:

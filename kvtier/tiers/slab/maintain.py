@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, LazyRecords
+from kvtier.tiers.slab.index_reader import Entry
 from kvtier.tiers.slab.inspect import (
-    Entry,
     StoredNamespace,
     holder_of,
     index_nbytes,
-    store_locked,
+    root_locked,
 )
 from kvtier.tiers.slab.lock import (
     PATIENCE,
@@ -69,7 +69,7 @@ def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
         # A starting engine sees either no lock or the right name, and removes nothing.
         with (
             contextlib.suppress(BlockingIOError),
-            store_locked(space.directory.parent, patience),
+            root_locked(space.directory.parent, patience),
         ):
             return _acquire_and_name(space)
         holder = holder_of(space.directory, patience)

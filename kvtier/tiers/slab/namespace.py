@@ -1,4 +1,4 @@
-"""A namespace: one model's directory in a store, with its files, its layout and its lock.
+"""A namespace: one model's cache, with its files, its layout and its lock.
 
 kvtier follows, overwrites and removes only what it made. A symbolic link or a foreign file in
 place of one of its files is an error with a remedy.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
 from kvtier.os.ownership import find_exposure, find_foreign_owner, find_writable
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
@@ -129,11 +129,11 @@ class Layout:
                 listed = tuple(groups) if isinstance(groups, list) else ()
                 return cls(LayoutFingerprint(fields, label, listed), slot_nbytes)
             case _:
-                raise ValueError("it does not describe a kvtier store")
+                raise ValueError("it does not describe a cache of kvtier")
 
 
 class Namespace:
-    """A namespace whose lock this object holds.
+    """A namespace, locked by this object.
 
     Attributes:
         directory: Its directory.
@@ -153,8 +153,8 @@ class Namespace:
         The lock names ``owner_pid`` as its holder.
 
         Raises:
-            StoreLockedError: It is open already, in this process or another.
-            StoreDamagedError: The directory is foreign, or has another layout.
+            CacheLockedError: It is open already, in this process or another.
+            CacheDamagedError: The directory is foreign, or has another layout.
             OSError: The file system failed.
         """
         directory = root / layout.fingerprint.namespace()
@@ -162,7 +162,7 @@ class Namespace:
             io.make_directory(directory)
         _require_own_files(tier, directory)
         if stranger := find_foreign_file(directory):
-            raise StoreDamagedError(tier, _unusable(directory, stranger))
+            raise CacheDamagedError(tier, _unusable(directory, stranger))
         directory.chmod(0o700)
         namespace = cls(directory, acquire(tier, directory, io), io)
         namespace._leave_to_parent_at_fork()
@@ -224,8 +224,8 @@ class Namespace:
     def sync(self) -> None:
         """Wait until the names of the files and directories survive loss of power.
 
-        Syncing a file does not sync its name or the directories above it. If the store's path
-        has symbolic links, their targets are synced.
+        Syncing a file does not sync its name or the directories above it. If the path of
+        the cache directory has symbolic links, their targets are synced.
 
         Raises:
             OSError: The file system failed.
@@ -285,12 +285,12 @@ class Namespace:
         try:
             found = Layout.from_json(self._io.read_bytes(path).decode("utf-8"))
         except ValueError as error:
-            raise StoreDamagedError(
+            raise CacheDamagedError(
                 tier, _unusable(self.directory, f"{LAYOUT}: {error}")
             ) from error
         if found != layout:
             problem = f"{LAYOUT}: {_difference(found, layout)}"
-            raise StoreDamagedError(tier, _unusable(self.directory, problem))
+            raise CacheDamagedError(tier, _unusable(self.directory, problem))
         groups = layout.fingerprint.groups
         if groups and found.fingerprint.groups != groups:
             self._write_layout(layout)
@@ -308,17 +308,8 @@ class Namespace:
         _sync_directory(self._io, self.directory)
 
 
-@contextlib.contextmanager
-def open_root(
-    tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
-) -> Iterator[None]:
-    """Create ``root`` and hold its lock, so that no other process opens or removes namespaces.
-
-    Raises:
-        ConfigError: ``root`` cannot be created or used, or others can replace its content.
-        StoreLockedError: Another process held the lock for longer than ``patience``.
-        OSError: The file system failed.
-    """
+def _make_root(tier: str, root: Path, io: BlockIo) -> None:
+    """Create ``root`` unless it is a directory already."""
     try:
         io.make_directory(root)
     except FileExistsError:
@@ -328,12 +319,26 @@ def open_root(
         raise ConfigError(
             f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
         ) from None
+
+
+@contextlib.contextmanager
+def open_root(
+    tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
+) -> Iterator[None]:
+    """Create ``root`` and hold its lock, so that no other process opens or removes namespaces.
+
+    Raises:
+        ConfigError: ``root`` cannot be created or used, or others can replace its content.
+        CacheLockedError: Another process held the lock for longer than ``patience``.
+        OSError: The file system failed.
+    """
+    _make_root(tier, root, io)
     if exposure := find_exposure(root):
         raise ConfigError(f"tier {tier}: {exposure.problem}; {exposure.remedy}")
     fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not patience.take(lambda: io.lock(fd)):
-            raise StoreLockedError(tier, root, _OPENER)
+            raise CacheLockedError(tier, root, _OPENER)
         yield
     finally:
         io.close(fd)
@@ -378,7 +383,7 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
         OSError: ``directory`` is not a directory, or its files cannot be read.
         LayoutVersionError: Another version of kvtier wrote its ``layout.json``.
         ValueError: Its ``layout.json`` is not one of kvtier's.
-        StoreDamagedError: It has foreign files.
+        CacheDamagedError: It has foreign files.
     """
     _require_own_files("", directory)
     return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
@@ -394,19 +399,19 @@ def _sync_directory(io: BlockIo, directory: Path) -> None:
 
 def _require_own_files(tier: str, directory: Path) -> None:
     if not stat.S_ISDIR(directory.lstat().st_mode):
-        raise StoreDamagedError(tier, _unusable(directory, "it is not a directory of its own"))
+        raise CacheDamagedError(tier, _unusable(directory, "it is not a directory of its own"))
     for name in FILES:
         path = directory / name
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(path.lstat().st_mode):
-                raise StoreDamagedError(
+                raise CacheDamagedError(
                     tier, _unusable(directory, f"{name} is not a plain file")
                 )
     names = {path.name for path in directory.iterdir()}
     if LAYOUT not in names and names - {LOCK, _DRAFT}:
         foreign = printable(min(names - {LOCK, _DRAFT}))
         problem = f"it has {foreign} but no {LAYOUT}"
-        raise StoreDamagedError(tier, _unusable(directory, problem))
+        raise CacheDamagedError(tier, _unusable(directory, problem))
 
 
 def _unusable(directory: Path, problem: str) -> str:

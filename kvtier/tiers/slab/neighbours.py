@@ -1,4 +1,4 @@
-"""Find and describe the namespaces (model caches) of a store, for engines and commands.
+"""Find and describe the namespaces in a cache directory, for engines and commands.
 
 A starting engine locks the namespaces that it finds, but ``kvtier check`` locks none. So the
 callers check whether a namespace is locked, and this module only reads the files.
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config import Remark
-from kvtier.errors import StoreDamagedError
+from kvtier.errors import CacheDamagedError
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import WAL, StoredNamespace, count_chunks
+from kvtier.tiers.slab.index_reader import count_chunks
+from kvtier.tiers.slab.inspect import WAL, StoredNamespace
 from kvtier.tiers.slab.lock import LOCK, is_tool, last_opened, passing_holder, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,
@@ -75,7 +76,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A namespace in the store of a starting engine.
+    """A namespace in the cache directory of a starting engine.
 
     Attributes:
         directory: Its directory.
@@ -122,7 +123,7 @@ def find_directories(root: Path, io: BlockIo) -> list[Found]:
 
 
 def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
-    """Return what is known about a namespace; chunks are counted only if it is idle.
+    """Return the known facts about a namespace; chunks are counted only if it is idle.
 
     Args:
         found: The namespace.
@@ -178,7 +179,7 @@ def _look_at(directory: Path, io: BlockIo) -> Found:
         return Found(directory, layout, is_other_version, find_foreign_file(directory))
     except PermissionError:
         return Found(directory, problem="this user may not look into it")
-    except (OSError, ValueError, StoreDamagedError):
+    except (OSError, ValueError, CacheDamagedError):
         with contextlib.suppress(OSError):  # it is a file or a broken link
             if nbytes_of(directory / SLOTS):
                 return Found(directory, problem=f"it has slots and no readable {LAYOUT}")

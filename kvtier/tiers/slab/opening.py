@@ -1,4 +1,4 @@
-"""Open a store: find every problem before the engine serves.
+"""Open a cache: find every problem before the engine serves.
 
 **Chunks stored after a reset** are not served by the next engine. A reset can mean that the
 weights of a running engine were updated. The namespace is still that of the weights on disk,
@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 
 from kvtier.config import NvmeTierConfig, Remark
 from kvtier.errors import (
+    CacheDamagedError,
+    CacheLockedError,
     ConfigError,
-    StoreDamagedError,
-    StoreLockedError,
     TierUnavailableError,
 )
 from kvtier.logs import get_logger
@@ -51,7 +51,7 @@ from kvtier.tiers.slab.start_plan import Opening, plan_start, room_needed
 from kvtier.tiers.slab.stored_rows import StoredRows, load_rows, no_rows
 from kvtier.units import approximate_size
 
-__all__ = ["OpenStore", "open_store", "release_store", "slots_within"]
+__all__ = ["OpenSlab", "open_slab", "release_slab", "slots_within"]
 
 logger = get_logger(__name__)
 
@@ -73,8 +73,8 @@ _REMEDIES: Final[dict[int | None, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class OpenStore:
-    """The parts of an open store.
+class OpenSlab:
+    """The parts of an open slab.
 
     Attributes:
         namespace: The directory and its lock.
@@ -87,19 +87,19 @@ class OpenStore:
     database: IndexDatabase
 
 
-def open_store(
+def open_slab(
     options: NvmeTierConfig, context: TierContext, io: BlockIo
-) -> tuple[OpenStore, StoredRows]:
-    """Open the namespace of ``context.fingerprint`` in the store at ``options.path``.
+) -> tuple[OpenSlab, StoredRows]:
+    """Open the namespace of ``context.fingerprint`` in the cache directory ``options.path``.
 
     Returns:
-        The store and the rows that earlier runs left.
+        The cache and the rows that earlier runs left.
 
     Raises:
         ConfigError: The options cannot work here.
-        StoreLockedError: The namespace is open already, or a namespace that must be removed
+        CacheLockedError: The namespace is open already, or a namespace that must be removed
             stays open in another process.
-        StoreDamagedError: The namespace has foreign files or another layout.
+        CacheDamagedError: The namespace has foreign files or another layout.
         TierUnavailableError: The medium failed.
     """
     spec = SlotFileSpec(
@@ -131,7 +131,7 @@ def open_store(
         remedy = _MAKE_ROOM if is_full(error) else _CHECK_INDEX
         problem = f"{options.path}: the index cannot be opened: {error}; {remedy}"
         raise TierUnavailableError(options.name, problem) from error
-    return OpenStore(namespace, file, database), rows
+    return OpenSlab(namespace, file, database), rows
 
 
 def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
@@ -153,7 +153,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
     return options.capacity_bytes // slot_nbytes
 
 
-def release_store(store: OpenStore) -> None:
+def release_slab(store: OpenSlab) -> None:
     """Close the files and release the lock; commit nothing more.
 
     Raises:
@@ -206,7 +206,7 @@ def _make_room(
     store's lock is released between attempts, because that process may need it.
 
     Raises:
-        StoreLockedError: A process takes longer than PATIENCE.
+        CacheLockedError: A process takes longer than PATIENCE.
     """
 
     def attempt(*, patient: bool) -> Neighbour | None:
@@ -218,7 +218,7 @@ def _make_room(
         if attempt(patient=True) is None:
             return
     if (awaited := attempt(patient=False)) is not None:
-        raise StoreLockedError(
+        raise CacheLockedError(
             options.name,
             awaited.directory,
             awaited.holder,
@@ -227,7 +227,7 @@ def _make_room(
 
 
 class _Surroundings(NamedTuple):
-    """The other namespaces of a store.
+    """The other namespaces in a cache directory.
 
     Attributes:
         found: The directories.
@@ -343,7 +343,7 @@ def _open_index(
     try:
         return _load_index(options, context, spec, file, io, aside=aside)
     except IndexDamagedError as error:
-        raise StoreDamagedError(
+        raise CacheDamagedError(
             options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
         ) from error
 
@@ -443,7 +443,7 @@ def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
 def _explain(options: NvmeTierConfig, error: OSError) -> Exception:
     place = error.filename or options.path
     if error.errno == errno.ELOOP:
-        return StoreDamagedError(
+        return CacheDamagedError(
             options.name, f"{place} is a symbolic link, which is not followed; remove it"
         )
     if error.errno == errno.EIO:

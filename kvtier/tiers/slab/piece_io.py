@@ -87,7 +87,7 @@ class MovedPiece:
 
 
 def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield the positions of consecutive slots among ``slots``, which are in order.
+    """Yield the positions of each group of consecutive slots among ``slots``.
 
     Args:
         slots: Numbers of slots, ascending.
@@ -117,6 +117,13 @@ def read_piece(
             for single, checksum in zip(piece.singles(), checksums, strict=True)
         ]
         return sum(parts, MovedPiece([], []))
+    return _verify(piece, whole, checksums, digest)
+
+
+def _verify(
+    piece: PieceBuffers, whole: int, checksums: Sequence[int], digest: Digest
+) -> MovedPiece:
+    """Compare the first ``whole`` chunks of ``piece`` with ``checksums``; fail the others."""
     digests = [
         digest(view, seed)
         for view, seed in zip(piece.views[:whole], piece.seeds[:whole], strict=True)

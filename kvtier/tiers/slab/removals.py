@@ -92,7 +92,7 @@ class MarkPattern:
     group: int | None
 
     def matching(self, marks: Iterable[int]) -> list[int]:
-        """Return those of ``marks`` that match."""
+        """Return the matching marks among ``marks``."""
         digits = self.digits[:_MARK_DIGITS]
         unknown_bits = 4 * (_MARK_DIGITS - len(digits))
         begin = self._begin()

@@ -1,8 +1,8 @@
-"""Pure functions that plan what a starting engine does with the other caches of a store.
+"""Pure functions that plan what a starting engine does with the other caches in its directory.
 
-All namespaces of a store share the capacity, so a cache with a new identity needs the room of
-another cache. This module decides which caches to remove and whether that is allowed. The start
-executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
+All namespaces in a cache directory share the capacity, so a cache with a new identity needs the
+room of another cache. This module decides which caches to remove and whether that is allowed.
+The start executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
 
 A cache that holds chunks and was used within ``keep_for`` is removed only with
 ``on_mismatch: remove``. A typing error in a command line also gives a new identity, and must
@@ -49,7 +49,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
-    """What a starting engine does with the other namespaces of its store.
+    """What a starting engine does with the other namespaces in its cache directory.
 
     Attributes:
         removed: Namespaces to remove, in this order. If there are refusals, none is removed.
@@ -75,7 +75,7 @@ class StartPlan:
 def plan_start(
     opening: Opening, neighbours: Sequence[Neighbour], options: NvmeTierConfig
 ) -> StartPlan:
-    """Plan what a starting engine does with ``neighbours``, the store's other namespaces.
+    """Plan what a starting engine does with ``neighbours``, the directory's other namespaces.
 
     The least recently opened namespace is removed first. A namespace stays if an engine has it
     open or another version made it. An idle namespace without a slot file is always removed,
@@ -150,7 +150,7 @@ def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
     """Return the namespaces to remove.
 
     Args:
-        neighbours: The other namespaces of the store.
+        neighbours: The other namespaces in the cache directory.
         excess: Bytes by which the new slot file and those of other versions exceed the
             capacity; negative if they are smaller.
     """

@@ -1,4 +1,4 @@
-"""The rows of an index as arrays, for an engine that opens a store.
+"""The rows of an index as arrays, for an engine that opens its cache.
 
 This module needs numpy. The commands that read or change an index without an engine do not.
 """

@@ -18,7 +18,8 @@ from typing import Final
 
 from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
-from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
+from kvtier.tiers.slab.index_reader import Entry, IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,
@@ -204,7 +205,7 @@ def _classify(
 def _unchanged(
     suspects: Sequence[BadChunk], found: Verification, reader: IndexReader, checker: _Checker
 ) -> list[BadChunk]:
-    """Check ``suspects`` again; return those with an unchanged row that are still bad."""
+    """Check ``suspects`` again; return the bad chunks with unchanged rows."""
     left: list[BadChunk] = []
     for suspect in suspects:
         slot = suspect.entry.slot

@@ -1,4 +1,4 @@
-"""kvtier as vLLM runs it: its manager, storage engine, store and threads."""
+"""kvtier as vLLM runs it: its manager, transfer engine, cache directory and threads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from typing import Any, Final, cast
 import torch
 
 from kvtier.memory import ControlBlock, RegionGeometry
-from kvtier.memory.copy import Copier, KVBlocks, plan_copy
+from kvtier.memory.copy import Copier, KVBlocks
+from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.direct_files import PosixFiles
 from kvtier.memory.gds import GdsLoader

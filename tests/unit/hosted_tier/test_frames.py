@@ -7,9 +7,9 @@ import json
 import pytest
 
 from kvtier.errors import (
+    CacheLockedError,
     ClosedError,
     KvtierError,
-    StoreLockedError,
     TierError,
     TierUnavailableError,
 )
@@ -24,7 +24,7 @@ class QuotaError(KvtierError):
     """A class of a plugin with the least there can be above it."""
 
 
-class NamelessError(StoreLockedError):
+class NamelessError(CacheLockedError):
     """One that has the name of its tier, but none of a holder."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def test_frames_arrive_whole_however_their_bytes_are_cut(nbytes: int) -> None:
     ("error", "kind", "attributes"),
     [
         (TierError("s3", "no"), TierError, {"tier": "s3"}),
-        (StoreLockedError("s3", "a", "b"), StoreLockedError, {"tier": "s3", "holder": "b"}),
+        (CacheLockedError("s3", "a", "b"), CacheLockedError, {"tier": "s3", "holder": "b"}),
         (LinkDownError("s3", "down"), TierUnavailableError, {"tier": "s3"}),
         (QuotaError("full"), KvtierError, {}),
         (NamelessError(), TierError, {"tier": "s3"}),

@@ -90,7 +90,7 @@ async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
         os.kill(pid, 0)
 
 
-async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
+async def test_the_next_host_learns_which_slots_were_forgotten_meanwhile(
     harness: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys(range(2))
@@ -104,7 +104,7 @@ async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
     assert await harness.reopen() == [(keys[1], 1)]
 
 
-async def test_it_is_told_so_before_anything_new_is_written_there(
+async def test_a_new_host_learns_of_forgotten_slots_before_a_write(
     harness: TierHarness[HostedTier],
 ) -> None:
     old, new = make_keys(range(2))
@@ -118,7 +118,7 @@ async def test_it_is_told_so_before_anything_new_is_written_there(
     assert await harness.reopen() == [(new, 0)]
 
 
-async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_it(
+async def test_an_idle_host_soon_learns_of_a_use(
     harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await harness.put(make_keys(range(2)), range(2))

@@ -21,10 +21,10 @@ import pytest
 import kvtier
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import (
+    CacheDamagedError,
+    CacheLockedError,
     CapacityError,
     ConfigError,
-    StoreDamagedError,
-    StoreLockedError,
     TierUnavailableError,
 )
 from kvtier.keys import ChunkKey
@@ -46,7 +46,7 @@ async def test_the_host_logs_through_the_engine(
     assert "is open, through the page cache" in caplog.text
     assert "recovered" not in caplog.text, "which the engine says of all tiers"
     (line,) = [record for record in caplog.records if "is open" in record.getMessage()]
-    assert (line.levelname, line.filename) == ("INFO", "kvtier/tiers/slab/store.py")
+    assert (line.levelname, line.filename) == ("INFO", "kvtier/tiers/slab/tier.py")
     assert line.process == tier.host_pid
     assert line.created > began_at
     await tier.aclose()
@@ -80,14 +80,14 @@ async def test_errors_of_opening_cross_over_as_they_are(
     options: NvmeTierConfig, context: TierContext, pool: IoPool
 ) -> None:
     holder = await pool.run(lambda: SlabTier.open(options, context), priority=0)
-    with pytest.raises(StoreLockedError, match=f"in use by pid {os.getpid()}") as locked:
+    with pytest.raises(CacheLockedError, match=f"in use by pid {os.getpid()}") as locked:
         await opened(options, context)
     assert locked.value.holder.startswith(f"pid {os.getpid()}")
     assert locked.value.tier == "nvme"
     await holder.aclose()
     [layout] = options.path.glob("*/layout.json")
     layout.write_text("{")
-    with pytest.raises(StoreDamagedError, match=r"layout\.json"):
+    with pytest.raises(CacheDamagedError, match=r"layout\.json"):
         await opened(options, context)
 
 
@@ -200,7 +200,7 @@ def test_a_store_that_is_not_open_in_time_is_an_error_that_says_so(
     options: NvmeTierConfig, context: TierContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 0.01)
-    late = r"tier nvme: .* not opened the store after 0\.01 s and was ended; .* start the eng"
+    late = r"tier nvme: .* not opened the cache after 0\.01 s and was ended; .* start the eng"
     with pytest.raises(TierUnavailableError, match=late):
         HostedTier.open(options, context)
 

@@ -93,7 +93,7 @@ def test_tiers_whose_lines_are_too_long_get_a_column_each_and_keep_every_figure(
     assert [line.split() for line in narrow[: len(heads)]] == [*expected, ["DWPD", nvme[-1]]]
 
 
-def test_the_time_model_can_be_told(trace: Path, config: Path) -> None:
+def test_the_time_model_can_be_set(trace: Path, config: Path) -> None:
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--json")
     told = ("--prefill-rate", 5000, "--tier-speed", "nvme=1GB/s,1GB/s,5ms")
     model = json.loads(kvtier(*run, *told))["time_model"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
 from kvtier.tiers.slab.inspect import find_namespaces, holder_of
 from tests.unit.slab_namespace.opening import (
     SLOT,
@@ -40,7 +40,7 @@ def test_what_is_not_ours_is_neither_counted_nor_removed(
 
 
 @pytest.mark.parametrize("kind", ["file", "loop"])
-def test_what_is_named_like_a_cache_and_is_no_directory_keeps_nobody_from_starting(
+def test_a_file_named_like_a_namespace_does_not_prevent_a_start(
     open_tier: Opener, root: Path, kind: str
 ) -> None:
     root.mkdir()
@@ -73,7 +73,7 @@ def test_a_symbolic_link_in_place_of_a_file_is_refused(
     target.write_bytes(b"precious")
     (own / name).unlink(missing_ok=True)
     (own / name).symlink_to(target)
-    with pytest.raises(StoreDamagedError, match=f"{name} is not a plain file; move it away"):
+    with pytest.raises(CacheDamagedError, match=f"{name} is not a plain file; move it away"):
         open_tier()
     assert target.read_bytes() == b"precious"
 
@@ -98,7 +98,7 @@ def test_a_symbolic_link_at_the_path_or_above_is_followed(
         assert holder_of(space.directory) is None
         tier = open_tier(path=path, durability=durability)
         assert slots_of(tier) == list(range(8))
-        with pytest.raises(StoreLockedError):  # by whichever name it is opened again
+        with pytest.raises(CacheLockedError):  # by whichever name it is opened again
             open_tier(path=real if path == asked else asked)
         close(tier)
 
@@ -126,14 +126,14 @@ def test_a_symbolic_link_in_place_of_the_namespace_is_refused(
     close(open_tier())
     moved = own.rename(tmp_path / "moved")
     own.symlink_to(moved)
-    with pytest.raises(StoreDamagedError, match="not a directory of its own"):
+    with pytest.raises(CacheDamagedError, match="not a directory of its own"):
         open_tier()
 
 
 def test_a_foreign_file_named_like_ours_is_left_alone(open_tier: Opener, own: Path) -> None:
     own.mkdir(parents=True)
     (own / "slots.bin").write_bytes(b"precious")
-    with pytest.raises(StoreDamagedError, match=r"it has slots\.bin but no layout\.json"):
+    with pytest.raises(CacheDamagedError, match=r"it has slots\.bin but no layout\.json"):
         open_tier()
     assert (own / "slots.bin").read_bytes() == b"precious"
     assert [path.name for path in own.iterdir()] == ["slots.bin"]
@@ -144,14 +144,14 @@ def test_control_characters_in_the_name_of_a_foreign_file_are_escaped(
 ) -> None:
     own.mkdir(parents=True)
     (own / "\x1b[2Jspoof\n").write_bytes(b"precious")
-    with pytest.raises(StoreDamagedError) as caught:
+    with pytest.raises(CacheDamagedError) as caught:
         open_tier()
     assert r"it has \x1b[2Jspoof\n but no layout.json" in str(caught.value)
 
 
 def test_other_slots_under_the_same_fingerprint_are_refused(open_tier: Opener) -> None:
     close(open_tier())
-    with pytest.raises(StoreDamagedError, match="4096 bytes, this engine's 8192; move it away"):
+    with pytest.raises(CacheDamagedError, match="4096 bytes, this engine's 8192; move it away"):
         open_tier(slot_nbytes=8192)
 
 
@@ -159,9 +159,9 @@ def test_other_slots_under_the_same_fingerprint_are_refused(open_tier: Opener) -
     ("changes", "message"),
     [
         ({"version": 2}, "version 2"),
-        ({"format": "tar"}, "does not describe a kvtier store"),
+        ({"format": "tar"}, "does not describe a cache of kvtier"),
         ({"fingerprint": {"model": "m", "ranks": 2}}, "ranks is 2, this engine's 1"),
-        ({"slot_nbytes": "many"}, "does not describe a kvtier store"),
+        ({"slot_nbytes": "many"}, "does not describe a cache of kvtier"),
     ],
 )
 def test_another_layout_in_our_place_is_refused(
@@ -169,7 +169,7 @@ def test_another_layout_in_our_place_is_refused(
 ) -> None:
     close(open_tier())
     edit_layout(own, **changes)
-    with pytest.raises(StoreDamagedError, match=message):
+    with pytest.raises(CacheDamagedError, match=message):
         open_tier()
 
 
@@ -179,7 +179,7 @@ def test_a_layout_that_is_not_json_is_refused(
 ) -> None:
     close(open_tier())
     (own / "layout.json").write_bytes(text)
-    with pytest.raises(StoreDamagedError, match=r"layout\.json"):
+    with pytest.raises(CacheDamagedError, match=r"layout\.json"):
         open_tier()
 
 

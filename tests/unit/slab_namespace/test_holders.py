@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
-from kvtier.tiers.slab import store
+from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
+from kvtier.tiers.slab import tier as slab
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import find_namespaces, holder_of
 from kvtier.tiers.slab.lock import Patience
@@ -51,7 +51,7 @@ def test_a_second_opener_in_this_process_is_told_who_holds_the_store(
     open_tier: Opener,
 ) -> None:
     tier = open_tier()
-    with pytest.raises(StoreLockedError, match=f"pid {os.getpid()} on host ") as caught:
+    with pytest.raises(CacheLockedError, match=f"pid {os.getpid()} on host ") as caught:
         open_tier()
     assert caught.value.holder.startswith(f"pid {os.getpid()} ")
     close(tier)
@@ -65,7 +65,7 @@ def test_a_deleted_file_lets_no_second_engine_and_no_tool_in(
     fill(open_tier())
     (space,) = find_namespaces(own.parent)
     (own / name).unlink()
-    with pytest.raises(StoreLockedError if name != "layout.json" else StoreDamagedError):
+    with pytest.raises(CacheLockedError if name != "layout.json" else CacheDamagedError):
         open_tier()
     with pytest.raises(ConfigError, match=r"is in use by .*; stop it"), hold(space, "stop it"):
         pytest.fail("it was not locked")
@@ -81,7 +81,7 @@ def test_two_engines_cannot_open_one_store_at_once_whatever_is_deleted(
     with open_root("nvme", root, BlockIo()):
         assert not list(root.glob("*lock*")), "there is nothing to delete"
         with (
-            pytest.raises(StoreLockedError),
+            pytest.raises(CacheLockedError),
             open_root("nvme", root, BlockIo(), Patience(timeout_s=0)),
         ):
             pytest.fail("it was not locked")
@@ -119,7 +119,7 @@ def test_a_second_engine_is_told_the_pid_of_the_first(open_tier: Opener, root: P
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"open\n"
-        with pytest.raises(StoreLockedError, match=f"pid {holder.pid} on host "):
+        with pytest.raises(CacheLockedError, match=f"pid {holder.pid} on host "):
             open_tier()
         holder.kill()
     open_tier()  # the lock dies with its holder
@@ -137,7 +137,7 @@ def test_a_tier_that_cannot_be_made_leaves_nothing_open(
     close(open_tier())
     before = held()
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_SlotTable", fail)
+        patch.setattr(slab, "SlotTable", fail)
         with pytest.raises(MemoryError):
             open_tier()
     assert held() == before

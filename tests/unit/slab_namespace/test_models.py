@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, TypeVar
 import pytest
 from typing_extensions import override
 
-from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
+from kvtier.errors import CacheLockedError, ConfigError, TierUnavailableError
 from kvtier.tiers.slab import opening
-from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.index_reader import IndexReader
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import FILES, INDEX, SLOTS
 from tests.support.faulty_io import Fault, FaultyIo
@@ -276,7 +277,7 @@ def test_while_an_engine_waits_for_room_a_tool_can_go_on_in_the_store(
     assert 103 <= clock.now_s < 104
 
 
-def test_a_start_that_waited_for_a_tool_in_vain_says_so_and_removes_nothing(
+def test_a_start_that_a_tool_delays_too_long_fails_and_removes_nothing(
     open_tier: Opener, root: Path, clock: Clock
 ) -> None:
     close(open_tier(model="old"))
@@ -285,7 +286,7 @@ def test_a_start_that_waited_for_a_tool_in_vain_says_so_and_removes_nothing(
         rf"{space.directory} is in use by pid {os.getpid()} on host \S+ since \S+, for kvtier "
         "cache; the capacity is not enough beside it: let that finish, or end it"
     )
-    with hold(space, "stop it"), pytest.raises(StoreLockedError, match=problem):
+    with hold(space, "stop it"), pytest.raises(CacheLockedError, match=problem):
         open_tier(model="new")
     assert 110 <= clock.now_s < 111
     assert [path.parent for path in root.glob("*/slots.bin")] == [space.directory]
@@ -320,7 +321,7 @@ def test_a_tool_that_has_this_models_store_is_named_with_a_remedy(
     (space,) = find_namespaces(root)
     with (
         hold(space, "stop it"),
-        pytest.raises(StoreLockedError, match="for kvtier cache; let it finish, or end it"),
+        pytest.raises(CacheLockedError, match="for kvtier cache; let it finish, or end it"),
     ):
         open_tier()
 
@@ -398,7 +399,7 @@ def test_a_start_that_would_exceed_the_capacity_beside_a_later_version_is_refuse
 @pytest.mark.parametrize(
     "text", ["", "{}", "[" * 200_000, None], ids=["empty", "strange", "deep", "gone"]
 )
-def test_what_takes_room_and_cannot_be_told_to_be_ours_is_warned_of(
+def test_a_namespace_without_a_readable_layout_causes_a_warning(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
     close(open_tier(model="old"))
@@ -435,7 +436,7 @@ def test_what_another_user_left_is_warned_of(
     )
 
 
-def test_a_cache_that_somebody_reads_gives_its_room_back_when_it_leaves(
+def test_a_removed_cache_with_a_reader_frees_its_room_when_the_reader_ends(
     open_tier: Opener, root: Path
 ) -> None:
     tier = open_tier(model="old")

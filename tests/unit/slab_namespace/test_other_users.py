@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.doctor import Finding, Status, examine
-from kvtier.errors import ConfigError, StoreDamagedError
+from kvtier.errors import CacheDamagedError, ConfigError
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from tests.unit.other_user import OTHER_UID, give_away
@@ -62,7 +62,7 @@ def test_a_namespace_or_a_file_of_another_user_is_not_served(
     close(tier)
     give_away(own / name)
     words = f"{own / name} belongs to user {OTHER_UID}"
-    with pytest.raises(StoreDamagedError, match=f"{words}, and .*; move it away or remove it"):
+    with pytest.raises(CacheDamagedError, match=f"{words}, and .*; move it away or remove it"):
         open_tier()
     (problem,) = problems_of(root)
     assert words in problem.reason
@@ -79,7 +79,7 @@ def test_a_namespace_or_a_file_that_others_can_write_to_is_not_served(
     path = own / name
     path.chmod(path.stat().st_mode | mode)
     words = rf"{path} has mode 0[67]\d\d: other users can write to it"
-    with pytest.raises(StoreDamagedError, match=f"{words} .*; move it away or remove it"):
+    with pytest.raises(CacheDamagedError, match=f"{words} .*; move it away or remove it"):
         open_tier()
     assert path.stat().st_mode & mode
     (problem,) = problems_of(root)

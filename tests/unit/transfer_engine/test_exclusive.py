@@ -111,7 +111,7 @@ def test_what_is_done_exclusively_to_a_tier_that_hangs_keeps_no_other_tier_waiti
     assert reset == ["tape", "nvme"]
 
 
-def test_what_goes_wrong_with_one_tier_is_told_when_all_are_over(
+def test_the_failure_of_one_tier_is_raised_after_all_tiers_ended(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine()

@@ -195,7 +195,7 @@ def test_what_fails_while_a_tier_is_out_of_service_fills_no_log(
     ]
 
 
-def test_a_probe_that_hangs_is_not_told_of_either(
+def test_a_probe_that_hangs_is_not_logged_either(
     make_engine: MakeEngine, route: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(breaker_failures=1, breaker_backoff_s=0.0)
@@ -319,7 +319,7 @@ def test_a_job_without_a_route_fails_and_those_beside_it_run(
     engine.abandon(*strays)
 
 
-def test_whoever_waits_for_a_job_that_was_not_submitted_can_be_told(
+def test_waiters_of_an_unsubmitted_job_can_be_released(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
     engine = make_engine()

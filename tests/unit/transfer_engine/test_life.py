@@ -16,6 +16,7 @@ from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import Route
 from kvtier.transfer import engine as engine_module
 from kvtier.types import Job, Outcome
+from tests.support.threads import join_threads
 from tests.unit.transfer_engine.scripted import (
     DOWN,
     UP,
@@ -228,5 +229,5 @@ def test_a_thread_that_dies_answers_every_job(
     with pytest.raises(ClosedError):
         engine.exclusively_each({"ram": act}, timeout_s=10)
     engine.cancel(jobs[0].job_id)
-    engine._thread.join(10)
+    join_threads("kvtier-test")
     assert engine.close(timeout_s=10)

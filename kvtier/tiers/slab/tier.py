@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
@@ -20,8 +20,8 @@ from kvtier.tiers.base import (
     Fields,
     SlotOutcomes,
     StorageTier,
-    StoreExamination,
     TierContext,
+    TierExamination,
     check_batch,
 )
 from kvtier.tiers.part_hashes import (
@@ -31,13 +31,13 @@ from kvtier.tiers.part_hashes import (
     StoredPartHashes,
 )
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
-from kvtier.tiers.slab.examine import examine_store
+from kvtier.tiers.slab.examine import examine_slab
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import (
-    OpenStore,
-    open_store,
-    release_store,
+    OpenSlab,
+    open_slab,
+    release_slab,
     slots_within,
 )
 from kvtier.tiers.slab.piece_io import (
@@ -49,10 +49,11 @@ from kvtier.tiers.slab.piece_io import (
     write_piece,
 )
 from kvtier.tiers.slab.pieces import Piece, plan_pieces
-from kvtier.tiers.slab.removals import PackedMarks, RemovalReason
+from kvtier.tiers.slab.removals import RemovalReason
 from kvtier.tiers.slab.schema import IndexDamagedError
+from kvtier.tiers.slab.slot_table import SlotTable
 from kvtier.tiers.slab.start_plan import slab_options
-from kvtier.tiers.slab.stored_rows import KeyMarks, StoredRows, mark_keys
+from kvtier.tiers.slab.stored_rows import StoredRows, mark_keys
 from kvtier.types import Outcome, Purpose, SlotFileId
 
 __all__ = ["SlabTier"]
@@ -109,78 +110,6 @@ class _Batch:
         return SlotOutcomes(tuple(self.outcomes), self.errors[0] if self.errors else "")
 
 
-class _SlotTable:
-    """The key hash, key mark and checksum of every slot that is known to hold a chunk.
-
-    The table uses 25 bytes per slot and has no Python objects. It does not keep keys: hashes
-    distinguish them, and marks stand for them in the removal log.
-
-    Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
-    called from different threads.
-
-    Args:
-        capacity_slots: Number of slots.
-    """
-
-    def __init__(self, capacity_slots: int) -> None:
-        self._known = np.zeros(capacity_slots, dtype=np.bool_)
-        self._key_hashes = np.zeros(capacity_slots, dtype=np.uint64)
-        self._key_marks = np.zeros(capacity_slots, dtype="<u8")
-        self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
-
-    def put(
-        self,
-        slots: npt.NDArray[np.int64],
-        key_hashes: npt.NDArray[np.uint64],
-        key_marks: KeyMarks,
-        checksums: npt.NDArray[np.uint64],
-    ) -> None:
-        """Record that ``slots`` hold these keys with these checksums."""
-        self._key_hashes[slots] = key_hashes
-        self._key_marks[slots] = key_marks
-        self._checksums[slots] = checksums
-        self._known[slots] = True
-
-    def drop(self, slots: npt.NDArray[np.int64]) -> None:
-        """Record that the content of ``slots`` is unknown."""
-        self._known[slots] = False
-
-    def clear(self) -> None:
-        """Record that the content of all slots is unknown."""
-        self._known[:] = False
-
-    def key_marks(self) -> PackedMarks:
-        """Return the marks of all known keys."""
-        return self._key_marks[self._known].tobytes()
-
-    def displaced(
-        self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
-    ) -> PackedMarks:
-        """Return the marks of the old keys in ``slots``.
-
-        A key is old if its hash differs from ``key_hashes`` at the same position.
-        """
-        others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
-        removed: PackedMarks = self._key_marks[slots][others].tobytes()
-        return removed
-
-    def held(self, slots: npt.NDArray[np.int64]) -> PackedMarks:
-        """Return the marks of the known keys in ``slots``."""
-        return self._key_marks[slots[self._known[slots]]].tobytes()
-
-    def matches(
-        self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.int64]:
-        """Return each position ``i`` where ``slots[i]`` holds the key of ``key_hashes[i]``."""
-        found = self._known[slots] & (self._key_hashes[slots] == key_hashes)
-        return np.flatnonzero(found)
-
-    def checksums(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
-        """Return the checksums of ``slots``, whose content must be known."""
-        listed: list[int] = self._checksums[slots].tolist()
-        return listed
-
-
 class SlabTier(StorageTier, PartHashKeeper):
     """A tier that keeps chunks in a directory on a local disk.
 
@@ -199,7 +128,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         self,
         options: NvmeTierConfig,
         context: TierContext,
-        store: OpenStore,
+        store: OpenSlab,
         rows: StoredRows,
     ) -> None:
         self.name = options.name
@@ -212,7 +141,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         )
         self._digest = select_digest(alone=context.is_hosted)
         self._store = store
-        self._table = _SlotTable(self.capacity_slots)
+        self._table = SlotTable(self.capacity_slots)
         self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)
         self._epoch = 0
         self._closed = False
@@ -235,14 +164,14 @@ class SlabTier(StorageTier, PartHashKeeper):
 
     @classmethod
     @override
-    def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination:
-        return examine_store(options, identity)
+    def examine(cls, options: TierConfig, identity: Fields) -> TierExamination:
+        return examine_slab(options, identity)
 
     @classmethod
     def open(
         cls, options: TierConfig, context: TierContext, *, io: BlockIo | None = None
     ) -> Self:
-        """Open the store at ``options.path`` and recover earlier chunks. This call blocks.
+        """Open the cache in ``options.path`` and recover earlier chunks. This call blocks.
 
         Args:
             options: A :class:`kvtier.config.NvmeTierConfig`.
@@ -251,17 +180,17 @@ class SlabTier(StorageTier, PartHashKeeper):
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
-            StoreLockedError: The namespace is open already, or a namespace that must be removed
+            CacheLockedError: The namespace is open already, or a namespace that must be removed
                 stays open in another process.
-            StoreDamagedError: The namespace has foreign files or another layout.
+            CacheDamagedError: The namespace has foreign files or another layout.
             TierUnavailableError: The medium fails.
         """
         options = slab_options(options)
-        store, rows = open_store(options, context, io or BlockIo())
+        store, rows = open_slab(options, context, io or BlockIo())
         try:
             tier = cls(options, context, store, rows)
         except BaseException:
-            release_store(store)
+            release_slab(store)
             raise
         logger.info(
             "tier %s: %s is open, %s",
@@ -294,7 +223,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
 
     def _load_part_hashes(self, parts: int) -> StoredPartHashes:
-        """Return the stored part hashes; none (logged) if the index cannot keep part hashes."""
+        """Return the stored part hashes; if the index cannot keep any, warn and return none."""
         self._keeps_part_hashes = False
         if not parts:
             return NO_PART_HASHES
@@ -358,18 +287,15 @@ class SlabTier(StorageTier, PartHashKeeper):
         pieces = plan_pieces(batch.slots, held, slots_per_piece=self._per_piece(len(held)))
 
         # Checksums are read before the first await, so bytes written meanwhile do not verify.
-        calls = [
-            functools.partial(
-                read_piece,
-                self._store.file,
-                batch.buffers(piece),
-                self._table.checksums(batch.slots[piece.chunks]),
-                self._digest,
-            )
-            for piece in pieces
-        ]
+        calls = [self._call_to_read(batch, piece) for piece in pieces]
         batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
+
+    def _call_to_read(self, batch: _Batch, piece: Piece) -> Callable[[], MovedPiece]:
+        """Return the blocking call that reads and verifies ``piece`` of ``batch``."""
+        checksums = self._table.checksums(batch.slots[piece.chunks])
+        buffers = batch.buffers(piece)
+        return functools.partial(read_piece, self._store.file, buffers, checksums, self._digest)
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
@@ -445,7 +371,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         try:
             self._index.stop()
             self._location.check()
-            release_store(self._store)
+            release_slab(self._store)
         except (OSError, sqlite3.Error) as error:
             # The payloads and all committed rows are safe.
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)

@@ -1,0 +1,168 @@
+"""Plans of block copies: which blocks of the engine go to or come from which RAM slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.slot_layout import Flags, Indices
+
+__all__ = ["BlockCopyPlan", "GroupCopy", "Indices", "plan_copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCopy:
+    """The blocks of one KV cache group to copy, sorted by ``subs`` and then by ``slots``.
+
+    Attributes:
+        group: Index of the group.
+        blocks: Block numbers in the engine's memory, shape (n,).
+        slots: RAM slot of each block, shape (n,).
+        subs: Place of each block within its chunk, shape (n,).
+    """
+
+    group: int
+    blocks: Indices
+    slots: Indices
+    subs: Indices
+
+    def part(self, which: slice | Flags) -> GroupCopy:
+        """Return the blocks that the index ``which`` selects, in the same order."""
+        return GroupCopy(self.group, self.blocks[which], self.slots[which], self.subs[which])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopyPlan:
+    """A batch of block copies, all in one direction.
+
+    Attributes:
+        groups: What to copy, by KV cache group.
+        slots: The RAM slots involved, each once.
+    """
+
+    groups: Sequence[GroupCopy]
+    slots: Sequence[int]
+
+    def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
+        """Return the part of this plan for ``slots``, a subset of the plan's slots."""
+        wanted = np.asarray(slots, np.int64)
+        parts = []
+        for copy in self.groups:
+            chosen = np.isin(copy.slots, wanted)
+            if chosen.any():
+                parts.append(copy.part(chosen))
+        return BlockCopyPlan(parts, slots)
+
+    def places(self, copy: GroupCopy) -> Indices:
+        """Return the index in :attr:`slots` of each slot of the group ``copy``."""
+        slots = np.asarray(self.slots, np.int64)
+        order = np.argsort(slots, kind="stable")
+        places: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
+        return places
+
+    def with_slots(self, slots: Sequence[int]) -> BlockCopyPlan:
+        """Return this plan with its ``i``-th slot replaced by ``slots[i]``."""
+        numbers = np.asarray(slots, np.int64)
+        groups = []
+        for copy in self.groups:
+            moved = numbers[self.places(copy)]
+            order = np.lexsort((moved, copy.subs))
+            groups.append(
+                GroupCopy(copy.group, copy.blocks[order], moved[order], copy.subs[order])
+            )
+        return BlockCopyPlan(groups, slots)
+
+    def joined_with(self, others: Sequence[BlockCopyPlan]) -> BlockCopyPlan:
+        """Return one plan that copies the blocks of this plan and of ``others``."""
+        if not others:
+            return self
+        plans = (self, *others)
+        copies: dict[int, list[GroupCopy]] = {}
+        for plan in plans:
+            for copy in plan.groups:
+                copies.setdefault(copy.group, []).append(copy)
+        groups = [_join(group, parts) for group, parts in copies.items()]
+        return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
+
+    def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
+        """Return the slots in which a store certainly fills every block of the chunk.
+
+        The first chunk of a group may lack its first blocks; the index of the group's first
+        block shows this. If the engine leaves out other blocks, it does not say which. The
+        later blocks are then copied to wrong places, and the group's last chunk lacks blocks
+        at its end. In this case no slot of the group counts as filled.
+        """
+        if blocks_per_chunk == 1 or not self.groups:
+            return self.slots
+        filled: set[int] = set()
+        for copy in self.groups:
+            numbers, blocks = np.unique(copy.slots, return_counts=True)
+            if np.count_nonzero(copy.subs == blocks_per_chunk - 1) == len(numbers):
+                filled.update(numbers[blocks == blocks_per_chunk].tolist())
+        return self.slots if len(filled) == len(self.slots) else sorted(filled)
+
+
+def plan_copy(
+    block_ids: Sequence[int] | Indices,
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    slots: Sequence[int],
+    *,
+    blocks_per_chunk: int,
+) -> BlockCopyPlan:
+    """Match an engine's blocks with the RAM slots of their chunks.
+
+    Args:
+        block_ids: Block numbers, group after group.
+        group_sizes: How many of ``block_ids`` belong to each group.
+        block_indices: Index, within the request, of each group's first block. If it is not
+            a multiple of ``blocks_per_chunk``, the group's first chunk is partial. The last
+            chunk may be partial too.
+        slots: RAM slots of the chunks, group after group.
+        blocks_per_chunk: Blocks of a chunk.
+
+    Raises:
+        UnsupportedError: Blocks and slots do not match.
+    """
+    blocks = np.asarray(block_ids, np.int64)
+    places = np.asarray(slots, np.int64)
+    groups: list[GroupCopy] = []
+    block_at = slot_at = 0
+    for group, (size, first) in enumerate(zip(group_sizes, block_indices, strict=True)):
+        if not size:
+            continue
+        index = np.arange(size) + first % blocks_per_chunk
+        chunks = int(index[-1]) // blocks_per_chunk + 1
+        subs = index % blocks_per_chunk
+        if slot_at + chunks > len(places):
+            raise UnsupportedError(f"the blocks need more than the {len(places)} slots given")
+        of_block = places[slot_at + index // blocks_per_chunk]
+        order = np.lexsort((of_block, subs))
+        own = blocks[block_at : block_at + size]
+        groups.append(GroupCopy(group, own[order], of_block[order], subs[order]))
+        block_at += size
+        slot_at += chunks
+    if block_at == len(blocks) and slot_at < len(places):
+        # Blocks after a gap have moved up, so it is unknown which chunks are whole.
+        raise UnsupportedError(
+            f"some blocks of the chunks are missing: the {block_at} given belong to {slot_at} "
+            f"chunks, not to {len(places)}"
+        )
+    if block_at != len(blocks) or slot_at != len(places):
+        raise UnsupportedError(
+            f"{len(blocks)} blocks and {len(places)} slots were given, but the groups have "
+            f"{block_at} blocks and {slot_at} chunks"
+        )
+    return BlockCopyPlan(groups, [int(slot) for slot in places])
+
+
+def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
+    """Merge ``copies`` of one group into one, ordered by (sub, slot)."""
+    blocks = np.concatenate([copy.blocks for copy in copies])
+    slots = np.concatenate([copy.slots for copy in copies])
+    subs = np.concatenate([copy.subs for copy in copies])
+    order = np.lexsort((slots, subs))
+    return GroupCopy(group, blocks[order], slots[order], subs[order])
