@@ -110,6 +110,8 @@ def main() -> None:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
+    # Its own children too: on CPUs vLLM would have each of them import vLLM.
+    setattr(importlib.import_module("vllm.envs"), "VLLM_WORKER_MULTIPROC_METHOD", "fork")
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=os.dup(0))
