@@ -21,7 +21,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from tests.demo.runner import SETTINGS
 
@@ -59,9 +59,9 @@ class Program:
         socket.send_fds(parent(), [json.dumps(command).encode()], streams)
         for descriptor in (theirs_in, theirs_out, theirs_status):
             os.close(descriptor)
-        self.stdin = open(ours_in, "w")  # noqa: SIM115 - EngineProcess closes it
-        self.stdout = open(ours_out)  # noqa: SIM115 - and this
-        status = open(ours_status)  # noqa: SIM115 - the thread closes it
+        self.stdin = os.fdopen(ours_in, "w")
+        self.stdout = os.fdopen(ours_out)
+        status = os.fdopen(ours_status)
         self.pid = int(status.readline())
         threading.Thread(target=self._await_end, args=(status,), daemon=True).start()
 
@@ -91,7 +91,10 @@ class Program:
 def parent() -> socket.socket:
     """Start the process that imports vLLM, and return the way to it, which ends it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+    # A library that has begun to compute with several threads cannot be forked.
+    settings = [
+        f"{name}={value}" for name, value in (SETTINGS | {"OMP_NUM_THREADS": "1"}).items()
+    ]
     command = ["env", *settings, sys.executable, "-m", "tests.integration.preloaded"]
     with theirs:
         # It ends with this process, so it is not waited for.
@@ -100,7 +103,7 @@ def parent() -> socket.socket:
     return ours
 
 
-# -- in the process that has imported vLLM ---------------------------------------------------------
+# -- in the process that has imported vLLM -----------------------------------------------------
 
 
 def main() -> None:
@@ -110,9 +113,10 @@ def main() -> None:
         importlib.import_module(module)
     gc.enable()
     gc.freeze()
-    # Its own children too: on CPUs vLLM would have each of them import vLLM.
-    setattr(importlib.import_module("vllm.envs"), "VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
+    # As on GPUs; on CPUs vLLM would have each rank and each engine core import vLLM again.
+    vars(importlib.import_module("vllm.envs"))["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    tasks = [path.name for path in Path("/proc/self/task").iterdir()]
+    assert len(tasks) == 1, "a thread does not survive a fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=os.dup(0))
     while True:
@@ -146,7 +150,8 @@ def become(command: Sequence[str], streams: Sequence[int]) -> None:
     for descriptor in set(standard):
         os.close(descriptor)
     python = command.index(sys.executable)
-    os.environ.update(pair.split("=", 1) for pair in command[1:python])
+    settings = (pair.split("=", 1) for pair in command[1:python])
+    os.environ.update(settings)  # noqa: TID251 - as env does
     _, *sys.argv = command[python + 1 :]
 
 
