@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from kvtier.errors import KvtierError
 from tests.demo.scenario import Report, Scenario
@@ -56,15 +57,7 @@ class EngineProcess:
         self._report.unlink(missing_ok=True)
         source.write_text(scenario.model_dump_json())
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command(scenario), str(source), str(self._report)],
-                stdin=subprocess.PIPE,  # its end tells the engine that this process is gone
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,  # where ``tests.demo`` can be imported
-                text=True,
-                start_new_session=True,
-            )
+            self._process = start([*command(scenario), str(source), str(self._report)], log)
         self._timeout_s = timeout_s
         self._is_late = False
         self._watchdog = threading.Timer(timeout_s, self._give_up)
@@ -138,6 +131,19 @@ class EngineProcess:
             what = f"{what}: it was killed because it took more than {self._timeout_s:g} s"
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n".join([f"{what} (exit status {self._process.returncode}); its log:", *lines])
+
+
+def start(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[str]:
+    """Start the engine program."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,  # its end tells the engine that this process is gone
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd=ROOT,  # where ``tests.demo`` can be imported
+        text=True,
+        start_new_session=True,
+    )
 
 
 def command(scenario: Scenario) -> list[str]:

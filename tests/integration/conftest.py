@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.demo import runner
 from tests.integration.harness import Reference, Site, run_reference
+from tests.integration.preloaded import Program
 
 # vLLM and what it imports warn while they are imported, which pytest would take for failures.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     importlib.import_module("kvtier.vllm.spec")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _engines_start_with_vllm_imported() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "start", Program)
+        yield
 
 
 @pytest.fixture(scope="session")

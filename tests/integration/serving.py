@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.config import load_config, vllm_transfer_config
 from tests.demo.model import BLOCK_TOKENS
 from tests.demo.runner import SETTINGS
+from tests.integration.preloaded import Program
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
@@ -119,16 +119,14 @@ class Server:
         ]
         # vLLM's front end and its engine core are two processes, unlike in the other tests.
         settings = SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **settings}
-        self._process = subprocess.Popen(
+        self._process = Program(
             [
                 *("env", *(f"{name}={value}" for name, value in settings.items())),
                 *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments),
             ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            None,
         )
+        self._process.stdin.close()
         self._reader = threading.Thread(target=self._copy_log, daemon=True)
         self._reader.start()
 
@@ -170,8 +168,7 @@ class Server:
         return [each for each in Process.all() if each.session == self._process.pid]
 
     def _copy_log(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as output, self.log.open("wb", buffering=0) as log:
+        with self._process.stdout.buffer as output, self.log.open("wb", buffering=0) as log:
             for line in output:
                 log.write(line)
                 if UP in line:
