@@ -17,5 +17,6 @@ if "pytest" in sys.modules:
         "kvtier.testing.decision_contract",
         "kvtier.testing.eviction_contract",
         "kvtier.testing.placement_contract",
+        "kvtier.testing.shared_tier_contract",
         "kvtier.testing.tier_contract",
     )

@@ -58,7 +58,8 @@ class SharedContext:
 class SharedTier(ABC):
     """A service that keeps values by key, for many engines.
 
-    Keys are text of at most 200 characters: letters, digits, ``-`` and ``/``. All coroutines
+    Keys are text of at most 200 characters: letters, digits, ``-``, and ``/`` between two other
+    characters. All coroutines
     run on one event loop and must not block it: blocking calls go through
     :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call must end within
     bounded time although the service hangs, because its buffers stay in use until then.
@@ -142,5 +143,6 @@ class SharedTier(ABC):
     async def aclose(self) -> None:
         """Release the client's connections and memory. Idempotent.
 
-        No other call may be running.
+        No other call may be running. Afterwards every other method raises
+        :class:`kvtier.errors.ClosedError`.
         """

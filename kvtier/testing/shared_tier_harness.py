@@ -1,0 +1,196 @@
+"""A harness for a shared tier under test: several clients, and values with versions."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from typing_extensions import override
+
+from kvtier.config import SharedTierConfig
+from kvtier.os.iopool import IoPool
+from kvtier.testing.tier_harness import Arena, make_buffers
+from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
+from kvtier.tiers.shared.proof import is_proof_of, make_proof
+from kvtier.types import Outcome
+
+__all__ = ["KEY_CHARACTERS", "RecordingTier", "SharedTierHarness", "make_values"]
+
+KEY_CHARACTERS = string.ascii_letters + string.digits + "-/"
+"""All characters that keys may have. A slash is between two other characters."""
+
+Opener: TypeAlias = Callable[[int], SharedTier]
+"""Opens a client for payloads of that many bytes. It may block."""
+
+_VERSION_NBYTES = 8
+
+
+def make_values(
+    keys: Sequence[str], payload_nbytes: int, arena: Arena | None = None, *, version: int = 0
+) -> list[Value]:
+    """Return distinct values of ``keys`` with their proofs; the payloads state ``version``."""
+    values = _buffers(len(keys), payload_nbytes, arena)
+    for key, value in zip(keys, values, strict=True):
+        value.payload[:] = _payload(key, version, payload_nbytes)
+        value.proof[:] = make_proof(key, value.payload)
+    return values
+
+
+class SharedTierHarness:
+    """Opens clients of one service, and puts, gets and verifies values.
+
+    Args:
+        opener: Opens a client.
+        pool: The threads of the clients.
+        arena: Memory that contains all payloads.
+        payload_nbytes: Bytes of one chunk.
+
+    Attributes:
+        tier: The first client.
+        other: Another client.
+    """
+
+    tier: SharedTier
+    other: SharedTier
+
+    def __init__(
+        self, opener: Opener, pool: IoPool, arena: Arena, *, payload_nbytes: int
+    ) -> None:
+        self._opener = opener
+        self._pool = pool
+        self._arena = arena
+        self._payload_nbytes = payload_nbytes
+        self._space = f"contract-{secrets.token_hex(6)}"
+        self._clients: list[SharedTier] = []
+
+    async def open(self) -> None:
+        """Open both clients."""
+        self.tier = await self.client()
+        self.other = await self.client()
+
+    async def client(self, payload_nbytes: int | None = None) -> SharedTier:
+        """Open another client, for payloads of ``payload_nbytes`` bytes."""
+        nbytes = payload_nbytes or self._payload_nbytes
+        client = await self._pool.run(lambda: self._opener(nbytes), priority=0)
+        self._clients.append(client)
+        return client
+
+    async def aclose(self) -> None:
+        """Close all clients."""
+        while self._clients:
+            await self._clients.pop().aclose()
+
+    def keys(self, numbers: Sequence[int]) -> list[str]:
+        """Return a key for each number, in the form of an engine's keys.
+
+        Another harness has other keys, so that tests may share a service.
+        """
+        return [
+            f"{self._space}/0-{random.Random(number).randbytes(32).hex()}" for number in numbers
+        ]
+
+    def buffers(self, count: int, payload_nbytes: int | None = None) -> list[Value]:
+        """Return zeroed buffers for ``count`` values."""
+        return _buffers(count, payload_nbytes or self._payload_nbytes, self._arena)
+
+    def values(self, keys: Sequence[str], *, version: int = 0) -> list[Value]:
+        """Return the values of ``keys`` in version ``version``."""
+        return make_values(keys, self._payload_nbytes, self._arena, version=version)
+
+    async def put(
+        self, keys: Sequence[str], *, version: int = 0, client: SharedTier | None = None
+    ) -> list[Outcome]:
+        """Put the values of ``keys`` and return the outcomes."""
+        return list(await (client or self.tier).put(keys, self.values(keys, version=version)))
+
+    async def get(
+        self,
+        keys: Sequence[str],
+        *,
+        client: SharedTier | None = None,
+        into: Sequence[Value] | None = None,
+    ) -> list[int | Outcome]:
+        """Get the values of ``keys``, with the buffers ``into`` or new ones.
+
+        Returns:
+            For each key the version of its value, or the outcome unless it is DONE.
+
+        Raises:
+            AssertionError: A value that is DONE is not whole, or belongs to another key.
+        """
+        into = into or self.buffers(len(keys))
+        outcomes = await (client or self.tier).get(keys, into)
+        return [
+            _verify(key, value) if outcome is Outcome.DONE else outcome
+            for key, value, outcome in zip(keys, into, outcomes, strict=True)
+        ]
+
+
+class RecordingTier(SharedTier):
+    """Records the keys that are put into another shared tier.
+
+    Args:
+        tier: The tier that does the work; owned by this object.
+
+    Attributes:
+        puts: The keys, in the order of the calls.
+    """
+
+    Options = SharedTierConfig
+
+    def __init__(self, tier: SharedTier) -> None:
+        self._tier = tier
+        self.puts: list[str] = []
+
+    @classmethod
+    @override
+    def open(cls, options: SharedTierConfig, context: SharedContext) -> RecordingTier:
+        raise TypeError("give the constructor the tier to record")
+
+    @override
+    async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
+        return await self._tier.contains(keys)
+
+    @override
+    async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
+        return await self._tier.contains_leading(keys)
+
+    @override
+    async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
+        return await self._tier.get(keys, into)
+
+    @override
+    async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        self.puts += keys
+        return await self._tier.put(keys, values)
+
+    @override
+    async def aclose(self) -> None:
+        await self._tier.aclose()
+
+
+def _buffers(count: int, payload_nbytes: int, arena: Arena | None) -> list[Value]:
+    """Return zeroed buffers; as in an engine, the proofs are outside of the shared memory."""
+    proofs = memoryview(bytearray(count * PROOF_NBYTES))
+    return [
+        Value(payload, proofs[number * PROOF_NBYTES :][:PROOF_NBYTES])
+        for number, payload in enumerate(make_buffers(count, payload_nbytes, arena))
+    ]
+
+
+def _payload(key: str, version: int, nbytes: int) -> bytes:
+    noise = random.Random(f"{key} {version}").randbytes(nbytes - _VERSION_NBYTES)
+    return version.to_bytes(_VERSION_NBYTES, "little") + noise
+
+
+def _verify(key: str, value: Value) -> int:
+    """Return the version of a value after checking that it is whole."""
+    version = int.from_bytes(value.payload[:_VERSION_NBYTES], "little")
+    if not is_proof_of(value.proof, key, value.payload):
+        raise AssertionError(f"the value of {key} is not whole")
+    if value.payload != _payload(key, version, value.payload.nbytes):
+        raise AssertionError(f"wrong bytes under key {key}")
+    return version
