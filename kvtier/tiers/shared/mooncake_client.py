@@ -40,9 +40,10 @@ _LANES: Final = 16
 """Connections to each host. Those of a stalled host fail at the same time."""
 
 _TRANSFER_FAILED: Final = -800
+_WRONG_SIZE: Final = -600
 _ABSENT: Final = frozenset(
     {
-        -600,  # the stored value is larger
+        _WRONG_SIZE,  # the stored value is larger than the buffers
         -702,  # no usable replica
         -703,  # being stored
         -704,  # no such key
@@ -124,10 +125,18 @@ class MooncakeClient:
         Raises:
             TierUnavailableError: Nobody answered.
         """
-        codes = self._transfer(
-            lambda store: store.batch_get_into_multi_buffers(keys, addresses, sizes)
-        )
-        return [_got(code, value_nbytes) for code in codes]
+
+        def get(store: Any) -> list[int]:
+            codes: list[int] = store.batch_get_into_multi_buffers(keys, addresses, sizes)
+            failed = [at for at, code in enumerate(codes) if code == _TRANSFER_FAILED]
+            if failed:  # so is a value that is smaller than its buffers
+                replicas = store.batch_get_replica_desc([keys[at] for at in failed])
+                for at in failed:
+                    if not {*map(_nbytes, replicas.get(keys[at], ()))} <= {value_nbytes, None}:
+                        codes[at] = _WRONG_SIZE
+            return codes
+
+        return [_got(code, value_nbytes) for code in self._transfer(get)]
 
     def put(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
@@ -251,6 +260,14 @@ class MooncakeClient:
         )
 
 
+def _nbytes(replica: Any) -> int | None:
+    """Return the size of a copy of a value; None if it is not in memory."""
+    if not replica.is_memory_replica():
+        return None
+    nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
+    return nbytes
+
+
 def _got(code: int, value_nbytes: int) -> Outcome:
     if code == value_nbytes:
         return Outcome.DONE
@@ -288,7 +305,7 @@ def _variables(options: MooncakeTierConfig) -> dict[str, str]:
         "MC_SLICE_TIMEOUT": seconds,
         "MC_TCP_LANES_PER_PEER": str(_LANES),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-        "MC_LOG_LEVEL": "FATAL",  # an error has a line per key
+        "MC_LOG_LEVEL": "ERROR",
         "MC_YLT_LOG_LEVEL": "critical",
     }
 
