@@ -78,7 +78,6 @@ class MooncakeService:
             "metrics_host": host,
             "metrics_port": self._metrics_port,
             "client_ttl": self._ttl_s,
-            "default_kv_lease_ttl": 500,
         }
         self.master = subprocess.Popen(
             [str(_MASTER), *(f"-{flag}={value}" for flag, value in flags.items())],
