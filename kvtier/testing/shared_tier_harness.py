@@ -6,7 +6,7 @@ import random
 import secrets
 import string
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from typing_extensions import override
 
@@ -22,6 +22,7 @@ __all__ = ["KEY_CHARACTERS", "RecordingTier", "SharedTierHarness", "make_values"
 KEY_CHARACTERS = string.ascii_letters + string.digits + "-/"
 """All characters that keys may have. A slash is between two other characters."""
 
+T = TypeVar("T")
 Opener: TypeAlias = Callable[[int], SharedTier]
 """Opens a client for payloads of that many bytes. It may block."""
 
@@ -74,9 +75,13 @@ class SharedTierHarness:
     async def client(self, payload_nbytes: int | None = None) -> SharedTier:
         """Open another client, for payloads of ``payload_nbytes`` bytes."""
         nbytes = payload_nbytes or self._payload_nbytes
-        client = await self._pool.run(lambda: self._opener(nbytes), priority=0)
+        client = await self.run(lambda: self._opener(nbytes))
         self._clients.append(client)
         return client
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a blocking call of a test on a thread."""
+        return await self._pool.run(call, priority=0)
 
     async def aclose(self) -> None:
         """Close all clients."""

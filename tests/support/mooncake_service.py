@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import mooncake
+from mooncake import store
 
 from kvtier.config import child_environment
 
-__all__ = ["MooncakeService", "free_port", "kill", "running_service"]
+__all__ = ["MooncakeService", "RawClient", "free_port", "kill", "running_service"]
 
 _MASTER: Final = Path(mooncake.__file__).parent / "mooncake_master"
 _START_S: Final = 60.0
@@ -115,6 +116,32 @@ class MooncakeService:
             yield
         finally:
             os.kill(process.pid, signal.SIGCONT)
+
+
+class RawClient:
+    """The library's own client, which stores any bytes under any key.
+
+    Args:
+        address: Address of the master.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._store: Any = store.MooncakeDistributedStore()
+        code = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", address)
+        assert code == 0, code
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``; nothing if there is none."""
+        value: bytes = self._store.get(key)
+        return value
+
+    def replace(self, key: str, value: bytes) -> None:
+        """Store ``value`` in place of another value of ``key``."""
+        assert self._store.remove(key, force=True) == 0
+        assert self._store.put(key, value) == 0
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
