@@ -148,7 +148,7 @@ async def test_a_master_that_is_started_again_is_used(
     await fails(clients.put(keys))
     await clients.run(service.start_master)
     await until(lambda: clients.put(keys), [DONE] * 3)
-    assert await clients.get(keys, client=clients.other) == [0] * 3
+    await until(lambda: clients.get(keys, client=clients.other), [0] * 3)
 
 
 async def test_calls_end_while_the_other_host_is_stopped(
@@ -166,6 +166,28 @@ async def test_calls_end_while_the_other_host_is_stopped(
     await until(lambda: clients.put(keys), [DONE] * 48)
     assert await clients.get(keys) == [0] * 48
     assert not any(any(value.payload) for value in into), "filled after the call was over"
+
+
+@pytest.mark.slow
+async def test_a_transfer_that_the_library_gives_up_has_ended_when_the_call_ends(
+    service: MooncakeService, pool: IoPool, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library gives up after 60 s; until then, each transfer waits for the one before."""
+    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "1")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "20")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "20")
+    clients = Clients(service.address, pool, arena)
+    await clients.open()
+    keys, into = clients.keys(range(8)), clients.buffers(8)
+    assert await clients.put(keys) == [DONE] * 8
+    with service.stalled(service.lender):
+        assert DONE not in await _outcomes(clients.tier.get(keys, into))
+        for value in into:
+            value.payload[:] = bytes(PAYLOAD_NBYTES)
+    await until(lambda: clients.put(keys), [DONE] * 8)
+    await until(lambda: clients.get(keys, client=clients.other), [0] * 8)
+    assert not any(any(value.payload) for value in into), "filled after the call was over"
+    await clients.aclose()
 
 
 async def test_the_values_of_a_killed_host_are_missing(
