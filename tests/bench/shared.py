@@ -134,7 +134,7 @@ class Mooncake(Service):
 
     @override
     def clear(self) -> None:
-        self._store.remove_all(True)  # noqa: FBT003 - the library's own
+        self._store.remove_all(force=True)
 
     @staticmethod
     def _buffers(payloads: Sequence[memoryview]) -> tuple[list[list[int]], list[list[int]]]:

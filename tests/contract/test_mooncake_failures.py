@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -85,11 +85,11 @@ async def in_time(call: Awaitable[T]) -> T:
         assert time.monotonic() - begun_s < CALL_S
 
 
-async def until(call: Callable[[], Awaitable[T]], result: T) -> None:
+async def until(call: Callable[[], Awaitable[object]], result: object) -> None:
     """Repeat ``call`` until it returns ``result``."""
     deadline_s = time.monotonic() + RECOVERY_S
     while True:
-        found: Any = None
+        found: object
         try:
             found = await in_time(call())
         except TierUnavailableError as error:
@@ -115,7 +115,7 @@ async def test_a_master_that_starts_later_is_found(
         keys = clients.keys(range(3))
         await fails(clients.put(keys))
         await fails(clients.get(keys))
-        await fails(clients.tier.contains(keys))  # type: ignore[arg-type]
+        await fails(clients.tier.contains(keys))
         try:
             await clients.run(service.start)
             await until(lambda: clients.put(keys), [DONE] * 3)
@@ -133,7 +133,7 @@ async def test_calls_end_while_the_master_is_stopped(
     with service.stalled(service.master):
         await fails(clients.get(keys))
         await fails(clients.put(keys))
-        await fails(clients.tier.contains(keys))  # type: ignore[arg-type]
+        await fails(clients.tier.contains(keys))
     await until(lambda: clients.get(keys[:2]), [0] * 2)
     await until(lambda: clients.put(keys[:2], version=1), [DONE] * 2)
 

@@ -1,4 +1,4 @@
-"""A Mooncake Store for tests and benchmarks: a master and hosts that lend memory, as processes."""
+"""A Mooncake Store for tests and benchmarks: a master and a host that lends memory."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running_service(directory: Path, *, lent_nbytes: int = 256 << 20) -> Iterator[MooncakeService]:
+def running_service(
+    directory: Path, *, lent_nbytes: int = 256 << 20
+) -> Iterator[MooncakeService]:
     """Run a service; its log is in ``directory``."""
     with (directory / "mooncake.log").open("ab") as log:
         service = MooncakeService(log, lent_nbytes=lent_nbytes)

@@ -209,18 +209,14 @@ def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
 
 def _proofs_in(arena: memoryview, part: _Part) -> list[memoryview]:
     """Return the places of the proofs of ``part`` in ``arena``."""
-    return [
-        arena[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES] for at in range(len(part.keys))
-    ]
+    return [arena[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES] for at in range(len(part.keys))]
 
 
 def _buffers(
     part: _Part, proofs: Sequence[memoryview]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the addresses and the sizes of the buffers of each value."""
-    pairs = [
-        (value.payload, proof) for value, proof in zip(part.values, proofs, strict=True)
-    ]
+    pairs = [(value.payload, proof) for value, proof in zip(part.values, proofs, strict=True)]
     return (
         [[address_of(payload), address_of(proof)] for payload, proof in pairs],
         [[payload.nbytes, proof.nbytes] for payload, proof in pairs],

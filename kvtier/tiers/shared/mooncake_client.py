@@ -1,8 +1,7 @@
 """Blocking calls to a Mooncake Store, with bounded times.
 
-The client library has no deadline for a call. It has one for each step, which it reads from
-environment variables: the answer of the master, a connection, and 64 KiB of progress of a
-transfer. This module sets those that are not set yet.
+The client library has no deadline for a call. It has one for each step: the answer of the
+master, a connection, and 64 KiB of progress of a transfer.
 
 One limit remains. After 60 s the library returns from a transfer that still makes progress, and
 a thread of its own continues to use the buffers. Only closing the client ends that thread. So a
@@ -16,16 +15,16 @@ again. Before it, :meth:`MooncakeClient.connect` tries again with back-off. Both
 from __future__ import annotations
 
 import ctypes
-import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
-from kvtier.config import MooncakeTierConfig, set_default_variables
-from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.config import MooncakeTierConfig
+from kvtier.errors import TierUnavailableError
+from kvtier.tiers.shared.mooncake_library import Replica, Store, load_library
 from kvtier.types import Outcome
 
 __all__ = ["MooncakeClient", "address_of"]
@@ -36,8 +35,6 @@ _FIRST_DELAY_S: Final = 1.0
 _LONGEST_DELAY_S: Final = 30.0
 _ABANDONED_S: Final = 50.0
 """A transfer that fails this late may still be running: the library gives up after 60 s."""
-_LANES: Final = 16
-"""Connections to each host. Those of a stalled host fail at the same time."""
 
 _TRANSFER_FAILED: Final = -800
 _WRONG_SIZE: Final = -600
@@ -79,14 +76,13 @@ class MooncakeClient:
     """
 
     def __init__(self, options: MooncakeTierConfig, regions: Sequence[memoryview]) -> None:
-        set_default_variables(_variables(options))
-        self._library = _import_library()
+        self._library = load_library(options)
         self._replicas = self._library.ReplicateConfig()
         self._replicas.replica_num = options.replicas
         self._options = options
         self._regions = regions
         self._changed = threading.Condition()
-        self._store: Any = None
+        self._store: Store | None = None
         self._running = 0
         self._abandoned = 0
         self._retry_at_s = 0.0
@@ -120,14 +116,14 @@ class MooncakeClient:
         sizes: list[list[int]],
         value_nbytes: int,
     ) -> list[Outcome]:
-        """Read the values of ``keys``, all of ``value_nbytes`` bytes, into several buffers each.
+        """Read values of ``value_nbytes`` bytes into several buffers each.
 
         Raises:
             TierUnavailableError: Nobody answered.
         """
 
-        def get(store: Any) -> list[int]:
-            codes: list[int] = store.batch_get_into_multi_buffers(keys, addresses, sizes)
+        def get(store: Store) -> list[int]:
+            codes = store.batch_get_into_multi_buffers(keys, addresses, sizes)
             failed = [at for at, code in enumerate(codes) if code == _TRANSFER_FAILED]
             if failed:  # so is a value that is smaller than its buffers
                 replicas = store.batch_get_replica_desc([keys[at] for at in failed])
@@ -147,18 +143,15 @@ class MooncakeClient:
             TierUnavailableError: Nobody answered.
         """
 
-        def put(store: Any) -> list[int]:
+        def put(store: Store) -> list[int]:
             stored = [
                 key
                 for key, code in zip(keys, store.batch_is_exist(keys), strict=True)
                 if code == 1
             ]
             if stored:  # the library leaves an earlier value as it is
-                store.batch_remove(stored, True)  # noqa: FBT003 - the library's own
-            codes: list[int] = store.batch_put_from_multi_buffers(
-                keys, addresses, sizes, self._replicas
-            )
-            return codes
+                store.batch_remove(stored, force=True)
+            return store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicas)
 
         return [_put(code) for code in self._transfer(put)]
 
@@ -167,7 +160,7 @@ class MooncakeClient:
         with self._changed:
             self._disconnect()
 
-    def _transfer(self, transfer: Callable[[Any], list[int]]) -> list[int]:
+    def _transfer(self, transfer: Callable[[Store], list[int]]) -> list[int]:
         """Return the result codes of ``transfer`` when its buffers are no longer in use."""
         with self._connection() as store:
             begun_s = time.monotonic()
@@ -180,7 +173,7 @@ class MooncakeClient:
         return codes
 
     @contextmanager
-    def _connection(self) -> Iterator[Any]:
+    def _connection(self) -> Iterator[Store]:
         """Return the library's client for one call."""
         with self._changed:
             if self._abandoned:
@@ -209,7 +202,7 @@ class MooncakeClient:
             self._abandoned -= 1
             self._changed.notify_all()
 
-    def _connected(self) -> Any:
+    def _connected(self) -> Store:
         """Return the library's client; connect it first if there is none."""
         if self._store is None:
             left_s = self._retry_at_s - time.monotonic()
@@ -224,7 +217,7 @@ class MooncakeClient:
             self._delay_s = _FIRST_DELAY_S
         return self._store
 
-    def _set_up(self) -> Any:
+    def _set_up(self) -> Store:
         """Return a new client of the library.
 
         Raises:
@@ -234,13 +227,15 @@ class MooncakeClient:
         host = _reachable_from(options.master)
         store = self._library.MooncakeDistributedStore()
         code = store.setup(
-            options.host or host,
-            options.metadata,
-            options.segment_bytes or 0,
-            0,  # bytes for values that are given as objects, which are not used
-            options.protocol,
-            options.devices,
-            options.master,
+            {
+                "local_hostname": options.host or host,
+                "metadata_server": options.metadata,
+                "master_server_addr": options.master,
+                "protocol": options.protocol,
+                "rdma_devices": options.devices,
+                "global_segment_size": str(options.segment_bytes or 0),
+                "local_buffer_size": "0",  # for values in memory that is not registered
+            }
         )
         for region in self._regions if code == 0 else ():
             code = code or store.register_buffer(address_of(region), region.nbytes)
@@ -260,12 +255,11 @@ class MooncakeClient:
         )
 
 
-def _nbytes(replica: Any) -> int | None:
+def _nbytes(replica: Replica) -> int | None:
     """Return the size of a copy of a value; None if it is not in memory."""
     if not replica.is_memory_replica():
         return None
-    nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
-    return nbytes
+    return replica.get_memory_descriptor().buffer_descriptor.size
 
 
 def _got(code: int, value_nbytes: int) -> Outcome:
@@ -290,32 +284,3 @@ def _reachable_from(master: str) -> str:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
         address: str = probe.getsockname()[0]
         return address
-
-
-def _variables(options: MooncakeTierConfig) -> dict[str, str]:
-    """Return the library's settings. It has no other way to set them."""
-    milliseconds = str(math.ceil(options.request_timeout_s * 1000))
-    seconds = str(math.ceil(options.request_timeout_s))
-    return {
-        "MC_RPC_TIMEOUT_MS": milliseconds,
-        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
-        "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
-        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
-        "MC_SLICE_TIMEOUT": seconds,
-        "MC_TCP_LANES_PER_PEER": str(_LANES),
-        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-        "MC_LOG_LEVEL": "ERROR",
-        "MC_YLT_LOG_LEVEL": "critical",
-    }
-
-
-def _import_library() -> Any:
-    try:
-        from mooncake import store  # noqa: PLC0415 - an optional extra, and slow
-    except ImportError as error:
-        raise ConfigError(
-            f"kind mooncake needs Mooncake's client: pip install 'kvtier[mooncake]', or on a "
-            f"host without CUDA mooncake-transfer-engine-non-cuda ({error})"
-        ) from error
-    return store
