@@ -44,10 +44,12 @@ class Service(ABC):
     Attributes:
         tier_class: The tier.
         bar: Least ratio of the tier's throughput to the client's.
+        calls: Calls of the client at the same time, as many as the tier makes.
     """
 
     tier_class: ClassVar[type[SharedTier]]
     bar: ClassVar[float] = 0.9
+    calls: ClassVar[int] = THREADS
 
     @classmethod
     @abstractmethod
@@ -66,7 +68,7 @@ class Service(ABC):
 
     @abstractmethod
     def put(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
-        """Store a batch. This call blocks, in one of :data:`THREADS` threads.
+        """Store a batch. This call blocks, in one of :attr:`calls` threads.
 
         Raises:
             Exception: A chunk was not stored.
@@ -74,7 +76,7 @@ class Service(ABC):
 
     @abstractmethod
     def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
-        """Read a batch. This call blocks, in one of :data:`THREADS` threads.
+        """Read a batch. This call blocks, in one of :attr:`calls` threads.
 
         Raises:
             Exception: A chunk was not read.
@@ -87,6 +89,8 @@ class Service(ABC):
 
 class Mooncake(Service):
     """A master and another host over TCP; the client's transfers of many values at a time."""
+
+    calls = 2
 
     def __init__(self, address: str, store: Any, library: Any) -> None:
         self._address = address
@@ -255,11 +259,23 @@ def _fill(arena: Arena, chunks: int) -> list[Batch]:
     ]
 
 
-async def measure(kind: str, *, rounds: int, chunks: int) -> dict[str, list[Round]]:
-    """Run a service and return the throughputs of both sides."""
+async def measure(
+    kind: str, *, rounds: int, chunks: int, calls: int | None = None
+) -> dict[str, list[Round]]:
+    """Run a service and return the throughputs of both sides.
+
+    Args:
+        kind: The tier's kind.
+        rounds: Number of rounds.
+        chunks: Number of chunks of a round.
+        calls: Calls of the service's own client at the same time.
+    """
     arena = Arena(chunks * CHUNK_NBYTES)
     batches = _fill(arena, chunks)
-    pools = [IoPool(THREADS, name=f"bench-{side}") for side in ("kvtier", "own")]
+    pools = [
+        IoPool(THREADS, name="bench-kvtier"),
+        IoPool(calls or SERVICES[kind].calls, name="bench-own"),
+    ]
     with (
         tempfile.TemporaryDirectory() as directory,
         SERVICES[kind].run(Path(directory), arena.view) as service,
@@ -306,8 +322,11 @@ def main() -> None:
     parser.add_argument("--tier", choices=SERVICES, required=True)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--chunks", type=int, default=64)
+    parser.add_argument("--calls", type=int, help="calls of the own client at the same time")
     given = parser.parse_args()
-    figures = asyncio.run(measure(given.tier, rounds=given.rounds, chunks=given.chunks))
+    figures = asyncio.run(
+        measure(given.tier, rounds=given.rounds, chunks=given.chunks, calls=given.calls)
+    )
     if not report(Console(width=110), given.tier, figures):
         raise SystemExit(1)
 

@@ -36,7 +36,7 @@ _CALL_CHUNKS: Final = 16
 number times the number of calls bounds how long a call takes."""
 _GETS: Final = 2
 """Calls in progress that get values; while one is verified, the next one is transferred."""
-_PUTS: Final = 1
+_PUTS: Final = 2
 """Calls in progress that put values. They never make a get wait."""
 _ARENA_NBYTES: Final = _CALL_CHUNKS * PROOF_NBYTES
 """Memory for the proofs of one call."""
