@@ -1,6 +1,6 @@
 """Configuration: YAML files, parsed once into strict, frozen models.
 
-No other package reads a dict of options or an environment variable.
+No other package reads a dict of options or uses an environment variable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from kvtier.config._engine import (
     resolve_rank_paths,
     vllm_transfer_config,
 )
-from kvtier.config._environment import child_environment, variable, variables
+from kvtier.config._environment import (
+    child_environment,
+    set_default_variables,
+    variable,
+    variables,
+)
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
 from kvtier.config._kinds import (
     TIERS,
@@ -79,6 +84,7 @@ __all__ = [
     "resolve_load_path",
     "resolve_rank_paths",
     "schema",
+    "set_default_variables",
     "slot_nbytes",
     "variable",
     "variables",

@@ -1,13 +1,14 @@
-"""The only reader of environment variables in kvtier."""
+"""The only user of environment variables in kvtier."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["child_environment", "variable", "variables"]
+__all__ = ["child_environment", "set_default_variables", "variable", "variables"]
 
 
 def variable(name: str) -> str | None:
@@ -18,6 +19,12 @@ def variable(name: str) -> str | None:
 def variables(names: re.Pattern[str]) -> list[tuple[str, str]]:
     """Return the variables that ``names`` matches in full, as sorted (name, value) pairs."""
     return sorted(pair for pair in os.environ.items() if names.fullmatch(pair[0]))
+
+
+def set_default_variables(defaults: Mapping[str, str]) -> None:
+    """Set each variable that is not set, for a library that has no other settings."""
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def child_environment() -> dict[str, str]:

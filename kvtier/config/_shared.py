@@ -76,6 +76,10 @@ class MooncakeTierConfig(SharedTierConfig):
     """Memory of this host that the engine adds to the pool; none if not given."""
     replicas: int = Field(default=1, ge=1, le=16)
     """Number of copies of each chunk in the pool."""
+    request_timeout_s: Duration = Field(
+        default=2.0, validation_alias="request_timeout", serialization_alias="request_timeout"
+    )
+    """Longest wait for the master's answer, and for 64 KiB of progress of a transfer."""
 
 
 class ObjectTierConfig(SharedTierConfig):

@@ -1,0 +1,223 @@
+"""A shared tier in a Mooncake Store: memory of many hosts, pooled by a master.
+
+The client moves bytes between the engine's memory and other hosts' memory without a copy. Its
+calls block and cannot be cancelled. Each ends within bounded time, because every step of it has
+a timeout (:mod:`kvtier.tiers.shared.mooncake_client`) and few transfers are in flight.
+
+A value is a chunk's bytes and then its proof. Mooncake uses the memory of a removed value again
+at once, also while another engine reads that value. The reader then gets a mixture of values,
+and the proof detects it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar, Final, NamedTuple
+
+from typing_extensions import override
+
+from kvtier.config import MooncakeTierConfig, SharedTierConfig
+from kvtier.errors import ClosedError, ConfigError, TierUnavailableError
+from kvtier.logs import get_logger
+from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
+from kvtier.tiers.shared.mooncake_client import MooncakeClient, address_of
+from kvtier.tiers.shared.proof import PROOF_NBYTES
+from kvtier.types import Outcome, Purpose
+
+__all__ = ["MooncakeTier"]
+
+logger = get_logger(__name__)
+
+_CALL_CHUNKS: Final = 16
+"""Chunks of one call. A stalled host fails the transfers in flight one after the other, so this
+number times the number of calls bounds how long a call takes."""
+_GETS: Final = 2
+"""Calls in progress that get values; while one is verified, the next one is transferred."""
+_PUTS: Final = 2
+"""Calls in progress that put values. They never make a get wait."""
+_ARENA_NBYTES: Final = _CALL_CHUNKS * PROOF_NBYTES
+"""Memory for the proofs of one call."""
+
+
+class _Part(NamedTuple):
+    """The part of a batch that one call moves: its keys are distinct."""
+
+    first: int
+    keys: list[str]
+    values: Sequence[Value]
+
+
+class _Arenas:
+    """Memory for the proofs of a few calls, leased by call."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._free: asyncio.Queue[memoryview] = asyncio.Queue()
+        for start in range(0, memory.nbytes, _ARENA_NBYTES):
+            self._free.put_nowait(memory[start : start + _ARENA_NBYTES])
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[memoryview]:
+        """Wait for memory for one call, and lease it."""
+        arena = await self._free.get()
+        try:
+            yield arena
+        finally:
+            self._free.put_nowait(arena)
+
+
+class MooncakeTier(SharedTier):
+    """One engine's access to a Mooncake Store.
+
+    Args:
+        options: The tier's options.
+        context: The size of a chunk, threads and memory.
+        client: The blocking client; owned by this object.
+        proofs: Memory for the proofs of all calls, known to the client.
+    """
+
+    Options: ClassVar[type[SharedTierConfig]] = MooncakeTierConfig
+
+    def __init__(
+        self,
+        options: MooncakeTierConfig,
+        context: SharedContext,
+        client: MooncakeClient,
+        proofs: memoryview,
+    ) -> None:
+        self._name = options.name
+        self._pool = context.pool
+        self._client = client
+        self._value_nbytes = context.payload_nbytes + PROOF_NBYTES
+        self._gets = _Arenas(proofs[: _GETS * _ARENA_NBYTES])
+        self._puts = _Arenas(proofs[_GETS * _ARENA_NBYTES :])
+        self._closed = False
+
+    @classmethod
+    @override
+    def open(cls, options: SharedTierConfig, context: SharedContext) -> MooncakeTier:
+        assert isinstance(options, MooncakeTierConfig)
+        if context.memory is None and options.protocol == "rdma":
+            raise ConfigError(
+                f"tier {options.name}: RDMA needs shared memory for the chunks; use `protocol: "
+                "tcp`, or add a tier of kind ram"
+            )
+        proofs = memoryview(mmap.mmap(-1, (_GETS + _PUTS) * _ARENA_NBYTES))
+        memory = [] if context.memory is None else [context.memory]
+        client = MooncakeClient(options, [proofs, *memory])
+        try:
+            client.connect()
+        except TierUnavailableError as error:
+            logger.warning("%s; trying again when it is used", error)
+        return cls(options, context, client, proofs)
+
+    @override
+    async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
+        self._require_open()
+        if not keys:
+            return []
+        asked = list(keys)
+        return await self._pool.run(
+            lambda: self._client.contains(asked), priority=int(Purpose.FIND)
+        )
+
+    @override
+    async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
+        self._require_open()
+        return await self._move(self._get, keys, into, self._gets, Purpose.LOAD)
+
+    @override
+    async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        self._require_open()
+        return await self._move(self._put, keys, values, self._puts, Purpose.STORE)
+
+    @override
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._pool.run(self._client.close, priority=int(Purpose.DEMOTE))
+
+    async def _move(
+        self,
+        move: Callable[[_Part, memoryview], Sequence[Outcome]],
+        keys: Sequence[str],
+        values: Sequence[Value],
+        arenas: _Arenas,
+        purpose: Purpose,
+    ) -> list[Outcome]:
+        """Move a batch in several calls.
+
+        Raises:
+            TierUnavailableError: The service did not answer a call. Calls that had not begun
+                then are left out.
+        """
+        outcomes = [Outcome.FAILED] * len(keys)
+        errors: list[TierUnavailableError] = []
+
+        async def run(part: _Part) -> None:
+            async with arenas.lease() as arena:
+                if errors:
+                    return
+                try:
+                    moved = await self._pool.run(
+                        lambda: move(part, arena), priority=int(purpose)
+                    )
+                except TierUnavailableError as error:
+                    errors.append(error)
+                else:
+                    outcomes[part.first : part.first + len(part.keys)] = moved
+
+        async with asyncio.TaskGroup() as group:
+            for part in _parts(keys, values):
+                group.create_task(run(part))
+        if errors:
+            raise errors[0]
+        return outcomes
+
+    def _get(self, part: _Part, arena: memoryview) -> Sequence[Outcome]:
+        proofs = _proofs_in(arena, part)
+        outcomes = self._client.get(part.keys, *_buffers(part, proofs), self._value_nbytes)
+        for value, proof, outcome in zip(part.values, proofs, outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                value.proof[:] = proof
+        return outcomes
+
+    def _put(self, part: _Part, arena: memoryview) -> Sequence[Outcome]:
+        proofs = _proofs_in(arena, part)
+        for value, proof in zip(part.values, proofs, strict=True):
+            proof[:] = value.proof
+        return self._client.put(part.keys, *_buffers(part, proofs))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self._name} is closed")
+
+
+def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
+    """Split a batch. The client mixes up equal keys of one call, so they go to several."""
+    first = 0
+    while first < len(keys):
+        end = first
+        seen: set[str] = set()
+        while end < len(keys) and end - first < _CALL_CHUNKS and keys[end] not in seen:
+            seen.add(keys[end])
+            end += 1
+        yield _Part(first, list(keys[first:end]), values[first:end])
+        first = end
+
+
+def _proofs_in(arena: memoryview, part: _Part) -> list[memoryview]:
+    """Return the places of the proofs of ``part`` in ``arena``."""
+    return [arena[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES] for at in range(len(part.keys))]
+
+
+def _buffers(
+    part: _Part, proofs: Sequence[memoryview]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the addresses and the sizes of the buffers of each value."""
+    pairs = [(value.payload, proof) for value, proof in zip(part.values, proofs, strict=True)]
+    return (
+        [[address_of(payload), address_of(proof)] for payload, proof in pairs],
+        [[payload.nbytes, proof.nbytes] for payload, proof in pairs],
+    )
