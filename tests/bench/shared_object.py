@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Self
 
 import obstore
-from obstore.store import LocalDirectory, ObjectStore, S3Store
+from obstore.store import LocalStore, ObjectStore, S3Store
 from tests.bench.shared import CHUNK_NBYTES, SERVICES, Service, main
 from typing_extensions import override
 
@@ -125,7 +125,7 @@ class DirectoryObjects(Objects):
     def run(cls, directory: Path, memory: memoryview) -> Iterator[Self]:
         root = directory / "objects"
         with ThreadPoolExecutor(CONNECTIONS) as threads:
-            yield cls(f"file://{root}", "{}", LocalDirectory(root, mkdir=True), threads)
+            yield cls(f"file://{root}", "{}", LocalStore(root, mkdir=True), threads)
 
 
 SERVICES["object"] = CephObjects

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import obstore
 import pytest
-from obstore.store import LocalDirectory, ObjectStore
+from obstore.store import LocalStore, ObjectStore
 from typing_extensions import override
 
 from kvtier.config import ObjectTierConfig, parse_tier
@@ -105,4 +105,4 @@ class TestDirectoryObjectTier(ObjectTierTests):
 
     @override
     def store(self) -> ObjectStore:
-        return LocalDirectory(self.root)
+        return LocalStore(self.root)
