@@ -26,7 +26,7 @@ NEEDS_VLLM = {
     "kvtier.memory.cuda_hash",
     "kvtier.memory.cuda_kernel",  # Triton, which comes with vLLM
     "kvtier.vllm",
-    *(f"kvtier.vllm.{name}" for name in ("connector", "metrics", "offline", "spec")),
+    *(f"kvtier.vllm.{name}" for name in ("connector", "events", "metrics", "offline", "spec")),
 }
 MODULES = sorted(
     module.name
