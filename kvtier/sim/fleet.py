@@ -303,7 +303,7 @@ def _engine_results(
             hit_tokens={
                 tier.name: tier.counters.hits * trace.chunk_tokens for tier in built.tiers
             },
-            shared=built.shared and built.shared.traffic,
+            shared=None if built.shared is None else built.shared.traffic,
         )
         for at, built in enumerate(fleet)
     ]

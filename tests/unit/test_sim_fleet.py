@@ -115,7 +115,7 @@ def test_a_chunk_that_another_engine_put_meanwhile_is_not_put_again() -> None:
 
 
 def test_an_answer_that_comes_too_late_is_no_hit() -> None:
-    slow = replace(MODEL, speeds=MODEL.speeds | {"shared_dir": TierSpeed(1e9, 1e9, 0.06)})
+    slow = replace(MODEL, speeds={**MODEL.speeds, "shared_dir": TierSpeed(1e9, 1e9, 0.06)})
     trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=100.0)
     result = fleet_of(trace, tiers_of(20, 100), 2, model=slow)
     assert result.total_hit_ratio == 0
