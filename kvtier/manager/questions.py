@@ -27,6 +27,7 @@ from kvtier.manager.hits import HitRules, Prompt, Reach
 from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack
+from kvtier.policies import ChunkCopy
 from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Questions"]
@@ -181,11 +182,13 @@ class Questions:
                 found.append(at)
         found = found[: tier.available]
         if found:
-            parents = [keys[at - 1] if at else part.parent for at in found]
-            depths = [part.depth + at for at in found]
-            wanted = [keys[at] for at in found]
-            slots, _ = stack.take_slots(tier, wanted)
-            stack.publish(tier, tier.begin_writing(wanted, slots, parents, depths))
+            slots, _ = stack.take_slots(tier, [keys[at] for at in found])
+            copies = [
+                ChunkCopy(keys[at], slot, keys[at - 1] if at else part.parent, part.depth + at)
+                for at, slot in zip(found, slots, strict=True)
+            ]
+            tier.add_resident(copies[::-1], stack.ctx)  # a prompt is forgotten from its end
+            stack.events.add(tier.index, [copy.key for copy in copies], removed=False)
         return Outcome.DONE in outcomes
 
     def _record_absent(self, key: ChunkKey) -> None:

@@ -209,8 +209,8 @@ class TierState:
         for prompt in split_prompts(copies) if self.index else (prompt_order(copies),):
             self.eviction.on_insert_many(self._touch_order(prompt), ctx)
 
-    def add_recovered(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Add resident copies that survived a restart."""
+    def add_resident(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Add resident copies that this engine did not write, in eviction order."""
         for copy in copies:
             copy.state = _RESIDENT
             self.copies[copy.key] = self._copy_at[copy.slot] = copy

@@ -441,7 +441,7 @@ class TieredOffloadingManager:
         state = stack.tiers[tier]
         copies = [ChunkCopy(key, slot) for key, slot in chunks]
         state.slots.take(copy.slot for copy in copies)
-        state.add_recovered(copies, stack.ctx)
+        state.add_resident(copies, stack.ctx)
         stack.events.add(tier, [copy.key for copy in copies], removed=False)
         self._demoter.add_recovered(state, copies)
         return len(copies)
