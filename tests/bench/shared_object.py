@@ -16,11 +16,11 @@ from typing import ClassVar, Final, Self
 
 import obstore
 from obstore.store import LocalStore, ObjectStore, S3Store
-from tests.bench.shared import CHUNK_NBYTES, SERVICES, Service, main
 from typing_extensions import override
 
 from kvtier.tiers.shared import SharedTier
 from kvtier.tiers.shared.object_store import ObjectTier
+from tests.bench.shared import CHUNK_NBYTES, SERVICES, Service, main
 from tests.support.s3_server import BUCKET, CephServer, MotoServer, S3Server
 
 CONNECTIONS: Final = 16
