@@ -117,7 +117,7 @@ class Kvtier:
             payload[:] = secrets.token_bytes(CHUNK_NBYTES)
         options = SharedDirTierConfig(
             path=plan.root / "kvtier",
-            capacity_bytes=8 * plan.nbytes,
+            capacity_bytes=32 * plan.nbytes,
             direct_io="require" if plan.direct else "off",
         )
         context = TierContext(
@@ -201,7 +201,7 @@ def main() -> None:
         "directory", type=Path, help="a directory on the file system to measure"
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--chunks", type=int, default=128)
+    parser.add_argument("--chunks", type=int, default=512)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--buffered", action="store_true", help="use the page cache")
     given = parser.parse_args()

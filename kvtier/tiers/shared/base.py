@@ -59,10 +59,9 @@ class SharedTier(ABC):
     """A service that keeps values by key, for many engines.
 
     Keys are text of at most 200 characters: letters, digits, ``-``, and ``/`` between two other
-    characters. All coroutines
-    run on one event loop and must not block it: blocking calls go through
-    :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call must end within
-    bounded time although the service hangs, because its buffers stay in use until then.
+    characters. All coroutines run on one event loop and must not block it: blocking calls go
+    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call must end
+    within bounded time although the service hangs, because its buffers stay in use until then.
     """
 
     Options: ClassVar[type[SharedTierConfig]]

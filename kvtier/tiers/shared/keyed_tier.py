@@ -18,6 +18,8 @@ other keys. After a reset, the weights may have changed, so the engine uses
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 import secrets
 from collections.abc import Iterable, Sequence
 from itertools import compress, groupby
@@ -44,6 +46,8 @@ __all__ = ["KeyedTier"]
 _FORMAT: Final = "kv1"
 """First part of every key; another format of values would have another."""
 _DONE = Outcome.DONE
+_BEFORE_READS: Final = min(Purpose) - 1
+"""Priority of verifying a value: it overlaps with reads of other values."""
 _WRONG: Final = "the value has no matching proof"
 
 
@@ -154,10 +158,12 @@ class KeyedTier(StorageTier, KeyFinder):
         outcomes = list(await self._shared.get(names, values))
         got = [at for at, outcome in enumerate(outcomes) if outcome is _DONE]
 
-        def verify() -> list[int]:
-            return [at for at in got if not is_proof_of(values[at].proof, names[at], into[at])]
+        def is_whole(at: int) -> bool:
+            return is_proof_of(values[at].proof, names[at], into[at])
 
-        for at in await self._pool.run(verify, priority=int(purpose)) if got else ():
+        checks = [functools.partial(is_whole, at) for at in got]
+        verified = await self._pool.run_all(checks, priority=_BEFORE_READS)
+        for at in compress(got, map(operator.not_, verified)):
             outcomes[at] = Outcome.CORRUPT
             self._wrong.add(keys[at])
         return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
