@@ -126,7 +126,8 @@ class SharedTier(ABC):
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
         """Store the value of each key, in place of an earlier value.
 
-        Other engines see a value whole or not at all. The service may evict it at any time.
+        A value that was put once is visible whole or not at all. While a value is replaced,
+        others may get mixed bytes, which its proof detects. The service may evict any value.
 
         Returns:
             For each key: DONE, FAILED, or REFUSED if the service has no room.
@@ -142,6 +143,5 @@ class SharedTier(ABC):
     async def aclose(self) -> None:
         """Release the client's connections and memory. Idempotent.
 
-        No other call may be running. Afterwards every other method raises
-        :class:`kvtier.errors.ClosedError`.
+        No other call may be running, and none follows.
         """

@@ -22,7 +22,7 @@ import functools
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
-from itertools import compress, groupby
+from itertools import compress, groupby, repeat
 from typing import ClassVar, Final, Self
 
 from typing_extensions import override
@@ -46,6 +46,7 @@ __all__ = ["KeyedTier"]
 _FORMAT: Final = "kv1"
 """First part of every key; another format of values would have another."""
 _DONE = Outcome.DONE
+_MOST_WRONG: Final = 1 << 16
 _BEFORE_READS: Final = min(Purpose) - 1
 """Priority of verifying a value: it overlaps with reads of other values."""
 _WRONG: Final = "the value has no matching proof"
@@ -165,7 +166,8 @@ class KeyedTier(StorageTier, KeyFinder):
         verified = await self._pool.run_all(checks, priority=_BEFORE_READS)
         for at in compress(got, map(operator.not_, verified)):
             outcomes[at] = Outcome.CORRUPT
-            self._wrong.add(keys[at])
+            if len(self._wrong) < _MOST_WRONG:
+                self._wrong.add(keys[at])
         return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
 
     @override
@@ -191,11 +193,11 @@ class KeyedTier(StorageTier, KeyFinder):
     ) -> Sequence[Outcome]:
         names, values = self._names(keys), _values(sources)
 
-        def prove() -> None:
-            for name, value in zip(names, values, strict=True):
-                value.proof[:] = make_proof(name, value.payload)
+        def prove(name: str, value: Value) -> None:
+            value.proof[:] = make_proof(name, value.payload)
 
-        await self._pool.run(prove, priority=int(purpose))
+        proofs = map(functools.partial, repeat(prove), names, values)
+        await self._pool.run_all(list(proofs), priority=int(purpose))
         outcomes = await self._shared.put(names, values)
         self._wrong.difference_update(
             key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE
