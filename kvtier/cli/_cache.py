@@ -199,8 +199,12 @@ def explain(
     """Print where a chunk is, or why it was removed.
 
     Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
-    gone. Only reads, and may run beside an engine.
+    gone. Only reads, and may run beside an engine. With a configuration in place of DIR, its
+    shared tier is asked for the chunk.
     """
+    if directory.is_file():
+        _explain_shared(directory, key, namespace, as_json=as_json)
+        return
     pattern = KeyPattern.parse(key)
     spaces = filled(find_namespaces(directory, namespace))
     answers = [_explanation(space, pattern) for space in spaces]
@@ -303,6 +307,18 @@ def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
         f"{path} ends before {lost:,} of the chunks; an engine would start without them; "
         "if this is a copy, make it again"
     )
+
+
+def _explain_shared(file: Path, key: str, namespace: str | None, *, as_json: bool) -> None:
+    from kvtier.cli._cache_shared import explain_shared  # noqa: PLC0415 - imports asyncio
+
+    answer = explain_shared(file, key, namespace)
+    if as_json:
+        show_json({"key": key, "answers": [answer.as_dict()]})
+    else:
+        render.show_pairs(make_console(), key, answer.lines())
+    if not answer.is_stored:
+        raise typer.Exit(1)
 
 
 def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanation:

@@ -246,6 +246,12 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
             _pairs(console, store | _absence_lines(answer))
 
 
+def show_pairs(console: Console, title: str, lines: Mapping[str, str]) -> None:
+    """Print labels and texts below a title."""
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    _pairs(console, lines)
+
+
 def removal_words(chosen: _Chosen) -> str:
     """Return the number and total size of the chunks to remove, in words."""
     chunks = sum(len(entries) for _, entries in chosen)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
-from kvtier.tiers.shared.keyed_tier import KeyedTier
-from kvtier.tiers.shared.proof import PROOF_NBYTES
+from kvtier.tiers.shared.keyed_tier import KeyedTier, value_key
+from kvtier.tiers.shared.proof import PROOF_NBYTES, is_proof_of
 
 __all__ = [
     "PROOF_NBYTES",
@@ -12,4 +12,6 @@ __all__ = [
     "SharedContext",
     "SharedTier",
     "Value",
+    "is_proof_of",
+    "value_key",
 ]

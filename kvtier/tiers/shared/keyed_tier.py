@@ -41,7 +41,7 @@ from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
 from kvtier.tiers.shared.proof import PROOF_NBYTES, is_proof_of, make_proof
 from kvtier.types import Outcome, Purpose
 
-__all__ = ["KeyedTier"]
+__all__ = ["KeyedTier", "value_key"]
 
 _FORMAT: Final = "kv1"
 """First part of every key; another format of values would have another."""
@@ -206,8 +206,7 @@ class KeyedTier(StorageTier, KeyFinder):
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
         """Return the keys of the values of the chunks ``keys``."""
-        space = f"{_FORMAT}-{self._space}"
-        return [f"{space}/{group_of(key)}-{hash_part(key).hex()}" for key in keys]
+        return [value_key(self._space, key) for key in keys]
 
     def _begin_epoch(self) -> None:
         if not self._keeps_epoch:
@@ -217,6 +216,16 @@ class KeyedTier(StorageTier, KeyFinder):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"tier {self.name} is closed")
+
+
+def value_key(space: str, key: ChunkKey) -> str:
+    """Return the key of a chunk's value in a shared tier.
+
+    Args:
+        space: The layout's fingerprint, and the epoch after a reset.
+        key: The chunk's key.
+    """
+    return f"{_FORMAT}-{space}/{group_of(key)}-{hash_part(key).hex()}"
 
 
 def _values(payloads: Sequence[memoryview]) -> list[Value]:

@@ -1,0 +1,155 @@
+"""``kvtier cache explain FILE KEY``: whether a shared tier has a chunk, and if it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.config import TIERS, KvtierConfig, SharedTierConfig, load_config
+from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.keys import ChunkKey, group_of
+from kvtier.os.iopool import IoPool
+from kvtier.tiers.shared import (
+    PROOF_NBYTES,
+    SharedContext,
+    SharedTier,
+    Value,
+    is_proof_of,
+    value_key,
+)
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
+from kvtier.types import Outcome
+
+__all__ = ["SharedExplanation", "explain_shared"]
+
+_TIMEOUT_S: Final = 30.0
+_PAGE_NBYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExplanation:
+    """What a shared tier said about a chunk.
+
+    Attributes:
+        tier: Name of the tier.
+        kind: Kind of the tier.
+        value: Key of the chunk's value in the service.
+        is_stored: Whether the service has the value.
+        is_whole: Whether its bytes match its proof; None if the value was not read.
+        answered_s: Time until the service said whether it has the value.
+    """
+
+    tier: str
+    kind: str
+    value: str
+    is_stored: bool
+    is_whole: bool | None
+    answered_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the answer as plain values."""
+        return asdict(self)
+
+    def lines(self) -> dict[str, str]:
+        """Return the answer as labels and texts."""
+        stored = "yes" if self.is_stored else "no: never stored, or evicted by the service"
+        whole = {True: "yes", False: "no: an engine computes the chunk and stores it again"}
+        lines = {"tier": f"{self.tier}  {self.kind}", "value": self.value, "stored": stored}
+        if self.is_whole is not None:
+            lines["whole"] = whole[self.is_whole]
+        lines["answered"] = f"in {self.answered_s * 1e3:.1f} ms"
+        return lines
+
+
+def explain_shared(file: Path, key: str, namespace: str | None) -> SharedExplanation:
+    """Ask the shared tier of a configuration for a chunk; blocks.
+
+    The value is read and verified if a local tier of the file has the namespace, because its
+    layout says how many bytes a chunk has.
+
+    Args:
+        file: The configuration.
+        key: The whole key in hex digits.
+        namespace: Namespace of the engines; None if a local tier has exactly one.
+
+    Raises:
+        ConfigError: The file has no shared tier, the key is not whole, or the namespace is not
+            known.
+        TierUnavailableError: The service failed or did not answer in time.
+    """
+    config = load_config(file)
+    options = config.tiers[-1]
+    if not isinstance(options, SharedTierConfig):
+        raise ConfigError(f"{file}: no shared tier; name the directory of an nvme tier instead")
+    spaces = {space.name: space for space in _local_namespaces(config)}
+    name = namespace or (next(iter(spaces)) if len(spaces) == 1 else None)
+    if name is None:
+        raise ConfigError("add --namespace, which kvtier_info and the engine's log name")
+    space = spaces.get(name)
+    nbytes = _PAGE_NBYTES if space is None else space.layout.slot_nbytes
+    pool = IoPool(2, name="kvtier-explain")
+    try:
+        kind = TIERS.find_derived(options.kind, SharedTier)
+        value = _buffers(nbytes)
+        tier = kind.open(options, SharedContext(nbytes, pool, value.payload))
+        asking = _ask(tier, options, value_key(name, _whole_key(key)), value)
+        answer = asyncio.run(asking)
+    finally:
+        pool.close(timeout_s=_TIMEOUT_S)
+    return answer if space is not None else _without_content(answer)
+
+
+def _local_namespaces(config: KvtierConfig) -> Iterator[StoredNamespace]:
+    for tier in config.tiers:
+        place = tier.local_directory()
+        if place is not None and place.path.is_dir():
+            yield from find_namespaces(place.path)
+
+
+def _whole_key(text: str) -> ChunkKey:
+    try:
+        key = bytes.fromhex(text)
+        group_of(key)
+    except ValueError as error:
+        raise ConfigError(
+            f"{text!r} is not a whole key; ls --json prints whole keys"
+        ) from error
+    if len(key) < 2 * 8:
+        raise ConfigError(f"{text!r} is the begin of a key; ls --json prints whole keys")
+    return key
+
+
+def _buffers(nbytes: int) -> Value:
+    return Value(memoryview(mmap.mmap(-1, nbytes)), memoryview(bytearray(PROOF_NBYTES)))
+
+
+async def _ask(
+    tier: SharedTier, options: SharedTierConfig, name: str, value: Value
+) -> SharedExplanation:
+    begin_s = time.monotonic()
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            (is_stored,) = await tier.contains([name])
+            answered_s = time.monotonic() - begin_s
+            outcome = (await tier.get([name], [value]))[0] if is_stored else Outcome.MISSING
+    except TierUnavailableError:
+        raise
+    except Exception as error:  # a client raises errors of its own library
+        problem = str(error) or type(error).__name__
+        raise TierUnavailableError(options.name, problem) from error
+    finally:
+        await tier.aclose()
+    whole = outcome is Outcome.DONE and is_proof_of(value.proof, name, value.payload)
+    return SharedExplanation(
+        options.name, options.kind, name, is_stored, whole if is_stored else None, answered_s
+    )
+
+
+def _without_content(answer: SharedExplanation) -> SharedExplanation:
+    """Return ``answer`` without a statement about bytes, whose number was not known."""
+    return SharedExplanation(**{**answer.as_dict(), "is_whole": None})
