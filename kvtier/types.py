@@ -18,6 +18,7 @@ __all__ = [
     "LayoutFingerprint",
     "Outcome",
     "Purpose",
+    "QuestionPart",
     "SharedMemory",
     "SlotFileId",
     "TransferResult",
@@ -80,7 +81,8 @@ class Job(NamedTuple):
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
         timeout_s: Seconds after submission at which the job expires.
-        payload: Extra data for the transfer, such as the generations of the RAM slots.
+        payload: Extra data for the transfer: the generations of the RAM slots, or the
+            :class:`QuestionPart` of each group.
     """
 
     job_id: JobId
@@ -97,6 +99,22 @@ class Job(NamedTuple):
     def moves_nothing(self) -> bool:
         """Whether the job asks a tier for chunks and moves no bytes."""
         return self.purpose is Purpose.FIND
+
+
+class QuestionPart(NamedTuple):
+    """The chunks of one KV cache group in a question to a shared tier.
+
+    Attributes:
+        chunks: Number of chunks.
+        first_token: Position of the first chunk's first token in the prompt.
+        chunk_tokens: Tokens of a chunk.
+        is_prefix: Whether a hit needs all of the group's chunks; if not, only the last ones.
+    """
+
+    chunks: int
+    first_token: int
+    chunk_tokens: int
+    is_prefix: bool
 
 
 class TransferResult(NamedTuple):

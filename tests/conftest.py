@@ -45,6 +45,7 @@ NEEDS_VLLM = (
     "kvtier/memory/cuda_hash.py",
     "kvtier/memory/cuda_kernel.py",
     "kvtier/vllm/connector.py",
+    "kvtier/vllm/events.py",
     "kvtier/vllm/offline.py",
     "kvtier/vllm/metrics.py",
     "kvtier/vllm/spec.py",

@@ -92,6 +92,11 @@ class ObjectTierConfig(SharedTierConfig):
     Credentials come from the environment, as for the provider's own tools."""
     settings: Mapping[Label, Label] = Field(default_factory=dict)
     """Settings of the store's client, such as `endpoint` or `region`."""
+    lookup_timeout_s: Duration = Field(
+        default=0.5, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
+    )
+    """Longest wait of a request for the answer which of its chunks the tier has: a few round
+    trips to the service."""
     connections: int = Field(default=32, ge=1, le=1024)
     """Requests in flight: at most this many each that read, write, or ask what is there."""
     request_timeout_s: Duration = Field(
@@ -131,6 +136,10 @@ class SharedDirTierConfig(SharedTierConfig):
         json_schema_extra={"examples": ["10TiB"]},
     )
     """Bytes of files that all engines together may keep in the directory."""
+    lookup_timeout_s: Duration = Field(
+        default=0.2, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
+    )
+    """Longest wait of a request for the answer which of its chunks the tier has."""
     path: FilePath
     """Absolute directory of the chunks; kvtier creates it if its parent exists."""
     direct_io: Literal["auto", "require", "off"] = "auto"

@@ -172,7 +172,8 @@ class CostModel:
             else:
                 estimate.record_bound(awaited_nbytes, timeout_s, now)
         elif Outcome.DONE in result.outcomes and seconds > 0.0:
-            estimate.record(awaited_nbytes, seconds, now)
+            lost_share = 1 - result.outcomes.count(Outcome.DONE) / len(result.outcomes)
+            estimate.record(awaited_nbytes - round(lost_share * nbytes), seconds, now)
         # A job that failed, or was refused or cancelled, measures nothing.
 
     def record_prefill(self, tokens: int, seconds: float, now: float) -> None:

@@ -126,6 +126,11 @@ class RequestState:
         self.has_gap = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
+    @property
+    def reads_shared(self) -> bool:
+        """Whether the request may read chunks of the shared tier."""
+        return self.shared == SharedAccess.READABLE
+
     def lose_blocks(self) -> None:
         """Record a preemption: the request's chunks are loaded or stored again from the root.
 

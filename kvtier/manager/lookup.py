@@ -107,9 +107,7 @@ class HitLookup:
         allowed = request.terms.load_tiers
         if request.phase == LookupPhase.SETTLED:
             return _Presence(self._stack, None, allowed), ()
-        readable = self._stack.readable(
-            allowed, with_shared=request.shared == SharedAccess.READABLE
-        )
+        readable = self._stack.readable(allowed, with_shared=request.reads_shared)
         return _Presence(self._stack, readable, allowed), readable
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.cost_model import LoadChoice
-from kvtier.manager.grants import Grants, RequestState, SharedAccess
+from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
@@ -306,9 +306,7 @@ class Promoter:
         """Return the slower tiers that ``request`` may read."""
         if request is None:
             return self._stack.readable(None, with_shared=False)
-        return self._stack.readable(
-            request.terms.load_tiers, with_shared=request.shared == SharedAccess.READABLE
-        )
+        return self._stack.readable(request.terms.load_tiers, with_shared=request.reads_shared)
 
     # -- granting ---------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy
-from kvtier.types import JobId, Outcome, TransferResult
+from kvtier.types import JobId, Outcome, QuestionPart, TransferResult
 
 __all__ = ["Questions"]
 
@@ -44,13 +44,21 @@ class _Part(NamedTuple):
         keys: Consecutive chunks.
         parent: The chunk before them; None for the first chunk of a prompt.
         depth: Number of chunks before them.
+        chunk_tokens: Tokens of a chunk.
         is_prefix: Whether a hit needs all of the group's chunks.
     """
 
     keys: Sequence[ChunkKey]
     parent: ChunkKey | None
     depth: int
+    chunk_tokens: int
     is_prefix: bool
+
+    @property
+    def question(self) -> QuestionPart:
+        """The part as the shared tier sees it."""
+        first_token = self.depth * self.chunk_tokens
+        return QuestionPart(len(self.keys), first_token, self.chunk_tokens, self.is_prefix)
 
 
 class _Question(NamedTuple):
@@ -104,7 +112,8 @@ class Questions:
         if not parts or not self._is_worthwhile(tier, parts):
             return False
         keys = list(chain.from_iterable(part.keys for part in parts))
-        self._pending[self._jobs.plan_question(tier, keys)] = _Question(request, parts)
+        job_id = self._jobs.plan_question(tier, keys, [part.question for part in parts])
+        self._pending[job_id] = _Question(request, parts)
         request.shared = SharedAccess.ASKED
         return True
 
@@ -147,7 +156,7 @@ class Questions:
                 return ()
             if rest:
                 parent = keys[first - 1] if first else None
-                parts.append(_Part(rest, parent, first, is_prefix))
+                parts.append(_Part(rest, parent, first, size, is_prefix))
         return parts
 
     def _is_worthwhile(self, tier: TierState, parts: Sequence[_Part]) -> bool:

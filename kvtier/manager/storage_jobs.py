@@ -19,7 +19,7 @@ from kvtier.manager.copies import CopyList
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy
-from kvtier.types import Job, JobId, Outcome, Purpose
+from kvtier.types import Job, JobId, Outcome, Purpose, QuestionPart
 
 __all__ = ["Failure", "JobRecord", "StorageJobs"]
 
@@ -159,14 +159,26 @@ class StorageJobs:
             planned.append((self._add(record, places), copies))
         return planned
 
-    def plan_question(self, tier: TierState, keys: Sequence[ChunkKey]) -> JobId:
+    def plan_question(
+        self, tier: TierState, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
+    ) -> JobId:
         """Plan a job that asks the shared ``tier`` which of ``keys`` it has; return its id."""
         timeout_s = self._stack.limits.lookup_timeout_s
         assert timeout_s is not None
         job_id = self._take_id()
         numbers = range(len(keys))
         self._planned.append(
-            Job(job_id, Purpose.FIND, tier.name, tier.name, keys, numbers, numbers, timeout_s)
+            Job(
+                job_id=job_id,
+                purpose=Purpose.FIND,
+                source=tier.name,
+                destination=tier.name,
+                keys=keys,
+                source_slots=numbers,
+                destination_slots=numbers,
+                timeout_s=timeout_s,
+                payload=parts,
+            )
         )
         return job_id
 

@@ -37,7 +37,7 @@ from kvtier.testing.tier_harness import Arena, TierHarness, make_keys
 from kvtier.testing.tier_probes import HeldThreads, blocking_calls
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.shared import PROOF_NBYTES, KeyedTier, SharedContext, SharedTier, Value
-from kvtier.types import LayoutFingerprint, Outcome
+from kvtier.types import LayoutFingerprint, Outcome, QuestionPart
 
 __all__ = ["SharedTierContract"]
 
@@ -56,7 +56,13 @@ class EngineHarness(TierHarness[KeyedTier]):
 
     async def find(self, numbers: Sequence[int]) -> list[Outcome]:
         """Return which of the chunks ``numbers`` the engine finds in the service."""
-        return list((await self.tier.find(make_keys(numbers))).outcomes)
+        part = QuestionPart(len(numbers), 0, 1, is_prefix=True)
+        return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
+
+    async def find_window(self, numbers: Sequence[int]) -> list[Outcome]:
+        """Return which of the chunks ``numbers`` of a sliding window the engine finds."""
+        part = QuestionPart(len(numbers), 0, 1, is_prefix=False)
+        return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
 
     async def store(self, numbers: Sequence[int]) -> list[Outcome]:
         """Store the chunks ``numbers``."""
@@ -411,6 +417,14 @@ class SharedTierContract(ABC):
             await harness.tier.get(keys, into)
             await harness.tier.aclose()
         assert not found, f"on the loop's thread it called {', '.join(sorted({*found}))}"
+
+    async def test_the_last_chunks_of_a_window_are_found_without_the_first(
+        self, make_engine: MakeEngine
+    ) -> None:
+        one, other = await make_engine(), await make_engine()
+        await one.store(range(20, 24))
+        found = await other.find_window(range(24))
+        assert found == [MISSING] * 20 + [DONE] * 4
 
     async def test_an_engine_finds_and_loads_what_another_stored(
         self, make_engine: MakeEngine

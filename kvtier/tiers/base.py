@@ -17,7 +17,7 @@ from kvtier.config import Remark, TierConfig
 from kvtier.errors import CapacityError
 from kvtier.keys import ChunkKey
 from kvtier.os.limits import allocated_nbytes, free_disk_nbytes
-from kvtier.types import LayoutFingerprint, Outcome, Purpose, SharedMemory
+from kvtier.types import LayoutFingerprint, Outcome, Purpose, QuestionPart, SharedMemory
 
 if TYPE_CHECKING:
     from kvtier.os.iopool import IoPool  # imports asyncio, which `kvtier check` does without
@@ -377,11 +377,14 @@ class KeyFinder(ABC):
     """The part of a tier in which others store chunks, so that it must be asked for chunks."""
 
     @abstractmethod
-    async def find(self, keys: Sequence[ChunkKey]) -> SlotOutcomes:
+    async def find(
+        self, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
+    ) -> SlotOutcomes:
         """Return for each key DONE if the tier seems to have its chunk, else MISSING.
 
         Args:
-            keys: Consecutive chunks of one prompt, group by group.
+            keys: Chunks of one prompt, group by group.
+            parts: The consecutive chunks of each group among ``keys``, in the same order.
 
         Raises:
             ClosedError: The tier was closed.

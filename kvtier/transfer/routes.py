@@ -294,7 +294,7 @@ class FindInTier(Route):
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        return self._tier.find(job.keys)
+        return self._tier.find(job.keys, job.payload)
 
     @override
     def abandon(self, job: Job) -> None:

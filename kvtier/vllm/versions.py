@@ -20,7 +20,8 @@ install. Which other files change depends on what vLLM changed:
 ==========================  ============================================================
 vLLM changed                file
 ==========================  ============================================================
-connector calls, KV events  ``connector.py``
+connector calls             ``connector.py``
+KV events                   ``events.py``
 connector statistics        ``metrics.py``
 ``SchedulerOutput``         ``steps.py``
 kinds of KV cache           ``kinds.py``

@@ -69,7 +69,9 @@ def test_the_options_of_an_installed_kind_are_checked_like_our_own() -> None:
 
 @pytest.mark.usefixtures("tape")
 def test_an_unknown_kind_lists_what_is_installed() -> None:
-    with pytest.raises(ConfigError, match=r"nvme, ram, tape, .*did you mean tape\?"):
+    with pytest.raises(
+        ConfigError, match=r"nvme, object, ram, shared_dir, tape, .*did you mean tape\?"
+    ):
         parse_config(two_tiers("taep"), source="a.yaml")
 
 

@@ -152,6 +152,16 @@ def test_a_slow_tier_is_tried_again_with_little_and_one_load_at_a_time() -> None
     assert kept(gate, [1] * 64, now=23.0) == 64
 
 
+def test_chunks_that_did_not_arrive_do_not_make_a_tier_look_fast() -> None:
+    costs = []
+    for outcomes in ([Outcome.DONE] * 2, [Outcome.DONE] * 2 + [Outcome.MISSING] * 14):
+        gate = cost_model()
+        gate.record_job(1, 1, len(outcomes))
+        gate.record_result(TransferResult(1, outcomes, seconds=0.5), timeout_s=10.0, now=0.0)
+        costs.append(gate.figures().load_costs[1])
+    assert costs[0] == costs[1]
+
+
 def test_a_tier_is_tried_again_behind_one_that_is_fast() -> None:
     gate = cost_model()
     measure(gate, 2, 64, 64 * CHUNK_S * 4, job=1)

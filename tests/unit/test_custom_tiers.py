@@ -165,7 +165,8 @@ class TestByClass:
     def test_an_unknown_kind_is_refused_when_it_is_opened(self, context: TierContext) -> None:
         options = TierConfig(kind="tape", capacity_bytes=SLOT)
         with pytest.raises(
-            ConfigError, match=r"unknown tier kind 'tape'; installed: nvme, ram"
+            ConfigError,
+            match=r"unknown tier kind 'tape'; installed: mooncake, nvme, object, ram",
         ):
             open_tier(options, context)
 

@@ -10,7 +10,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import CostModel, ManagerLimits
 from kvtier.manager.hits import GroupReach, Reach
 from kvtier.policies.base import RequestTerms
-from kvtier.types import Job, Outcome, Purpose, TransferResult
+from kvtier.types import Job, Outcome, Purpose, QuestionPart, TransferResult
 from tests.support.workbench import Workbench, prefix
 
 DONE, MISSING = Outcome.DONE, Outcome.MISSING
@@ -218,6 +218,7 @@ def test_each_group_of_a_hybrid_model_asks_for_its_own_chunks() -> None:
     keys = [*prefix(4), *prefix(4, group=1)]
     question = ask(bench, keys)
     assert question.keys == keys
+    assert question.payload == [QuestionPart(4, 0, 1, True), QuestionPart(4, 0, 1, False)]
     bench.finish(question, DONE, DONE, DONE, MISSING, MISSING, DONE, DONE, DONE)
     assert bench.look(keys) is None
     bench.settle()

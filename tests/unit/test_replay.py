@@ -453,7 +453,7 @@ class TestReplay:
         words = str(refused.exception)
         assert words.startswith(f"{file}:3: tiers[1].path = ")
         assert words.endswith(
-            f": the replay cannot write its stores to {path.parent}; name a directory whose "
+            f": the replay cannot write its caches to {path.parent}; name a directory whose "
             "parent you may write to"
         )
 

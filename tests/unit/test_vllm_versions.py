@@ -26,7 +26,7 @@ from kvtier.vllm.versions import (
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-FREE_OF_VLLM = {"__init__", "identity", "opening", "versions"}
+FREE_OF_VLLM = {"__init__", "identity", "model_geometry", "opening", "versions"}
 
 
 class Connector:

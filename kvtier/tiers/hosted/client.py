@@ -47,7 +47,7 @@ from kvtier.tiers.part_hashes import (
     PartHashKeeper,
     StoredPartHashes,
 )
-from kvtier.types import Outcome, Purpose, SlotFileId
+from kvtier.types import Outcome, Purpose, QuestionPart, SlotFileId
 
 __all__ = ["HostedTier"]
 
@@ -200,11 +200,13 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         return self._move("read", self._batch(keys, slots, into), purpose)
 
     @override
-    async def find(self, keys: Sequence[ChunkKey]) -> SlotOutcomes:
+    async def find(
+        self, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
+    ) -> SlotOutcomes:
         self._require_open()
         connection = await self._connect()
         widths, packed = pack_keys(keys)
-        counts = {"count": len(keys), "widths": widths}
+        counts = {"count": len(keys), "widths": widths, "parts": parts}
         answer = await connection.call(
             "find", lambda header: Frame({**header, **counts}, packed)
         )

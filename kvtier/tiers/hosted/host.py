@@ -56,7 +56,7 @@ from kvtier.tiers.hosted.frames import (
 )
 from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
-from kvtier.types import LayoutFingerprint, Purpose
+from kvtier.types import LayoutFingerprint, Purpose, QuestionPart
 
 __all__ = ["main"]
 
@@ -167,7 +167,8 @@ class _Server:
         count = frame.header["count"]
         assert isinstance(self._tier, KeyFinder)
         keys = unpack_keys(frame.header["widths"], count, frame.arrays)
-        return self._outcomes(await self._tier.find(keys), count)
+        parts = [QuestionPart(*part) for part in frame.header["parts"]]
+        return self._outcomes(await self._tier.find(keys, parts), count)
 
     def _outcomes(self, moved: SlotOutcomes, chunks: int) -> Frame:
         check_outcomes(moved, chunks, mover=f"tier {self._tier.name}")

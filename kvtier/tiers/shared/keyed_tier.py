@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
-from itertools import compress, groupby, repeat
+from itertools import accumulate, compress, repeat
 from typing import ClassVar, Final, Self
 
 from typing_extensions import override
 
 from kvtier.config import SharedTierConfig, TierConfig
 from kvtier.errors import ClosedError
-from kvtier.keys import ChunkKey, group_of, group_part, hash_part
+from kvtier.keys import ChunkKey, group_of, hash_part
 from kvtier.tiers.base import (
     KeyFinder,
     SlotOutcomes,
@@ -39,14 +40,17 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
 from kvtier.tiers.shared.proof import PROOF_NBYTES, is_proof_of, make_proof
-from kvtier.types import Outcome, Purpose
+from kvtier.types import Outcome, Purpose, QuestionPart
 
 __all__ = ["KeyedTier", "value_key"]
 
 _FORMAT: Final = "kv1"
 """First part of every key; another format of values would have another."""
 _DONE = Outcome.DONE
-_MOST_WRONG: Final = 1 << 16
+_DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
+_MOST_DOUBTED: Final = 1 << 16
+_MOST_LAST_CHUNKS: Final = 256
+"""Chunks of a sliding window that are asked for; longer windows are not found."""
 _BEFORE_READS: Final = min(Purpose) - 1
 """Priority of verifying a value: it overlaps with reads of other values."""
 _WRONG: Final = "the value has no matching proof"
@@ -76,6 +80,7 @@ class KeyedTier(StorageTier, KeyFinder):
         self._fingerprint = context.fingerprint.namespace()
         self._space = self._fingerprint
         self._wrong: set[ChunkKey] = set()
+        self._missed: set[ChunkKey] = set()
         self._closed = False
         if context.was_reset:
             self._begin_epoch()
@@ -102,17 +107,37 @@ class KeyedTier(StorageTier, KeyFinder):
         return ()
 
     @override
-    async def find(self, keys: Sequence[ChunkKey]) -> SlotOutcomes:
+    async def find(
+        self, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
+    ) -> SlotOutcomes:
+        """See :meth:`kvtier.tiers.base.KeyFinder.find`.
+
+        The groups whose chunks a hit needs from the prompt's begin are asked for first. What
+        they have bounds the hit, so of each other group only the last chunks before that are
+        asked for: the chunks of a sliding window, or the last state.
+        """
         self._require_open()
-        outcomes: list[Outcome] = []
-        for _, members in groupby(keys, group_part):
-            group = list(members)
-            found = await self._shared.contains_leading(self._names(group))
-            outcomes += [
+        names = self._names(keys)
+        starts = list(accumulate((part.chunks for part in parts), initial=0))
+        found = [False] * len(keys)
+        end_token = math.inf
+        for at, part in zip(starts, parts, strict=False):
+            if part.is_prefix:
+                there = await self._shared.contains_leading(names[at : at + part.chunks])
+                found[at : at + part.chunks] = there
+                leading = there.index(False) if False in there else part.chunks
+                end_token = min(end_token, part.first_token + leading * part.chunk_tokens)
+        for at, part in zip(starts, parts, strict=False):
+            if not part.is_prefix:
+                asked = _last_chunks(part, end_token)
+                wanted = slice(at + asked.start, at + asked.stop)
+                found[wanted] = await self._shared.contains(names[wanted])
+        return SlotOutcomes(
+            [
                 _DONE if is_there and key not in self._wrong else Outcome.MISSING
-                for key, is_there in zip(group, found, strict=True)
+                for key, is_there in zip(keys, found, strict=True)
             ]
-        return SlotOutcomes(outcomes)
+        )
 
     @override
     async def write(
@@ -131,7 +156,7 @@ class KeyedTier(StorageTier, KeyFinder):
         check_batch(self, keys, slots, sources)
         found = await self._shared.contains(self._names(keys))
         lacking = [
-            not is_there or key in self._wrong
+            not is_there or key in self._wrong or key in self._missed
             for key, is_there in zip(keys, found, strict=True)
         ]
         if not any(lacking):
@@ -166,8 +191,11 @@ class KeyedTier(StorageTier, KeyFinder):
         verified = await self._pool.run_all(checks, priority=_BEFORE_READS)
         for at in compress(got, map(operator.not_, verified)):
             outcomes[at] = Outcome.CORRUPT
-            if len(self._wrong) < _MOST_WRONG:
-                self._wrong.add(keys[at])
+        for key, outcome in zip(keys, outcomes, strict=True):
+            # A service may have a value of another size, which it reports but cannot return.
+            doubted = self._missed if outcome is Outcome.MISSING else self._wrong
+            if outcome in _DOUBTFUL and len(doubted) < _MOST_DOUBTED:
+                doubted.add(key)
         return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
 
     @override
@@ -199,9 +227,9 @@ class KeyedTier(StorageTier, KeyFinder):
         proofs = map(functools.partial, repeat(prove), names, values)
         await self._pool.run_all(list(proofs), priority=int(purpose))
         outcomes = await self._shared.put(names, values)
-        self._wrong.difference_update(
-            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE
-        )
+        stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE]
+        self._wrong.difference_update(stored)
+        self._missed.difference_update(stored)
         return outcomes
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
@@ -212,10 +240,19 @@ class KeyedTier(StorageTier, KeyFinder):
         if not self._keeps_epoch:
             self._space = f"{self._fingerprint}-{secrets.token_hex(8)}"
             self._wrong.clear()
+            self._missed.clear()
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"tier {self.name} is closed")
+
+
+def _last_chunks(part: QuestionPart, end_token: float) -> slice:
+    """Return the chunks of ``part`` to ask for if a hit ends at ``end_token`` at most."""
+    end = part.chunks
+    if end_token < part.first_token + part.chunks * part.chunk_tokens:
+        end = max(int(end_token) - part.first_token, 0) // part.chunk_tokens
+    return slice(max(end - _MOST_LAST_CHUNKS, 0), end)
 
 
 def value_key(space: str, key: ChunkKey) -> str:
