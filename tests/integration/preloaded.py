@@ -98,7 +98,9 @@ def parent() -> socket.socket:
     command = ["env", *settings, sys.executable, "-m", "tests.integration.preloaded"]
     with theirs:
         # It ends with this process, so it is not waited for.
-        process = subprocess.Popen(command, stdin=theirs, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=theirs.fileno(), cwd=ROOT, start_new_session=True
+        )
     process.returncode = 0
     return ours
 
@@ -150,7 +152,7 @@ def become(command: Sequence[str], streams: Sequence[int]) -> None:
     for descriptor in set(standard):
         os.close(descriptor)
     python = command.index(sys.executable)
-    settings = (pair.split("=", 1) for pair in command[1:python])
+    settings = {pair.partition("=")[0]: pair.partition("=")[2] for pair in command[1:python]}
     os.environ.update(settings)  # noqa: TID251 - as env does
     _, *sys.argv = command[python + 1 :]
 
