@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -168,7 +168,7 @@ class Server:
         return [each for each in Process.all() if each.session == self._process.pid]
 
     def _copy_log(self) -> None:
-        source: BinaryIO = self._process.stdout.buffer
+        source = cast("BinaryIO", self._process.stdout.buffer)
         with source as output, self.log.open("wb", buffering=0) as log:
             for line in output:
                 log.write(line)
