@@ -237,11 +237,13 @@ class StoreInfo(NamedTuple):
 
     Attributes:
         tier: The tier's name.
+        kind: The tier's kind, such as ``ram``.
         namespace: Name of the directory within ``path`` for one model and layout.
         path: The cache directory; empty if the tier has none.
     """
 
     tier: str
+    kind: str
     namespace: str
     path: str
 

@@ -111,8 +111,8 @@ _ENGINE: Final = _rows(EngineStatistics, "", ())
 _INFO: Final = Metric(
     "kvtier_info",
     Kind.GAUGE,
-    "Always 1: kvtier's version, and each tier's namespace and directory.",
-    ("version", "tier", "namespace", "path"),
+    "Always 1: kvtier's version, and each tier's kind, namespace and directory.",
+    ("version", "tier", "kind", "namespace", "path"),
 )
 _LOAD_WAIT: Final = Metric(
     "kvtier_load_wait_seconds",

@@ -360,5 +360,8 @@ def _retain(
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:
     namespace = fingerprint.namespace()
-    places = [(tier.name, tier.local_directory()) for tier in config.tiers]
-    return [StoreInfo(name, namespace, str(at.path) if at else "") for name, at in places]
+    places = [(tier, tier.local_directory()) for tier in config.tiers]
+    return [
+        StoreInfo(tier.name, tier.kind, namespace, str(at.path) if at else "")
+        for tier, at in places
+    ]

@@ -461,7 +461,7 @@ class SharedTierContract(ABC):
         assert await engine.store(range(3)) == [DONE] * 3
         assert await engine.load(range(3)) == [DONE] * 3
 
-    async def test_a_truncated_value_is_a_miss(
+    async def test_a_truncated_value_is_a_miss_until_the_chunk_is_stored_again(
         self, make_engine: MakeEngine, harness: SharedTierHarness
     ) -> None:
         engine = await make_engine()
@@ -472,6 +472,9 @@ class SharedTierContract(ABC):
         first, second, third = await engine.load(range(3))
         assert (first, third) == (DONE, DONE)
         assert second in {MISSING, CORRUPT}
+        assert await engine.find(range(2)) == [DONE, MISSING]
+        assert await engine.store(range(3)) == [DONE] * 3
+        assert await engine.load(range(3)) == [DONE] * 3
 
     async def test_the_values_of_other_keys_are_misses(
         self, make_engine: MakeEngine, harness: SharedTierHarness

@@ -106,7 +106,7 @@ class _Figures:
 
     Attributes:
         ram: Name of the RAM tier; empty before the engine's first report.
-        stores: Directory of the engine's namespace in each slower tier, by name.
+        stores: Directory of the engine's namespace, by the name of each tier that has one.
         dirty: Chunks that a slower tier must still receive, by tier.
         capacity: Slots, by tier.
     """
@@ -119,10 +119,10 @@ class _Figures:
     def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
         tier = labels.get("tier", "")
         if name == "kvtier_info":
-            if labels["path"]:
-                self.stores[tier] = Path(labels["path"], labels["namespace"])
-            else:
+            if labels.get("kind") == "ram":
                 self.ram = tier
+            elif labels["path"]:
+                self.stores[tier] = Path(labels["path"], labels["namespace"])
         elif name == "kvtier_dirty_chunks":
             self.dirty[tier] = value
         elif name == "kvtier_capacity_chunks":
@@ -140,9 +140,8 @@ class _Figures:
 
     @property
     def store_chunks(self) -> float:
-        """Slots of the largest slower tier; infinite if unknown."""
-        slower = [value for tier, value in self.capacity.items() if tier != self.ram]
-        return max(slower, default=0) or math.inf
+        """Slots of the largest tier with a directory; infinite if there is none."""
+        return max((self.capacity.get(tier, 0) for tier in self.stores), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

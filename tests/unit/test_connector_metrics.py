@@ -48,7 +48,9 @@ def engine(*tiers: TierFigures, **figures: int) -> EngineStatistics:
         "trace_records": 0,
         "trace_dropped": 0,
     }
-    stores = [StoreInfo(tier.name, "0123456789abcdef", f"/{tier.name}") for tier in tiers]
+    stores = [
+        StoreInfo(tier.name, "nvme", "0123456789abcdef", f"/{tier.name}") for tier in tiers
+    ]
     return EngineStatistics(tiers=tiers, shadows=[shadow], stores=stores, **(nothing | figures))
 
 

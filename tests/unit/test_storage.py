@@ -106,8 +106,8 @@ def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
     service.shutdown()
     assert [tier.recovered_chunks for tier in figures.tiers] == [0, 3]
     assert figures.stores == [
-        ("ram", fingerprint.namespace(), ""),
-        ("nvme", fingerprint.namespace(), f"{tmp_path}/nvme"),
+        ("ram", "ram", fingerprint.namespace(), ""),
+        ("nvme", "nvme", fingerprint.namespace(), f"{tmp_path}/nvme"),
     ]
 
 

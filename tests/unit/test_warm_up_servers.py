@@ -41,8 +41,11 @@ class Rank:
         self.slots: dict[bytes, int] = {}
         self.computed: list[int] = []
         self.dirty = 0
+        self.running = self.most_running = 0
+        self.store_chunks = 64
         self.has_reported = False
         self.has_kvtier = True
+        self.has_shared_tier = False
 
     async def compute(self, tokens: list[int]) -> int:
         keys = [make_key(each, 0) for each in BlockHasher(BLOCK_TOKENS).hashes(tokens)]
@@ -50,8 +53,11 @@ class Rank:
         places = [len(self.slots) + number for number in range(len(new))]
         self.slots.update(zip(new, places, strict=True))
         sources = make_sources(new, self.store.tier.slot_nbytes)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
         if new:
             await self.store.tier.write(new, places, sources, purpose=Purpose.STORE)
+        self.running -= 1
         self.computed.append(tokens[0])
         self.has_reported = self.has_kvtier
         return len(tokens) - len(new) * BLOCK_TOKENS
@@ -61,11 +67,16 @@ class Rank:
         if self.has_reported:
             place = f'namespace="{self.store.directory.name}",path="{self.store.root}"'
             labels = f'engine="{number}",version="1"'
-            yield f'kvtier_info{{{labels},tier="ram",namespace="",path=""}} 1'
-            yield f'kvtier_info{{{labels},tier="nvme",{place}}} 1'
-            yield f'kvtier_dirty_chunks{{engine="{number}",tier="ram"}} {self.dirty}'
-            yield f'kvtier_capacity_chunks{{engine="{number}",tier="ram"}} 8'
-            yield f'kvtier_capacity_chunks{{engine="{number}",tier="nvme"}} 64'
+            capacity = f'kvtier_capacity_chunks{{engine="{number}",tier='
+            yield f'kvtier_info{{{labels},tier="host",kind="ram",namespace="",path=""}} 1'
+            yield f'kvtier_info{{{labels},tier="disk",kind="nvme",{place}}} 1'
+            yield f'kvtier_dirty_chunks{{engine="{number}",tier="host"}} {self.dirty}'
+            yield f'{capacity}"host"}} 8'
+            yield f'{capacity}"disk"}} {self.store_chunks}'
+            if self.has_shared_tier:
+                nowhere = 'kind="shared_dir",namespace="",path=""'
+                yield f'kvtier_info{{{labels},tier="fleet",{nowhere}}} 1'
+                yield f'{capacity}"fleet"}} 65536'
 
 
 class Servers:
@@ -188,6 +199,23 @@ async def test_a_dry_run_computes_nothing(world: Servers, prompts: Path) -> None
     *_, planned = await events_of(job(world, prompts, dry_run=True))
     assert isinstance(planned, Planned)
     assert (planned.prompts, planned.stored) == (0, 10)
+
+
+async def test_chunks_that_wait_fit_in_half_of_ram_beside_a_shared_tier(
+    world: Servers, prompts: Path
+) -> None:
+    for rank in world.ranks:
+        rank.has_shared_tier = True
+    assert (await report_of(job(world, prompts))).is_complete
+    assert [rank.most_running for rank in world.ranks] == [2, 2]  # of 2 chunks each
+
+
+async def test_no_more_is_sent_than_the_disk_holds_beside_a_shared_tier(
+    world: Servers, prompts: Path
+) -> None:
+    for rank in world.ranks:
+        rank.has_shared_tier, rank.store_chunks = True, 4
+    assert (await report_of(job(world, prompts))).planned.left_out == 6
 
 
 async def test_texts_are_turned_into_tokens_by_the_server(

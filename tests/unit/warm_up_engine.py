@@ -136,8 +136,8 @@ class Engine:
             self._pool.close(timeout_s=10)
             raise
         self.stores = [
-            StoreInfo("ram", "", ""),
-            StoreInfo(options.name, fingerprint.namespace(), str(options.path)),
+            StoreInfo("ram", "ram", "", ""),
+            StoreInfo(options.name, options.kind, fingerprint.namespace(), str(options.path)),
         ]
         self._slots = dict(self._tier.recovered())
         self._free = iter(

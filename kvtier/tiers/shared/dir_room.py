@@ -130,12 +130,14 @@ class DirRoom:
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
         """Return for each value whether it may be put; call :meth:`finish` for those later.
 
+        A value whose folder cannot be listed in time may not.
+
         Args:
             folders: Folder of each value.
             nbytes: Bytes of each value's file.
 
         Raises:
-            OSError: A folder cannot be listed.
+            OSError: No folder can be listed.
 
         Cancellation:
             Has no effect.
@@ -143,10 +145,9 @@ class DirRoom:
         if unknown := [folder for folder in folders if folder not in self._folders]:
             listing = self._list_soon(unknown)
             await asyncio.wait([listing], timeout=_FIRST_LISTING_S)
-            for folder in unknown:
-                if folder not in self._folders:
-                    raise OSError(errno.EIO, f"cannot list {folder}")
-        return [self._admit(folder, nbytes) for folder in folders]
+            if self._folders.keys().isdisjoint(folders):
+                raise OSError(errno.EIO, f"cannot list {unknown[0]}")
+        return [folder in self._folders and self._admit(folder, nbytes) for folder in folders]
 
     def finish(self, path: Path, nbytes: int, *, was_put: bool) -> None:
         """Note the end of a put that was admitted."""

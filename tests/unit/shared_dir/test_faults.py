@@ -283,7 +283,7 @@ async def test_a_value_that_another_host_removed_is_missing(
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, FILE - 1, FILE + 1, 3 * FILE])
-async def test_a_value_of_any_other_length_is_missing(
+async def test_a_value_of_any_other_length_is_missing_until_it_is_put_again(
     directory: Directory, nbytes: int
 ) -> None:
     harness = await directory.harness()
@@ -292,7 +292,11 @@ async def test_a_value_of_any_other_length_is_missing(
     [file] = directory.values()
     os.truncate(file, nbytes)
     await harness.put(keys[::2])
+    assert list(await harness.tier.contains(keys)) == [True, False, True]
+    assert list(await harness.tier.contains_leading(keys)) == [True, False, False]
     assert await harness.get(keys) == [0, MISSING, 0]
+    assert await harness.put(keys[1:2]) == [DONE]
+    assert await harness.get(keys) == [0] * 3
 
 
 async def test_a_link_or_a_directory_in_the_place_of_a_value_is_no_value(

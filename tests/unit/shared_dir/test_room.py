@@ -14,6 +14,7 @@ from kvtier.testing.shared_tier_harness import SharedTierHarness
 from kvtier.tiers.shared import SharedTier
 from kvtier.types import Outcome
 from tests.support.faulty_dir import FaultyDirIo
+from tests.support.faulty_io import Fault
 from tests.unit.shared_dir.conftest import FILE, Directory
 
 DONE, REFUSED, MISSING = Outcome.DONE, Outcome.REFUSED, Outcome.MISSING
@@ -209,6 +210,19 @@ async def test_a_folder_that_cannot_be_listed_takes_no_values(
         await harness.put(keys)
     io.heal()
     assert await harness.put(keys) == [DONE]
+
+
+async def test_values_of_other_folders_are_put_when_one_folder_cannot_be_listed(
+    directory: Directory, io: FaultyDirIo
+) -> None:
+    harness = await directory.harness(io, capacity_bytes=1024 * FILE)  # four folders
+    io.strike("list_files", 1, Fault(errno.EIO))
+    keys = harness.keys(range(40))
+    outcomes = await harness.put(keys)
+    assert set(outcomes) == {DONE, REFUSED}
+    lacking = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is REFUSED]
+    assert len({file.parent for file in directory.values()}) == 3
+    assert await harness.put(lacking) == [DONE] * len(lacking)
 
 
 async def test_closing_does_not_wait_for_an_eviction_that_hangs(
