@@ -20,12 +20,12 @@ from kvtier.warmup._events import Progress
 from kvtier.warmup._plan import Work
 from kvtier.warmup._prompts import BadLine, Prompt
 
-__all__ = ["FillState", "Target", "fill"]
+__all__ = ["STALL_S", "FillState", "Target", "fill"]
 
 _RAM_SHARE: Final = 0.5
 """Share of RAM that chunks may take while they wait for a slower tier."""
 _PROGRESS_S: Final = 0.25
-_STALL_S: Final = 300.0
+STALL_S: Final = 300.0
 """Longest time without any progress: a step of a large model takes seconds."""
 
 
@@ -39,6 +39,10 @@ class Target(Protocol):
     @property
     def most_requests(self) -> int:
         """Prompts to send at a time."""
+
+    @property
+    def prompt_timeout_s(self) -> float:
+        """Longest time in which none of the running prompts ends."""
 
     @property
     def unwritten_chunks(self) -> int:
@@ -95,7 +99,7 @@ async def fill(
         The progress, several times a second.
 
     Raises:
-        TierUnavailableError: For minutes no prompt ended and no chunk was written.
+        TierUnavailableError: For too long no prompt ended and no chunk was written.
     """
     began_s = clock()
     planned = sum(work.tokens for _, works in plans for work in works)
@@ -134,10 +138,11 @@ async def _feed(
             ended = [task for task in running if task.done()]
             for task in ended:
                 _record(task, running.pop(task), state)
+            limit_s = target.prompt_timeout_s if running else STALL_S
             if ended or unwritten != target.unwritten_chunks:
                 moved_s, unwritten = clock(), target.unwritten_chunks
-            elif clock() - moved_s > _STALL_S:
-                raise TierUnavailableError("warm-up", _stalled(unwritten))
+            elif clock() - moved_s > limit_s:
+                raise TierUnavailableError("warm-up", _stalled(unwritten, limit_s))
     finally:
         await _end(running)
 
@@ -169,9 +174,9 @@ async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
                 task.exception()  # retrieved, so asyncio does not report it as lost
 
 
-def _stalled(unwritten: int) -> str:
+def _stalled(unwritten: int, limit_s: float) -> str:
     return (
-        f"no prompt ended and nothing was written for {_STALL_S:.0f} s, and {unwritten:,} "
+        f"no prompt ended and nothing was written for {limit_s:.0f} s, and {unwritten:,} "
         "chunks are only in RAM; see the engine's log (with write: evict, a server writes them "
         "when it stops)"
     )

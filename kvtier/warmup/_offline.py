@@ -38,6 +38,7 @@ from kvtier.vllm.model_geometry import KvDtype, read_model_geometry
 from kvtier.warmup._coverage import KeyRules, Stores
 from kvtier.warmup._engine import EngineSetup, OpenEngine, WarmupEngine, to_prompt
 from kvtier.warmup._events import Saving, WarmupOptions, WarmupReport
+from kvtier.warmup._filling import STALL_S
 from kvtier.warmup._prompts import Prompt, PromptLine, check_prompt
 from kvtier.warmup._stores import (
     find_fitting,
@@ -231,8 +232,10 @@ class OfflineSite:
             yield [_Target(started[0], self._pool)]
         finally:
             for engine in started:
-                await self._call(engine.abort)
-                await self._call(engine.close)
+                try:
+                    await self._call(engine.abort)
+                finally:
+                    await self._call(engine.close)
 
     def _look(self, engine: WarmupEngine) -> None:
         """Find the namespaces that the engine opened."""
@@ -288,6 +291,8 @@ class OfflineSite:
 class _Target:
     """The running engine as a :class:`kvtier.warmup._filling.Target`."""
 
+    prompt_timeout_s = STALL_S
+
     def __init__(self, engine: WarmupEngine, pool: IoPool) -> None:
         self._engine = engine
         self._pool = pool
@@ -305,15 +310,20 @@ class _Target:
         call = partial(add, prompt.line, prompt.tokens)
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ended[prompt.line] = ended
-        if problem := await self._pool.run(call, priority=0):
-            raise ConfigError(problem)
-        return await ended
+        try:
+            if problem := await self._pool.run(call, priority=0):
+                raise ConfigError(problem)
+            return await ended
+        finally:
+            del self._ended[prompt.line]
 
     async def work(self) -> None:
         """Run one step of the engine."""
         await asyncio.sleep(0)  # new calls of compute() queue their prompts first
         for line, tokens, cached_tokens in await self._pool.run(self._step, priority=1):
-            self._ended.pop(line).set_result(tokens - cached_tokens)
+            ended = self._ended.get(line)
+            if ended is not None and not ended.done():  # the call may be cancelled
+                ended.set_result(tokens - cached_tokens)
         self.unwritten_chunks = self._engine.unwritten_chunks()
         await asyncio.sleep(0)  # the calls of compute() return
 

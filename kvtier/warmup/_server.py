@@ -223,6 +223,7 @@ class _Engine:
     """One engine behind a server, as a :class:`kvtier.warmup._filling.Target`."""
 
     most_requests = _AT_ONCE
+    prompt_timeout_s = _TIMEOUT_S
 
     def __init__(self, server: _Server, rank: str, figures: _Figures) -> None:
         self._server = server

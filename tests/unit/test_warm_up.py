@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,17 @@ def test_an_engine_that_fails_is_ended_and_its_error_raised(site: Site, world: W
     assert world.running == 0
 
 
+def test_an_engine_that_cannot_drop_its_prompts_is_ended(site: Site, world: World) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such request")
+
+    world.on_abort = fail
+    site.write([ids(10)])
+    with pytest.raises(RuntimeError, match="no such request"):
+        events_of(site.job(world))
+    assert (world.started, world.running) == (1, 0)
+
+
 def test_prompts_beyond_the_budget_are_left_out_those_of_low_priority_first(
     site: Site, world: World
 ) -> None:
@@ -323,6 +335,26 @@ def test_a_prompt_that_the_engine_refuses_is_reported_with_its_line(
     report = report_of(site.job(world))
     assert [(bad.line, bad.problem) for bad in report.failed] == [(2, "no")]
     assert not report.is_complete
+
+
+def test_an_engine_that_only_writes_sleeps_between_steps_also_after_a_refusal(
+    site: Site, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.refused.add(2)
+    world.unwritten = 1
+    steps = iter(range(100))
+
+    def sleep(_: float) -> None:
+        world.unwritten = 0  # the tiers' threads run meanwhile
+
+    monkeypatch.setattr(offline, "time", SimpleNamespace(sleep=sleep))
+    world.on_step = lambda _: assert_few(next(steps, None))
+    site.write([ids(10), ids(11)])
+    assert [bad.line for bad in report_of(site.job(world)).failed] == [2]
+
+
+def assert_few(step: int | None) -> None:
+    assert step is not None, "the engine never sleeps"
 
 
 def test_a_dry_run_plans_without_an_engine(site: Site, world: World) -> None:

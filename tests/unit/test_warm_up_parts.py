@@ -149,11 +149,12 @@ class Machine:
 
     ram_chunks = 10
     most_requests = 3
+    prompt_timeout_s = 3600.0
 
     def __init__(self) -> None:
         self.queue: deque[tuple[Prompt, asyncio.Event]] = deque()
         self.unwritten_chunks = self.most_unwritten = 0
-        self.writes = True
+        self.writes = self.computes = True
         self.now_s = 0.0
         self.problem: Exception | None = None
 
@@ -174,7 +175,7 @@ class Machine:
             raise self.problem
         if self.unwritten_chunks and self.writes:
             self.unwritten_chunks -= 1
-        if self.queue:
+        if self.queue and self.computes:
             prompt, ended = self.queue.popleft()
             self.unwritten_chunks += len(prompt.tokens) // SIZE
             self.most_unwritten = max(self.most_unwritten, self.unwritten_chunks)
@@ -220,6 +221,14 @@ async def test_a_disk_that_writes_nothing_ends_the_wait_after_minutes() -> None:
     machine.writes = False
     with pytest.raises(TierUnavailableError, match="nothing was written for 300 s"):
         await run(machine, work(3, 2))
+
+
+async def test_a_prompt_may_take_as_long_as_its_engine_allows() -> None:
+    machine = Machine()
+    machine.computes = False
+    with pytest.raises(TierUnavailableError, match=r"no prompt ended .* for 3600 s"):
+        await run(machine, work(3, 2))
+    assert machine.now_s > 3600
 
 
 def test_a_namespace_of_an_earlier_kvtier_cannot_be_looked_into(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kvtier.warmup import (
     WarmupOptions,
     WarmupReport,
 )
+from kvtier.warmup import _filling as filling
 from kvtier.warmup import _server as servers
 from tests.unit.stores import BLOCK_TOKENS, SLOTS, Store
 
@@ -85,7 +86,8 @@ class Servers:
     def __init__(self, *ranks: Rank) -> None:
         self.ranks = ranks
         self.refused: set[int] = set()
-        self.looks = 0
+        self.looked = asyncio.Event()
+        self.is_slow = False
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Servers]:
@@ -99,7 +101,7 @@ class Servers:
         if not url.startswith(URL):
             raise KvtierError(f"{url}: no answer; check that the server runs")
         if url == f"{URL}/metrics":
-            self.looks += 1
+            self.looked.set()
             for each in self.ranks:
                 each.dirty = max(each.dirty - 1, 0)
             lines = (line for at, each in enumerate(self.ranks) for line in each.metrics(at))
@@ -118,6 +120,8 @@ class Servers:
         if tokens[0] in self.refused:
             raise ConfigError(f"{url}: 400 no")
         engine = self.ranks[int(rank)]
+        if self.is_slow and engine.has_reported:
+            await self._pass_the_longest_wait_for_a_disk()
         cached = await engine.compute(tokens)
         engine.dirty = 2
         return {
@@ -127,14 +131,21 @@ class Servers:
             }
         }
 
+    async def _pass_the_longest_wait_for_a_disk(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(filling, "STALL_S", -1.0)
+            for _ in range(10):
+                self.looked.clear()
+                await self.looked.wait()
+
 
 @pytest.fixture
 def world(tmp_path: Path, pool: IoPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     monkeypatch.setattr(servers, "_LOOK_S", 0.01)
     monkeypatch.setattr(servers, "_FIRST_REPORT_S", 0.1)
-    world = Servers(*(Rank(tmp_path / f"store{number}", pool) for number in range(2)))
-    yield world
-    for rank in world.ranks:
+    ranks = [Rank(tmp_path / f"store{number}", pool) for number in range(2)]
+    yield Servers(*ranks)
+    for rank in ranks:
         rank.store.stop()
 
 
@@ -234,6 +245,14 @@ async def test_a_prompt_that_the_server_refuses_is_reported(
     report = await report_of(job(world, prompts))
     assert [bad.line for bad in report.failed] == [4, 4]
     assert not report.is_complete
+
+
+async def test_a_server_may_take_longer_for_a_prompt_than_a_disk_for_a_chunk(
+    world: Servers, prompts: Path
+) -> None:
+    world.ranks, world.is_slow = world.ranks[:1], True
+    write(prompts, *({"prompt_token_ids": [own] * 2 * BLOCK_TOKENS} for own in range(2)))
+    assert (await report_of(job(world, prompts))).is_complete
 
 
 async def test_a_server_of_another_model_is_refused(world: Servers, prompts: Path) -> None:

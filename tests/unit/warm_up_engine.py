@@ -42,6 +42,8 @@ class World:
         running: Engines that run.
         on_start: Called when an engine starts.
         on_step: Called before each step with the number of prompts that ended.
+        on_abort: Called when an engine drops its prompts.
+        unwritten: Chunks that a slower tier must still receive.
         refused: Lines that the engine refuses.
         transfers: vLLM's ``--kv-transfer-config`` of each engine.
     """
@@ -54,6 +56,8 @@ class World:
     running: int = 0
     on_start: Callable[[], None] = lambda: None
     on_step: Callable[[int], None] = lambda _: None
+    on_abort: Callable[[], None] = lambda: None
+    unwritten: int = 0
     refused: set[int] = field(default_factory=set)
     transfers: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -182,12 +186,13 @@ class Engine:
         self._slots.update(zip(keys, slots, strict=True))
 
     def has_work(self) -> bool:
-        return bool(self._queue)
+        return bool(self._queue or self._world.unwritten)
 
     def unwritten_chunks(self) -> int:
-        return 0
+        return self._world.unwritten
 
     def abort(self) -> None:
+        self._world.on_abort()
         self._queue.clear()
 
     def close(self) -> None:
