@@ -78,8 +78,9 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         chunk_tokens: Tokens of a chunk of the counting group.
         slot_status: The workers' reports about RAM slots.
         record_events: Whether to record residency events; if so, call ``take_events``.
-        track_reuse: Whether to record reuse gaps; if so, call ``take_reuse_gaps``.
-        groups: The part of a prefix that each KV cache group needs.
+        track_reuse: Whether to record the times between an eviction and the next lookup; if so,
+            call ``take_reuse_gaps``.
+        groups: For each KV cache group, the part of a prefix that a hit needs.
         counting_group: Index of the KV cache group used to count tokens.
         gds: Reports which slots of a tier workers can read; None if GDS reads are not used.
 
@@ -155,7 +156,7 @@ def _build_placement(
 def _build_conditions(
     config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> list[Admission]:
-    """Build the conditions for entering a slower tier; the write budget comes last."""
+    """Build the conditions for entering a slower tier. The write budget is the last one."""
     rules = config.placement
     conditions: list[Admission] = []
     if rules.admit != "all":

@@ -8,7 +8,7 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """The end of an operation; its parts share one timeout.
+    """One timeout for all parts of an operation.
 
     Args:
         timeout_s: Seconds from now.
@@ -22,10 +22,11 @@ class Deadline:
         return max(self._at_s - time.monotonic(), 0.0)
 
     def share_s(self, reserve_s: float) -> float:
-        """Return how many seconds the next part may take if later parts need ``reserve_s``.
+        """Return the seconds that the next part may take if later parts need ``reserve_s``.
 
         Args:
-            reserve_s: Seconds for the later parts. They get at most a quarter of what is left.
+            reserve_s: Seconds for the later parts. They get at most a quarter of the remaining
+                time.
         """
         left_s = self.left_s()
         return left_s - min(reserve_s, left_s / 4)

@@ -1,11 +1,11 @@
 """Runs the jobs of one rank: copies between the rank's KV blocks and RAM slots.
 
 Two entry points for vLLM use this module: the connector's worker side and the worker of the
-offloading spec. They differ in how jobs arrive and in how failures are reported.
+offloading spec. These entry points receive jobs and report failures in different ways.
 
 **Order of stores and loads.** On a GPU, stores and loads have a thread and a stream each, so
-that a load waits neither for a store nor for the computation that the store follows. The
-protocol orders a store and a load where they must be in order:
+that a load waits neither for a store nor for the computation before the store. The protocol
+orders a store and a load that use the same slot or block:
 
 * A load reads a slot after the store that fills it. The load waits for the slot's generation,
   which the store sets after its copy has ended. The scheduler side plans the load only when all
@@ -16,12 +16,12 @@ protocol orders a store and a load where they must be in order:
 * A load overwrites a block after the stores that read it. The blocks that a request gets for a
   load are among the step's allocated blocks, so the stores that read them are flushed: the
   engine's thread waits for them (:meth:`DeviceEngine.wait`) before it starts the step's loads.
-  A store that outlasts this wait is retracted, so nobody loads what it copies.
+  A store that outlasts this wait is retracted, so its chunks are never loaded.
 * A store reads a block after the load that fills it. The request runs only when every rank has
   acknowledged the load, and its stores are planned later.
 
 ``tests/stateful/test_bytes_in_any_order.py`` runs both threads in random order, block by block.
-On a CPU one thread does both, because a second one would take a processor from the model.
+On a CPU one thread does both, because a second thread would take a processor from the model.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class DeviceResult:
         job_id: The job.
         purpose: Whether it was a store or a load.
         outcomes: One per chunk, in the job's order.
-        nbytes: Bytes that reached their destination.
-        seconds: Run time, queueing excluded.
+        nbytes: Number of bytes that reached their destination.
+        seconds: Run time in seconds, without the time in the queue.
         error: The first failure, for a log line; empty after a success.
     """
 
@@ -118,8 +118,8 @@ class DeviceEngine:
     """Runs one rank's copies between KV blocks and RAM slots.
 
     Stores are held until the next :meth:`poll`, after the forward pass, and then start together
-    as one job. A model on a CPU needs all processors during the pass, and one job disturbs the
-    model only once.
+    as one job. A model on a CPU needs all processors during the pass, and a single job
+    interrupts the model only once.
 
     The engine's thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
@@ -227,7 +227,7 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Queue a copy from blocks to slots, to run after the work now in the engine's stream.
+        """Queue a copy from blocks to slots, after the work now in the engine's stream.
 
         The copy starts at the next call of :meth:`load`, :meth:`poll` or a waiting method.
 
@@ -247,7 +247,7 @@ class DeviceEngine:
         wait_s: float = 0.0,
         gds: GdsSpec | None = None,
     ) -> None:
-        """Start a copy from slots to blocks, to run after the work now in the engine's stream.
+        """Start a copy from slots to blocks, after the work now in the engine's stream.
 
         Args:
             job_id: Unique among the jobs of this rank.
@@ -256,7 +256,7 @@ class DeviceEngine:
             wait_s: Longest time to wait for the slots to get these generations, and for reads
                 of ``gds``.
             gds: The chunks to read from an NVMe tier. At their positions the plan has negative
-                numbers, which are no slots.
+                numbers in place of slots.
 
         Raises:
             UnsupportedError: This rank has no GDS reads.
@@ -286,12 +286,12 @@ class DeviceEngine:
         generations: Sequence[int],
         error: Exception,
     ) -> None:
-        """Record that a job could not be started, so that :meth:`poll` returns it as failed.
+        """Record that a job could not be started; :meth:`poll` then returns it as failed.
 
         Args:
-            job_id: The job; :meth:`poll` has not returned it.
+            job_id: A job that :meth:`poll` has not returned.
             purpose: Whether it was a store or a load.
-            slots: Its slots.
+            slots: The job's slots.
             generations: The generations of these slots.
             error: The error.
         """
@@ -343,7 +343,7 @@ class DeviceEngine:
         return False
 
     def wait_for_stores(self) -> bool:
-        """Wait until no store job reads blocks any more, or until a time limit passes.
+        """Wait until no store reads blocks any more, at most for the time limit.
 
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
@@ -394,7 +394,7 @@ class DeviceEngine:
         self._control.acknowledge(self._rank, held)
 
     def _begin(self, awaited: Collection[JobId] = ()) -> None:
-        """Start all held stores: one job for the ``awaited`` stores, one for the others."""
+        """Start all held stores: the ``awaited`` stores as one job, the others as another."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -404,7 +404,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StoreRequest]) -> None:
-        """Submit several stores as one job, which gets the id of the first store."""
+        """Submit several stores as one job, with the id of the first store."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:

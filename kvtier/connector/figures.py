@@ -71,7 +71,7 @@ def _failed(cause: str, source: str = "") -> Figure:
 
 
 class TierFigures(NamedTuple):
-    """The figures of one tier: counters since the engine's start, and current gauges."""
+    """The figures of one tier: counters since the engine's start, and gauges."""
 
     name: str
     hit_chunks: Annotated[
@@ -374,12 +374,13 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
         manager: The manager's snapshot.
         channels: Transfers between tiers, by (source, destination).
         tokens_per_chunk: Tokens of a chunk of the counting group.
-        pageable_ranks: Workers that could not page-lock the RAM tier.
-        gds_ranks: Workers that can read chunks from an NVMe tier straight into their GPU.
-        internal_errors: Unexpected errors so far.
+        pageable_ranks: Number of workers that could not page-lock the RAM tier.
+        gds_ranks: Number of workers that can read chunks from an NVMe tier straight into their
+            GPU.
+        internal_errors: Number of unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recorder's figures, if there is one.
-        recovered: Chunks found at the start, by tier name.
+        recovered: Number of chunks found at the start, by tier name.
         stores: Where the tiers keep chunks.
     """
     model = manager.cost_model

@@ -1,6 +1,7 @@
-"""The scheduler side of GDS reads, in which workers read a tier's slots into their GPUs.
+"""The scheduler side of GDS reads: decides which slots the workers can read.
 
-Workers can verify a slot only if the hashes of all its parts are known.
+In a GDS read each worker reads a slot of a tier into its GPU. Workers can verify a slot only if
+the hashes of all its parts are known.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _RankReports(Protocol):
 
 
 class GdsSlots:
-    """Keeps the part hashes of one tier's slots, which decide whether workers can read a slot.
+    """Keeps the part hashes of one tier's slots, and knows which slots workers can read.
 
     Implements :class:`kvtier.manager.GdsSource`, for the manager's thread, and
     :class:`kvtier.transfer.routes.PartHashStore`, for the thread of the transfer engine that
@@ -41,7 +42,7 @@ class GdsSlots:
     Args:
         tier: Index of the tier.
         storage: The tier.
-        keeper: The same tier.
+        keeper: The same tier, as the keeper of its part hashes.
         file: The tier's slot file.
         ranks: The ranks' reports in the control block.
     """
@@ -81,7 +82,7 @@ class GdsSlots:
         return self._hashes[slots].tobytes()
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:
-        """Forget the hashes of ``slots``, because other chunks are about to be written."""
+        """Forget the hashes of ``slots``, because other chunks will be written there."""
         self._hashes[slots] = 0
 
     def touch(self, slots: Sequence[int]) -> None:
@@ -100,7 +101,7 @@ class GdsSlots:
         return self._ranks.part_hashes(slots, generations)
 
     def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        """Keep the part hashes of chunks that were written to ``slots`` of the tier."""
+        """Keep the part hashes of chunks that were written to the tier's ``slots``."""
         if hashes.shape[1:] != (self._parts,):
             return  # a rank has given up GDS reads meanwhile
         known = (hashes != 0).all(1)

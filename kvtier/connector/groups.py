@@ -27,10 +27,10 @@ class CacheGroup:
     Attributes:
         tokens_per_block: Tokens of one block.
         index: Number of the group in the engine's block tables and in keys.
-        reach: The part of a prefix that its layers read.
-        window_tokens: Tokens of a sliding window, or of a chunk of local attention.
-        is_draft: Whether it has layers of a draft model, which may rewrite the KV of the newest
-            tokens.
+        reach: The part of a prefix that the group's layers read.
+        window_tokens: Number of tokens of a sliding window, or of a chunk of local attention.
+        is_draft: Whether the group has layers of a draft model, which may rewrite the KV of the
+            newest tokens.
         is_handed_over: Whether the engine lists the states to store in each step.
     """
 
@@ -48,8 +48,8 @@ class SchedulerOptions:
 
     Attributes:
         groups: The KV cache groups that are stored.
-        tokens_per_hash: How many tokens a block hash covers beyond the hash before it.
-        blocks_per_chunk: Blocks that are stored and loaded together.
+        tokens_per_hash: Number of tokens that a block hash adds to the hash before it.
+        blocks_per_chunk: Number of blocks that are stored and loaded together.
         ranks: Number of workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
         retention_tokens: For groups with a window or a state: hits can end at every multiple
@@ -57,7 +57,8 @@ class SchedulerOptions:
             0: only at these two ends. None: at every chunk boundary.
         shares_blocks: Whether requests share blocks in the engine. If so, a request waits
             while another request loads the same chunks.
-        trusts_later_parts: Whether KV is correct after a streamed prompt was continued.
+        trusts_later_parts: Whether the engine's KV is still correct after a streamed prompt was
+            continued.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -81,10 +82,10 @@ class GroupLayout:
 
     Attributes:
         group: The group.
-        reach: The part of a prefix that it needs.
-        tokens_per_chunk: Tokens of one chunk.
-        hashes_per_chunk: Block hashes of one chunk.
-        blocks_per_chunk: Blocks of one chunk.
+        reach: The part of a prefix that a hit needs in this group.
+        tokens_per_chunk: Number of tokens of one chunk.
+        hashes_per_chunk: Number of block hashes of one chunk.
+        blocks_per_chunk: Number of blocks of one chunk.
     """
 
     group: CacheGroup
@@ -105,7 +106,7 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
-    """Return how each group of ``options`` is divided into chunks, in the order of the groups.
+    """Return the chunk layout of each group of ``options``, in the order of the groups.
 
     Raises:
         UnsupportedError: There is no group, or hashes, blocks and chunks do not match.
@@ -123,7 +124,7 @@ def describe_groups(
     Args:
         indices: Number of each group in keys.
         groups: The groups, in the same order.
-        tokens_per_hash: How many tokens a block hash covers beyond the hash before it.
+        tokens_per_hash: Number of tokens that a block hash adds to the hash before it.
     """
     return tuple(
         {
@@ -146,7 +147,7 @@ def parse_groups(
         The number of tokens per hash, and for each group its number in keys and its reach.
 
     Raises:
-        ValueError: :func:`describe_groups` did not write the values.
+        ValueError: The values are not from :func:`describe_groups`.
     """
     try:
         groups = tuple((int(group["index"]), _parse_reach(group)) for group in described)

@@ -1,13 +1,13 @@
 """Request hints: the ``kvtier`` object in a request's ``kv_transfer_params``.
 
-A client knows things that a cache cannot see: that a tool will answer in a minute, or that a
+A client may know more than a cache: for example, that a tool will answer in a minute, or that a
 prompt is never used again. ``{"kvtier": {...}}`` passes this knowledge to kvtier. An unreadable
 field is ignored and logged once; the request is served without it.
 
-``kv_load_tiers`` is vLLM's own hint of this kind and selects tiers by medium and locality.
-kvtier reads it as vLLM does: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed
-if an entry matches the tier. Unreadable entries are ignored. A list of only unreadable entries
-allows every tier; an empty list allows none.
+``kv_load_tiers`` is a hint of vLLM's own, which selects tiers by medium and locality. kvtier
+reads it as vLLM does: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed if an
+entry matches the tier. Unreadable entries are ignored. A list of only unreadable entries allows
+every tier; an empty list allows none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TierNature(NamedTuple):
     """The properties by which hints name a tier.
 
     Attributes:
-        name: Its name in the configuration.
+        name: The tier's name in the configuration.
         medium: ``CPU`` or ``STORAGE``, as in residency events.
         locality: ``LOCAL`` or ``REMOTE``.
     """
@@ -62,9 +62,9 @@ class RequestHints:
     """The hints of one request.
 
     Attributes:
-        retain_s: Seconds its chunks stay in RAM after a use, within the quota; None for the
-            configured time.
-        terms: The tiers that it may use, and its session.
+        retain_s: Seconds for which the request's chunks stay in RAM after a use, within the
+            quota; None for the configured time.
+        terms: The tiers that the request may use, and its session.
     """
 
     retain_s: float | None = None
@@ -142,7 +142,7 @@ class HintReader:
         return RequestHints(fields.retain_s, terms)
 
     def _fields(self, raw: object) -> _HintFields:
-        """Return the readable fields of ``raw``."""
+        """Return the valid fields of ``raw``."""
         if not isinstance(raw, Mapping):
             remedy = 'write {"retain_s": 600}, or another field'
             self._warn(HINTS_KEY, raw, "not an object", remedy)
@@ -161,7 +161,7 @@ class HintReader:
         return _HintFields.model_validate(fields)
 
     def _readable(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return the entries of ``raw`` that name a field and are short enough to check."""
+        """Return the entries of ``raw`` that have a known name and a short enough value."""
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = str(key)
@@ -176,7 +176,7 @@ class HintReader:
         return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
-        """Return the indices of the tiers ``names``; None (no limit) if a name is unknown."""
+        """Return the indices of the tiers ``names``; None, no limit, if a name is unknown."""
         if names is None:
             return None
         numbers = frozenset(self._numbers[name] for name in names if name in self._numbers)
@@ -186,7 +186,7 @@ class HintReader:
         return numbers
 
     def _natured(self, raw: object) -> frozenset[int] | None:
-        """Return the tiers that match an entry of the list ``raw``; None means all tiers."""
+        """Return the tiers that match an entry of the list ``raw``; None for all tiers."""
         if raw is None:
             return None
         if not isinstance(raw, list) or len(raw) > _MAX_ENTRIES:
@@ -237,7 +237,7 @@ class HintReader:
 
 
 def _common(*limits: frozenset[int] | None) -> frozenset[int] | None:
-    """Return the tiers that every limit allows; None if every limit is None."""
+    """Return the tiers that all limits allow; None if every limit is None."""
     given = [limit for limit in limits if limit is not None]
     return frozenset.intersection(*given) if given else None
 

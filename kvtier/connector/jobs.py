@@ -19,10 +19,10 @@ class JobState:
     """One job in flight.
 
     Attributes:
-        tracked: The request.
-        keys: Its chunks.
+        tracked: The job's request.
+        keys: The job's chunks.
         source_blocks: The engine's blocks that a store reads; empty for a load.
-        is_store: Whether the job is a store.
+        is_store: Whether the job is a store; otherwise it is a load.
         load_id: The cache's id of a load; None for a store.
         awaited: Number of ranks that have not acknowledged the job.
         has_failed: Whether a rank failed to load some chunks.
@@ -42,10 +42,10 @@ class JobState:
 
 
 class WorkerJobs:
-    """Keeps every job until all ranks acknowledged the job.
+    """Keeps every job until all ranks have acknowledged it.
 
-    The engine may reuse the blocks that a store reads: after a window leaves them behind, after
-    a preemption, or after their request ends. The store must end before these blocks are
+    The engine may reuse the blocks that a store reads: after a window has passed them, after a
+    preemption, or after their request ends. The store must end before these blocks are
     overwritten, so :meth:`flush_readers_of` gets all blocks that a step reuses.
 
     Args:
@@ -109,8 +109,8 @@ class WorkerJobs:
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
         """Count ``ranks`` acknowledgements of a job.
 
-        Return the job once all are counted, otherwise None. Acknowledgements of a job from
-        before a reset are ignored.
+        Return the job after the last acknowledgement, otherwise None. Acknowledgements of jobs
+        from before a reset are ignored.
         """
         job = self._jobs.get(job_id)
         if job is None:

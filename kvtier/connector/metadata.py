@@ -2,12 +2,12 @@
 
 The scheduler side sends :class:`ConnectorMetadata`: the jobs to start, and the stores to flush
 before the next forward pass. The worker side sends :class:`WorkerOutput`: the jobs that ended.
-Each rank sends one, and the engine aggregates them. Both messages cross process boundaries, so
-they hold plain values.
+Each rank sends one output, and the engine aggregates the outputs. Both messages cross process
+boundaries, so they hold plain values.
 
-Every rank acknowledges every job, failed ones too, because the job's blocks and slots are
-reusable only then. The control block records for each rank whether a store is whole.
-``failed_loads`` names the loads that failed.
+Every rank acknowledges every job, even a failed one: only then can the job's blocks and slots
+be reused. The control block records for each rank whether a store is whole. ``failed_loads``
+names the loads that failed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class SlotSpec:
 
     Attributes:
         slots: One per chunk.
-        generations: One per slot; a store gives it to the slot, a load requires it.
-        wait_s: Longest time that a load waits for these generations and for GDS reads.
+        generations: One per slot. A store sets the slot's generation; a load requires it.
+        wait_s: Longest time in seconds that a load waits for these generations and for GDS
+            reads.
         gds: The chunks of a load that each rank reads from an NVMe tier; they have no RAM slot.
     """
 
@@ -103,8 +104,8 @@ class ConnectorMetadata:
     """The workers' jobs of one step; the same for every rank.
 
     Attributes:
-        load_jobs: Slots to blocks, started in this step.
-        store_jobs: Blocks to slots, started at the next step.
+        load_jobs: Jobs that copy slots to blocks; they start in this step.
+        store_jobs: Jobs that copy blocks to slots; they start at the next step.
         jobs_to_flush: Stores to finish before the forward pass overwrites their blocks.
         lost_stores: Subset of ``jobs_to_flush`` that must fail, because workers overwrite the
             blocks before they flush the stores.
@@ -118,13 +119,13 @@ class ConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """A load with missing bytes.
+    """A load that failed for some chunks.
 
     Attributes:
-        request_id: The request that waits for it.
-        block_ids: Blocks with invalid content. With full attention only, the request can
-            continue from the first of these blocks. With a window or a state it also needs
-            KV from before that block.
+        request_id: The request that waits for the load.
+        block_ids: Blocks with invalid content. If all layers have full attention, the request
+            can continue from the first of these blocks. With a window or a state, the request
+            also needs KV from before that block.
         error: The error, for a log line.
         gds_failed: Positions of the chunks whose GDS read failed, for any reason.
         gds_wrong: The positions in ``gds_failed`` of chunks that the medium cannot read or that
@@ -138,7 +139,7 @@ class FailedLoad:
     gds_wrong: frozenset[int] = frozenset()
 
     def united(self, other: FailedLoad) -> FailedLoad:
-        """Return one failure for two ranks' failures in the same job."""
+        """Merge two ranks' failures in the same job into one."""
         # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(
@@ -157,7 +158,7 @@ class WorkerOutput:
     Attributes:
         completed_jobs: Number of ranks that report the end of each job, by job id.
         failed_loads: The completed loads that failed in any rank.
-        transfers: Bytes and seconds of the copies.
+        transfers: Number of bytes and seconds of each copy.
     """
 
     completed_jobs: Mapping[JobId, int] = field(default_factory=dict)
@@ -166,12 +167,12 @@ class WorkerOutput:
 
     @property
     def failed_requests(self) -> frozenset[RequestId]:
-        """Requests that wait for a failed load."""
+        """The requests that wait for a failed load."""
         return frozenset(load.request_id for load in self.failed_loads.values())
 
     @property
     def invalid_block_ids(self) -> frozenset[int]:
-        """Blocks with invalid content."""
+        """The blocks with invalid content."""
         return frozenset().union(*(load.block_ids for load in self.failed_loads.values()))
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:

@@ -48,10 +48,10 @@ class Metric:
     """One Prometheus metric: a single series, or one series per combination of label values.
 
     Attributes:
-        name: Its name; Prometheus adds ``_total`` to the name of a counter.
-        kind: How it changes.
-        help: Its meaning in one sentence.
-        labels: Names of its labels.
+        name: The metric's name; Prometheus adds ``_total`` to the name of a counter.
+        kind: How the metric changes.
+        help: Meaning of the metric in one sentence.
+        labels: Names of the metric's labels.
         buckets: Upper bounds of a histogram's buckets, without the infinite one.
     """
 
@@ -67,7 +67,7 @@ class MetricChange(NamedTuple):
 
     Attributes:
         name: The metric's name.
-        labels: Values of its labels.
+        labels: Values of the metric's labels.
         value: Growth of a counter, value of a gauge, observations of a histogram.
     """
 
@@ -77,7 +77,7 @@ class MetricChange(NamedTuple):
 
 
 class _SourcedMetric(NamedTuple):
-    """A metric with a value read from an attribute of a tier, a shadow policy or the engine."""
+    """A metric whose value is an attribute of a tier, a shadow policy or the engine."""
 
     metric: Metric
     field: str
@@ -174,10 +174,10 @@ class StatisticsSource(Protocol):
         """Whether the engine will certainly run another step."""
 
     def statistics(self) -> EngineStatistics:
-        """Return all current figures."""
+        """Return all current figures of the engine."""
 
     def take_load_waits(self) -> Sequence[float]:
-        """Return the length, in seconds, of each load wait that ended since the last call."""
+        """Return the seconds of each load wait that ended since the last call."""
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
         """Return the seconds between each chunk's eviction and next lookup, per tier."""
@@ -189,12 +189,12 @@ class StatisticsSource(Protocol):
 class Reporter:
     """Reports how the figures of a source changed.
 
-    While the source is active, it is read at most once a second, otherwise at every call. Only
-    the source's thread may call the methods.
+    While the source is active, this object reads it at most once a second, otherwise at every
+    call. Only the source's thread may call the methods.
 
     Args:
         source: The source.
-        clock: Seconds, monotonic.
+        clock: Returns seconds; monotonic.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class Reporter:
         return self._clock() >= self._due_s or not (steps_follow or self._source.is_active)
 
     def take(self) -> list[MetricChange]:
-        """Return the changes since the last reading; none if the last reading is too recent.
+        """Return the changes since the last read; none if that is too recent.
 
-        The first reading includes every counter and gauge, even at 0. If a series appeared
+        The first report includes every counter and gauge, even at 0. If a series appeared
         later, alerts would miss its first growth.
         """
         if not self.is_due():
@@ -285,7 +285,8 @@ class Publisher:
     """Creates kvtier's Prometheus metrics and applies changes to them.
 
     Args:
-        make: Per kind, a class of ``prometheus_client``, or a function with its arguments.
+        make: For each kind, a class of ``prometheus_client``, or a function with the same
+            arguments.
         labels: Names of the labels that come before each metric's own labels.
     """
 

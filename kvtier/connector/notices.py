@@ -31,7 +31,7 @@ _CAUSES: Final = {
 
 
 class Notices:
-    """Logs these messages, each kind at most once a minute. The caller passes the time.
+    """Logs messages about slow tiers, skipped loads and broken policies.
 
     Args:
         tiers: The tiers' names, RAM first.
@@ -51,9 +51,9 @@ class Notices:
         """Warn about chunks that were dropped because a slower tier is too slow.
 
         Args:
-            dropped: Per tier, the number of dropped chunks since the start. For a slower tier:
-                chunks that were not copied to this tier. For RAM: chunks that were not stored,
-                because RAM was full of chunks that wait for a slower tier.
+            dropped: For each tier, the number of chunks dropped since the start. Chunks dropped
+                at a slower tier were not copied to this tier. Chunks dropped at RAM were not
+                stored, because RAM was full of chunks that wait for a slower tier.
             now: Seconds, monotonic.
         """
         for index, total in enumerate(dropped):
@@ -70,7 +70,7 @@ class Notices:
             )
 
     def log_skipped(self, cost_model: CostModel, now: float) -> None:
-        """Log how many stored chunks were computed because loading was not worth it, and why.
+        """Log how many stored chunks were computed because loading seemed slower, and why.
 
         Args:
             cost_model: The manager's cost model.

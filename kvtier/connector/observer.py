@@ -1,8 +1,8 @@
 """Reports the chunks of each request to the recorder and to the shadow policies.
 
 The manager sees only chunks that the GPU's own cache lacks. The scheduler side knows all chunks
-of a request: the prompt's chunks when the request is first scheduled, and the answer's chunks
-when the request ends.
+of a request. It knows the prompt's chunks when the request is first scheduled, and the answer's
+chunks when the request ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Observer:
     Args:
         recorder: Records the requests, if there is one.
         shadows: Shadow policies by their tier's name.
-        positions: Returns the chunks of a request.
+        positions: Returns the chunks of a request, each with its end in tokens.
         chunk_tokens: Tokens of a chunk of the counting group.
         counting_group: Index of the KV cache group whose chunks are recorded.
     """
@@ -64,7 +64,7 @@ class Observer:
             self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
-        """Record that requests were scheduled; a request counts only the first time."""
+        """Record that requests were scheduled; only the first time of each request counts."""
         for req_id in req_ids:
             session = self._waiting.pop(req_id, None)
             if session is None:
@@ -88,7 +88,7 @@ class Observer:
             tier.clear()
 
     def close(self) -> None:
-        """Record the ended requests that still wait for earlier requests to end."""
+        """Record the ended requests that still wait for earlier requests."""
         if self._log is not None:
             self._log.close()
 
@@ -124,7 +124,7 @@ def build_observer(
     chunk_tokens: int,
     counting_group: int = 0,
 ) -> Observer | None:
-    """Build the observer that ``config`` asks for; return None if there is nothing to observe.
+    """Build the observer that ``config`` asks for; None if there is nothing to observe.
 
     Args:
         config: The configuration.
@@ -135,7 +135,7 @@ def build_observer(
         counting_group: Index of the KV cache group whose chunks are recorded.
 
     Raises:
-        UnsupportedError: There is something to observe but ``positions`` is None.
+        UnsupportedError: ``config`` asks for an observer but ``positions`` is None.
     """
     if recorder is None and not config.shadow:
         return None

@@ -1,8 +1,8 @@
 """The engine's objects that the scheduler side reads.
 
 The names are vLLM's, so that vLLM's ``Request``, ``KVCacheBlocks`` and ``KVCacheManager`` fit
-as they are. Another engine brings objects with the same attributes. The scheduler side only
-reads them.
+as they are. Another engine must provide objects with the same attributes. The scheduler side
+only reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class RequestContext(Protocol):
-    """A request as the cache sees it; vLLM's ``ReqContext`` fits."""
+    """A request as the cache sees it; vLLM's ``ReqContext`` has these attributes."""
 
     @property
     def req_id(self) -> str:
@@ -44,19 +44,19 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known now; under async scheduling the newest may still be missing."""
+        """Number of tokens known now; under async scheduling the newest may be missing."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that have KV in the engine's blocks before the current step."""
+        """Number of tokens with KV in the engine's blocks before the current step."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per ``tokens_per_hash`` known tokens; each also covers all tokens before."""
+        """One hash per ``tokens_per_hash`` known tokens; it covers all tokens before too."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
@@ -68,7 +68,7 @@ class EngineRequest(Protocol):
 
     @property
     def shared_prefix_boundary(self) -> int:
-        """Tokens of the prefix that another request shares; 0 if no such prefix is known."""
+        """Number of tokens of the prefix that another request shares; 0 if unknown."""
 
     def is_finished(self) -> bool:
         """Return whether the request ended, for any reason."""
@@ -99,19 +99,19 @@ class AllocatedBlocks(Protocol):
 
 
 class BlockTables(Protocol):
-    """The engine's block tables; vLLM's ``KVCacheManager`` is one."""
+    """The engine's block tables, such as vLLM's ``KVCacheManager``."""
 
     def get_blocks(self, request_id: str) -> AllocatedBlocks:
-        """Return the blocks that a request has now, possibly none."""
+        """Return the blocks that a request has now; may be empty."""
 
 
 class BoundaryState(NamedTuple):
     """A recurrent state that the engine offers for storing, in the step that computes it.
 
     Attributes:
-        group: Index of its KV cache group.
-        block_id: The block that holds it.
-        tokens: Tokens that the state covers.
+        group: Index of the state's KV cache group.
+        block_id: The block that holds the state.
+        tokens: Number of tokens that the state covers.
     """
 
     group: int
@@ -126,12 +126,13 @@ class Step(NamedTuple):
     """The engine's decisions in one step.
 
     Attributes:
-        num_scheduled_tokens: Tokens to compute, per scheduled request.
+        num_scheduled_tokens: Number of tokens to compute, per scheduled request.
         prompt_tokens: Number of these tokens that belong to prompts.
-        started: Requests that are scheduled for the first time, or again after a preemption or
-            with a continued prompt.
+        started: Requests scheduled for the first time, or again after a preemption, or with a
+            continued prompt.
         preempted: Requests that lost their blocks.
-        allocated: Blocks that requests got since the step before, and targets of block copies.
+        allocated: Blocks that requests got since the previous step, and targets of block
+            copies.
         overwritten: The ``allocated`` blocks that workers write to before they flush stores.
         states: Recurrent states to store, per request.
     """

@@ -1,4 +1,4 @@
-"""The state that the scheduler side keeps of each request, such as the keys of its chunks."""
+"""The scheduler side's state of each request, such as the keys of its chunks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ NameChunk = Callable[[ChunkKey], ChunkKey]
 class TrackedRequest:
     """One request from its arrival until its last job is acknowledged.
 
-    It is the :class:`~kvtier.connector.protocols.RequestContext` that the cache sees.
+    The cache sees this object as a :class:`~kvtier.connector.protocols.RequestContext`.
 
     Attributes:
         request: The engine's own object.
         layouts: The KV cache groups.
         keys: Per group, the keys of the request's complete chunks so far.
-        offered_tokens: Per group, how many leading tokens were offered for storing.
+        offered_tokens: Per group, the number of leading tokens offered for storing.
         next_offer_tokens: Number of computed tokens at which to look for the next chunk to
             store; 0 to look at the next step, infinity for never.
-        local_tokens: Tokens the engine had in its own cache at the last lookup.
-        jobs: Jobs in flight: one load, or stores.
-        has_blocks: Whether it was scheduled and has kept its blocks since.
+        local_tokens: Number of tokens in the engine's own cache at the last lookup.
+        jobs: Jobs in flight: either one load, or stores.
+        has_blocks: Whether the request was scheduled and has kept its blocks since.
         may_store: Returns whether the keys still describe the request's KV; None if they
             always do.
         store_limit: Largest number of leading tokens to store; None for no limit.
-        load_sources: Per tier index, how many tokens of the last load came from the tier.
+        load_sources: Number of tokens of the last load from each tier, by tier index.
     """
 
     __slots__ = (
@@ -111,7 +111,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Mark all chunks as not offered, so that the scheduler side offers them again."""
+        """Mark all chunks as not offered; the scheduler side then offers them again."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -127,7 +127,7 @@ class TrackedRequest:
         return Prompt(self.keys, self.local_tokens, limit)
 
     def _forget_replaced(self, hashes: Sequence[bytes]) -> None:
-        """Drop keys of tokens that were replaced when a streamed prompt was continued."""
+        """Drop the keys of replaced tokens after a streamed prompt was continued."""
         for group, (layout, keys) in enumerate(zip(self.layouts, self.keys, strict=True)):
             step = layout.hashes_per_chunk
             del keys[len(hashes) // step :]
@@ -143,7 +143,7 @@ class TrackedRequest:
 
 
 class OfferQueue:
-    """Requests in the order in which they may complete their next chunk.
+    """Requests, ordered by the earliest step that may complete their next chunk.
 
     The clock of the queue counts tokens. A step advances the clock by the largest number of
     tokens that the step computes for one request. So a request that lacks n tokens for its next
@@ -195,7 +195,7 @@ class OfferQueue:
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
-    """Return a tracked request's chunks, root to leaf, and the token count at the end of each.
+    """Return a tracked request's chunks, root to leaf, each with its end in tokens.
 
     Raises:
         UnsupportedError: ``context`` is not a :class:`TrackedRequest`.

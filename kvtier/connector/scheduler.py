@@ -1,9 +1,8 @@
 """The connector's scheduler side: decides which chunks are loaded and stored.
 
-An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
-the request got, and sends the step's jobs to the workers. The workers' results come back
-through :meth:`ConnectorScheduler.update_connector_output`. The cache knows which tier has
-the bytes of a chunk.
+An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks the
+request got, and sends the step's jobs to the workers. The workers' results come back through
+:meth:`ConnectorScheduler.update_connector_output`. Only the cache knows which tier has a chunk.
 
 Calls of one step:
 
@@ -64,7 +63,7 @@ class ConnectorScheduler:
 
     Args:
         cache: The cache. The caller reads the cache's figures and events, and shuts it down.
-        options: How the engine is set up.
+        options: The engine's settings.
 
     Attributes:
         tables: The engine's block tables; set before the first step.
@@ -101,7 +100,7 @@ class ConnectorScheduler:
         name_chunk: Callable[[ChunkKey], ChunkKey] | None = None,
         may_store: Callable[[], bool] | None = None,
     ) -> None:
-        """Start following a request; an earlier request with the same id is forgotten.
+        """Start to follow a request; it replaces an earlier request with the same id.
 
         Args:
             request: The request.
@@ -124,9 +123,9 @@ class ConnectorScheduler:
         """Return how many tokens can be loaded beyond the engine's cached tokens.
 
         Args:
-            request: A request that waits, for the first time or again. If
-                :meth:`on_new_request` has not announced it, this is a miss.
-            num_computed_tokens: Its tokens in the engine's own cache.
+            request: A request that waits, for the first time or again. A request without a call
+                of :meth:`on_new_request` gets a miss.
+            num_computed_tokens: Number of the request's tokens in the engine's own cache.
 
         Returns:
             ``(tokens, is_async)``. ``tokens`` is None if the engine should ask again in the
@@ -156,7 +155,7 @@ class ConnectorScheduler:
         Args:
             request: The request; it waits until the load is acknowledged.
             blocks: All its blocks.
-            num_external_tokens: Tokens to load; with 0 nothing is done.
+            num_external_tokens: Number of tokens to load; 0 has no effect.
 
         Raises:
             UnsupportedError: The blocks do not fit the matched tokens, or the request was not
@@ -194,7 +193,7 @@ class ConnectorScheduler:
     # -- steps ---------------------------------------------------------------------------------
 
     def pass_step(self) -> bool:
-        """End a step that only generates, if it needs no job; return whether the step ended.
+        """End a step that only generates, if it needs no job; return whether it ended.
 
         In a step that only generates, each scheduled request computes one token, no request
         starts or is preempted, and no block is allocated. After False, call
@@ -253,7 +252,7 @@ class ConnectorScheduler:
     # -- requests that end ---------------------------------------------------------------------
 
     def request_finished(self, request: EngineRequest) -> None:
-        """Offer the last chunks of an ended request to the cache, and forget the request.
+        """Offer the last chunks of an ended request to the cache; then forget the request.
 
         The engine is about to free the request's blocks. Stores that read these blocks end
         before the blocks are overwritten.
@@ -308,9 +307,10 @@ class ConnectorScheduler:
                 self._offers.add(tracked, max(tracked.next_offer_tokens - tokens, 1))
 
     def _tracked(self, request: EngineRequest) -> TrackedRequest | None:
-        """Return the state of a request; None if the engine has not announced it.
+        """Return the state of a request; None if the engine has not announced the request.
 
-        The keys of such a request could lack its adapter, so it loads and stores nothing.
+        The keys of an unannounced request could lack its adapter, so such a request neither
+        loads nor stores.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
@@ -332,7 +332,7 @@ class ConnectorScheduler:
         self._cache.end_request(tracked)
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Return whether a load in flight includes a chunk of the next ``tokens`` tokens."""
+        """Return whether a load in flight has a chunk of the next ``tokens`` tokens."""
         local, end = tracked.local_tokens, tracked.local_tokens + tokens
         return any(
             not self._loading.isdisjoint(
@@ -365,7 +365,7 @@ class ConnectorScheduler:
         return sources
 
     def _update_requests(self, step: Step) -> None:
-        """Record which requests lost their blocks and which requests start to run."""
+        """Record which requests lost their blocks and which requests started."""
         for req_id in step.preempted:
             tracked = self._requests.get(req_id)
             if tracked is not None:
@@ -383,7 +383,7 @@ class ConnectorScheduler:
     def _store(
         self, tracked: TrackedRequest, scheduled: int, states: Sequence[BoundaryState] = ()
     ) -> None:
-        """Offer a request's new chunks and begin a job for the accepted chunks."""
+        """Offer a request's new chunks; begin a job for the accepted chunks."""
         tracked.extend_keys()
         tokens = computed_tokens(tracked.request, scheduled)
         table = self.tables.get_blocks(tracked.req_id)
@@ -424,7 +424,7 @@ class ConnectorScheduler:
 def _plan_load(
     tracked: TrackedRequest, allocated: AllocatedBlocks, external_tokens: int
 ) -> tuple[list[ChunkKey], BlockSpec]:
-    """Return the chunks of the ``external_tokens`` tokens to load, and the chunks' blocks.
+    """Return the chunks of the ``external_tokens`` tokens to load, and their blocks.
 
     In each group the load begins at the first new block. Earlier blocks are in the
     engine's own cache, or outside a sliding window.

@@ -1,4 +1,4 @@
-"""The cache object that a scheduler calls; it joins the manager and a transfer engine.
+"""The cache object that a scheduler calls. It joins the manager and a transfer engine.
 
 The transfer engine moves chunks between tiers, on its own thread. The service runs in the
 scheduler's thread, where an exception kills the engine and a wait stalls every request. So the
@@ -58,8 +58,8 @@ def _or_else(
 ]:
     """Return a decorator that makes a method return ``fallback`` after an unexpected error.
 
-    Only :meth:`CacheService.end_step` has a try block instead, which saves a function call.
-    :meth:`CacheService.end_step` runs in every step, with cold CPU caches after a forward pass.
+    Only :meth:`CacheService.end_step` has a try block of its own, which saves a function call.
+    It runs in every step, with cold CPU caches after a forward pass.
     """
 
     def decorate(
@@ -94,11 +94,12 @@ class CacheService:
     Args:
         storage: The engine's tiers; closed with the service.
         tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
-        retain_s: Seconds that chunks stay in RAM after a use, unless a request sets a time.
+        retain_s: Seconds for which chunks stay in RAM after a use, unless a request sets a
+            time.
         close_timeout_s: Longest that :meth:`shutdown` may take.
 
     Attributes:
-        is_idle: Whether :meth:`end_step` would find nothing to do.
+        is_idle: Whether :meth:`end_step` would have no work.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class CacheService:
 
     @_or_else(None)
     def begin_request(self, request: RequestContext) -> None:
-        """Start following a request; an earlier request with the same id is forgotten."""
+        """Start to follow a request; it replaces an earlier request with the same id."""
         self.is_idle = False
         self._waits.forget(request.req_id)
         hints = self._hints.read(request.kv_transfer_params)
@@ -149,7 +150,7 @@ class CacheService:
 
     @_or_else(None)
     def end_request(self, request: RequestContext) -> None:
-        """Forget a request; its loads and stores in flight continue."""
+        """Forget a request. Its loads and stores in flight continue."""
         self.is_idle = False
         self._waits.forget(request.req_id)
         self._manager.end_request(request.req_id)
@@ -176,7 +177,7 @@ class CacheService:
         return None if self._is_disabled else self._manager.residence(key, req_id)
 
     def is_deferred(self, req_id: str) -> bool:
-        """Return whether a request waits for chunks, so that a lookup is useless now."""
+        """Return whether a request waits for chunks. A lookup for it is then useless."""
         return self._manager.is_deferred(req_id)
 
     @_or_else(None)
@@ -186,10 +187,10 @@ class CacheService:
         self._manager.fetch(keys, req_id)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin the chunks ``keys``, which were hits in this step, and return the load plan.
+        """Pin ``keys``, which were hits in this step, and return the load plan.
 
-        The engine accepts no refusal here, so after an error the returned plan makes the load
-        fail.
+        The engine cannot handle a refusal here. So after an error this method returns a plan
+        whose load fails.
         """
         self.is_idle = False
         plan = self._plan_load(keys, req_id)
@@ -222,8 +223,8 @@ class CacheService:
 
         Args:
             keys: The chunks of the load.
-            request: Its request, which may have ended.
-            load_id: ``load_id`` of its plan; None for the oldest load of the request.
+            request: The request of the load, which may have ended.
+            load_id: ``load_id`` of the load's plan; None for the request's oldest load.
             gds_failed: Positions of the chunks whose GDS read failed in a rank.
             gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
         """
@@ -248,7 +249,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """Let lookups find the chunks in ``keys`` that every worker recorded as complete.
+        """Let lookups find those chunks in ``keys`` that all workers recorded as complete.
 
         The request may have ended.
         """
@@ -259,7 +260,7 @@ class CacheService:
     # -- steps ---------------------------------------------------------------------------------
 
     def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
-        """Close a scheduling step: start promotions and demotions.
+        """Close a scheduling step, and start promotions and demotions.
 
         Args:
             started: Requests that were scheduled for the first time in this step.
@@ -326,10 +327,10 @@ class CacheService:
 
     @property
     def is_active(self) -> bool:
-        """Whether another step is certain: a request runs, workers copy, or work is pending.
+        """Whether another step is certain, because a request runs or work is pending.
 
-        Waiting events do not count, because the engine takes them in this step, after it read
-        the figures.
+        Waiting events do not count, because the engine takes them in this step, after the
+        figures.
         """
         manager = self._manager
         if manager.requests or manager.has_worker_jobs:
@@ -337,11 +338,11 @@ class CacheService:
         return not self._is_closed and manager.has_work()
 
     def record_copies(self, copies: Transfers) -> None:
-        """Record the workers' finished copies, so that :meth:`take_transfers` returns them."""
+        """Record the workers' finished copies for :meth:`take_transfers`."""
         self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:
-        """Return the length, in seconds, of each load wait that ended since the last call."""
+        """Return the seconds of each load wait that ended since the last call."""
         return self._waits.take()
 
     def take_reuse_gaps(self) -> list[list[float]]:
@@ -437,7 +438,8 @@ class CacheService:
     def _begin_step(self) -> None:
         """Process the results of ended jobs, once per step and before the first lookup.
 
-        A result may drop an evicted copy. After a lookup, the reported hit may need that copy.
+        A result may drop a copy of a chunk. After a lookup that would be too late, because the
+        reported hit may need that copy.
         """
         if self._step_begins:
             self._step_begins = self.is_idle = False
@@ -455,7 +457,7 @@ class CacheService:
 
     @_or_else(None)
     def _submit_now(self) -> None:
-        """Submit a load's jobs now, because workers will wait for these jobs."""
+        """Submit a load's jobs now, because workers will wait for them."""
         self._jobs.submit()
 
     @_or_else(None)
@@ -470,7 +472,7 @@ class CacheService:
         self._notices.log_policies(self._manager.policy_errors)
 
     def _retain(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """Keep ``keys`` in RAM for the time that their request or the YAML sets."""
+        """Keep ``keys`` in RAM for the time that their request or the configuration sets."""
         retain_s = self._hints.read(request.kv_transfer_params).retain_s
         if retain_s is None:
             retain_s = self._retain_s

@@ -57,14 +57,14 @@ class Storage:
     """One engine's open tiers, and the objects that move chunks between them.
 
     Attributes:
-        manager: Decides which chunks move between tiers.
-        engine: The transfer engine that moves these chunks.
+        manager: Plans the moves of chunks between tiers.
+        engine: The transfer engine that carries out these moves.
         tiers: The slower tiers, fastest first.
         pools: Threads for blocking calls, one pool for each of ``tiers``.
         region: The RAM tier.
         recorder: Writes the trace of requests; None if requests are not recorded.
-        observer: Follows requests for the recorder and the shadow policies; None if there is
-            neither a recorder nor a shadow policy.
+        observer: Follows requests for the recorder and the shadow policies; None without a
+            recorder and shadow policies.
         recovered: Number of chunks recovered from earlier engines, by tier name.
         stores: The places where the tiers keep chunks.
         gds: Reports which slots of a tier workers can read; None if GDS reads are not used.
@@ -82,9 +82,9 @@ class Storage:
     gds: GdsSlots | None = None
 
     def close(self, *, timeout_s: float) -> None:
-        """Complete the queued jobs and close everything within ``timeout_s``. Idempotent.
+        """Complete the queued jobs and close every part within ``timeout_s``. Idempotent.
 
-        If closing one part raises, the other parts are closed all the same.
+        If one part fails to close, the other parts are closed too.
         """
         deadline = Deadline(timeout_s)
         with ExitStack() as stack:  # the last callback runs first
@@ -111,9 +111,9 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     Args:
         config: The configuration.
         region: The RAM tier; owned by the result.
-        fingerprint: Settings that a chunk's bytes depend on, such as the model.
+        fingerprint: The settings that a chunk's bytes depend on, such as the model.
         tokens_per_chunk: Tokens of a chunk of the counting group.
-        groups: The part of a prefix that each KV cache group needs.
+        groups: For each KV cache group, the part of a prefix that a hit needs.
         record_events: Whether residency events have a listener.
         positions: Returns the chunks of a request, for the recorder and the shadow policies.
         counting_group: Index of the KV cache group used to count tokens.
@@ -173,9 +173,9 @@ def _open_tiers(
     fingerprint: LayoutFingerprint,
     pools: list[IoPool],
 ) -> Iterator[StorageTier]:
-    """Open and yield the slower tiers; append the thread pool of each tier to ``pools``.
+    """Open and yield the slower tiers; append each tier's thread pool to ``pools``.
 
-    Each tier has its own threads, so that a tier that hangs does not stop the others.
+    Each tier has its own threads, so that a hanging tier does not stop the others.
     """
     for options in config.tiers[1:]:
         pool = IoPool(config.transfer.io_threads, name=f"kvtier-io-{options.name}")
@@ -194,7 +194,7 @@ def _open_tiers(
 def _open_gds(
     config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
 ) -> GdsSlots | None:
-    """Prepare GDS reads of a tier; return None if they are disabled or impossible."""
+    """Prepare GDS reads of a tier; return None if disabled or impossible."""
     ranks = region.control
     for number, tier in enumerate(tiers, start=1):
         if tier.name != config.gds_tier or not isinstance(tier, PartHashKeeper):
@@ -263,10 +263,10 @@ def _routes(
 
 
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
-    """Close all tiers and wait up to ``timeout_s``. An error of a tier is only logged.
+    """Close all tiers and wait up to ``timeout_s`` seconds; log their errors.
 
-    Each tier closes in a thread of its own, because a tier with a hanging disk ignores
-    cancellation. The caller must go on, for example to report the error of a start.
+    Each tier closes in its own thread, because a tier with a hanging disk ignores cancellation.
+    The caller must be able to continue, for example to report the error of a start.
     """
     deadline = Deadline(timeout_s)
     threads = [
@@ -296,7 +296,7 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
     """Start and return the recorder; return None if the configuration asks for none.
 
     Raises:
-        ConfigError: Its directory cannot be created.
+        ConfigError: The recorder's directory cannot be created.
     """
     options = config.trace
     if options.record is None:
@@ -315,7 +315,7 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
 def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
 ) -> dict[str, int]:
-    """Give the manager the chunks of earlier engines; return the number of chunks per tier."""
+    """Give the manager the chunks of earlier engines; return their number per tier."""
     recovered: dict[str, int] = {}
     # The slowest first: a chunk that only one tier has must be demoted before its eviction.
     for number, tier in reversed(list(enumerate(tiers, start=1))):
@@ -337,7 +337,7 @@ def _retain(
 ) -> None:
     """Protect recovered chunks that must not be evicted yet, within the tiers' quotas.
 
-    If there are too many, the chunks to be kept longest come first.
+    If they exceed a quota, the chunks with the latest ends of protection come first.
     """
     now, now_s = int(datetime.now(UTC).timestamp()), time.monotonic()
     for number, (options, tier) in enumerate(

@@ -4,14 +4,14 @@ A chunk is offered once, in the step that computes its last token; the worker co
 that step. A chunk is stored whole or not at all.
 
 Groups of full attention offer every chunk. In a group with a window, a later hit uses only the
-last chunks before the token where the hit ends. These chunks are offered when they are
-computed, because the window may leave their blocks behind before the request reaches that
-token. Hits can end at multiples of the engine's retention interval, at the end of the prompt,
-and at the end of a prefix that is shared with another request. If generated tokens are stored,
-hits can also end at every chunk boundary after the prompt.
+last chunks before the hit's end. These chunks are offered when they are computed, because the
+window may pass their blocks before the request reaches that end. Hits can end at multiples of
+the engine's retention interval, at the end of the prompt, and at the end of a prefix that is
+shared with another request. If generated tokens are stored, hits can also end at every chunk
+boundary after the prompt.
 
 When a chunk is offered, its blocks are read from the engine's block table. Blocks that a window
-left behind are null blocks there, and chunks with null blocks are left out.
+has passed are null blocks there, and chunks with null blocks are left out.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Offer:
     """Chunks of one request to offer for storing.
 
     Attributes:
-        keys: Their keys, group after group.
+        keys: Keys of the chunks, group after group.
         blocks: Blocks of each chunk.
         places: Per chunk, its group's number and the index of its first block in the request.
         groups: Number of groups.
-        ends: Per group, how many leading tokens were offered, this offer included.
+        ends: Per group, the number of leading tokens offered, including this offer.
     """
 
     keys: list[ChunkKey]
@@ -50,13 +50,13 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk; all chunks of a group are added before those of the next group."""
+        """Add a chunk. All chunks of a group come before those of the next group."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))
 
     def source_of(self, accepted: Iterable[ChunkKey]) -> BlockSpec:
-        """Return the blocks of the offered chunks with keys in ``accepted``."""
+        """Return the blocks of those offered chunks whose keys are in ``accepted``."""
         wanted = set(accepted)
         block_ids: list[int] = []
         sizes = [0] * self.groups
@@ -76,8 +76,8 @@ class StoreRules:
     """Chooses the chunks to offer.
 
     Args:
-        options: The engine's setup.
-        layouts: Its KV cache groups.
+        options: The engine's settings.
+        layouts: The engine's KV cache groups.
     """
 
     def __init__(self, options: SchedulerOptions, layouts: Sequence[GroupLayout]) -> None:
@@ -97,7 +97,7 @@ class StoreRules:
 
         Args:
             tracked: The request.
-            tokens: Tokens with KV in the engine after this step.
+            tokens: Number of leading tokens with KV in the engine after this step.
             table: The request's blocks now.
             states: Recurrent states that the engine offers in this step.
         """
@@ -134,7 +134,7 @@ class StoreRules:
         return tokens if tokens <= limit else math.inf
 
     def _end(self, tracked: TrackedRequest, number: int, tokens: int) -> int:
-        """Return how many leading tokens of a group have final KV."""
+        """Return how many leading tokens of a request have final KV in a group."""
         layout, request = self._layouts[number], tracked.request
         end = min(tokens, len(tracked.keys[number]) * layout.tokens_per_chunk)
         is_decoding = tokens > request.num_prompt_tokens and not request.is_finished()
@@ -175,7 +175,7 @@ class StoreRules:
                 offer.add(tracked.keys[number][chunk], (state.block_id,), number, chunk)
 
     def _next_end(self, request: EngineRequest, layout: GroupLayout, offered: int) -> float:
-        """Return the end of the next chunk that later hits can use; infinity if none exists."""
+        """Return the end of the next chunk that later hits can use; infinity if none."""
         size = layout.tokens_per_chunk
         chunk = offered // size
         if layout.group.reach is Reach.PREFIX:
@@ -187,7 +187,7 @@ class StoreRules:
         return min((chunk + 1) * size, boundary)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
-        """Return the indices of the new chunks before ``end`` that later hits can use."""
+        """Return the indices of chunks not offered yet that a later hit can use."""
         layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         start, stop = offered // size, end // size
@@ -204,7 +204,7 @@ class StoreRules:
         return chunks
 
     def _boundaries(self, request: EngineRequest, start: int) -> Iterator[int]:
-        """Yield token counts after ``start`` where hits can end, ascending; may never stop."""
+        """Yield token counts after ``start`` where hits can end, ascending; may be endless."""
         step, retention = self._alignment_tokens, self._retention_tokens
         if retention is None:
             yield from count(start - start % step + step, step)
@@ -226,7 +226,7 @@ def computed_tokens(request: EngineRequest, scheduled: int) -> int:
 
     Args:
         request: The request.
-        scheduled: Tokens that this step computes for it.
+        scheduled: Number of tokens that this step computes for the request.
     """
     if request.is_finished():
         # The last token may have been sampled only, and an aborted request may not have

@@ -26,7 +26,8 @@ class TierJobs:
 
     Args:
         storage: The engine's tiers.
-        report_error: Called with the name of a failed call and the unexpected error.
+        report_error: Called after an unexpected error, with the name of the failed call and the
+            error.
 
     Attributes:
         transfers: Ended transfers between tiers.
@@ -68,7 +69,7 @@ class TierJobs:
         return jobs
 
     def forget_corrupt(self) -> None:
-        """Make the tiers forget corrupt chunks, so that no restart brings them back."""
+        """Make the tiers forget corrupt chunks, so that no restart recovers them."""
         for tier, slot in self._manager.take_corrupt():
             try:
                 self._tiers[tier - 1].forget((slot,))
@@ -76,7 +77,7 @@ class TierJobs:
                 self._report_error("forget_corrupt", error)
 
     def update_service(self) -> None:
-        """Report to the manager which tiers must not be read for now."""
+        """Report to the manager which tiers cannot be read for now."""
         suspended = frozenset(
             self._numbers[source]
             for source, destination in self._engine.out_of_service()
@@ -88,7 +89,7 @@ class TierJobs:
             self._manager.set_out_of_service(suspended)
 
     def reset_tiers(self) -> bool:
-        """Empty the slower tiers durably; return whether every tier was emptied."""
+        """Empty the slower tiers durably; return whether all were emptied."""
         try:
             resets = {tier.name: tier.reset for tier in self._tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)

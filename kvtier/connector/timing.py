@@ -1,4 +1,4 @@
-"""Times that the scheduler side measures: engine steps, and requests that wait for loads."""
+"""Durations that the scheduler side measures: engine steps, and waits for loads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StepClock:
     """Measures how long engine steps take, in the scheduler's process.
 
     A step begins when it is scheduled. If the engine schedules ahead, the step begins when the
-    step before it ends. A step ends when its output arrives. Idle time belongs to no step.
+    previous step ends. A step ends when its output arrives. Idle time is excluded.
 
     Most steps have no prompt tokens. The end of such a step is measured only if the next step
     is scheduled already, because the next step begins at that time.
 
     Args:
-        clock: Seconds, monotonic.
+        clock: Returns seconds; monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,8 +40,8 @@ class StepClock:
         """Record that the oldest scheduled step ended.
 
         Returns:
-            The step's prompt tokens and seconds; None if the step had no prompt tokens, or no
-            step was scheduled.
+            The number of the step's prompt tokens, and its seconds. None if the step had no
+            prompt tokens, or no step was scheduled.
         """
         ahead = self._ahead
         if not ahead:
@@ -59,7 +59,7 @@ class LoadWaits:
     """Measures how long each request waits for its chunks to be loaded.
 
     Args:
-        clock: Seconds, monotonic.
+        clock: Returns seconds; monotonic.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,7 +86,7 @@ class LoadWaits:
         self._began_s.pop(req_id, None)
 
     def take(self) -> list[float]:
-        """Return the latest waits that ended since the last call, in seconds."""
+        """Return the most recent waits that ended since the last call, in seconds."""
         taken = list(self._ended)
         self._ended.clear()
         return taken

@@ -30,7 +30,7 @@ class Transfers:
     """Transfers by type. Not thread-safe.
 
     Attributes:
-        by_type: Per transfer type, (bytes, seconds) of each transfer.
+        by_type: Per transfer type, the number of bytes and the seconds of each transfer.
 
     Example:
         >>> transfers = Transfers()
@@ -50,13 +50,13 @@ class Transfers:
         Args:
             source: Name of the source, such as ``gpu``.
             destination: Name of the destination, such as ``ram``.
-            nbytes: Bytes that reached the destination.
-            seconds: Run time, queueing excluded.
+            nbytes: Number of bytes that reached the destination.
+            seconds: Run time in seconds, without the time in the queue.
         """
         self._extend(transfer_type_of(source, destination), [(nbytes, seconds)])
 
     def add(self, other: Transfers) -> None:
-        """Add all transfers of ``other`` to these transfers; ``other`` stays unchanged."""
+        """Add all transfers of ``other`` to this object; ``other`` stays unchanged."""
         for transfer_type, records in other.by_type.items():
             self._extend(transfer_type, records)
 
@@ -66,7 +66,7 @@ class Transfers:
         return Transfers(taken)
 
     def totals(self) -> dict[str, tuple[int, float]]:
-        """Return the sum of bytes and of seconds by type."""
+        """Return the sums of bytes and of seconds by type."""
         return {
             transfer_type: (sum(size for size, _ in records), sum(time for _, time in records))
             for transfer_type, records in self.by_type.items()

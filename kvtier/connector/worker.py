@@ -4,18 +4,17 @@ Calls of one step, all on the engine's thread:
 
 1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. It submits the stores
    deferred in the step before. It waits only for the stores in ``jobs_to_flush``, because their
-   blocks are about to be overwritten. A store ends when its bytes are in RAM.
-2. The forward pass.
-3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
-4. :meth:`~ConnectorWorker.defer_stores`. Storing the KV of this forward pass starts in the
-   next step, so that tokens are sampled and sent first.
-5. :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
+   blocks are about to be overwritten. A store ends when its bytes are in RAM. 2. The forward
+   pass. 3. :meth:`~ConnectorWorker.start_load`, for requests that are not in the batch because
+   they wait. 4. :meth:`~ConnectorWorker.defer_stores`. Storing the KV of this forward pass
+   starts in the next step, so that tokens are sampled and sent first. 5.
+   :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
 
 A step without a forward pass makes the same calls.
 
-Every job is acknowledged, failed ones too, because its blocks and slots are reusable only then.
-The control block records whether a store is whole. :attr:`WorkerOutput.failed_loads` names
-failed loads, with the blocks that have invalid content.
+Every job is acknowledged, even a failed one: only then can its blocks and slots be reused. The
+control block records whether a store is whole. :attr:`WorkerOutput.failed_loads` names failed
+loads, with the blocks that have invalid content.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ConnectorWorker:
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Submit deferred stores; wait for stores that read blocks about to be overwritten.
+        """Submit deferred stores; wait for stores whose blocks will be overwritten.
 
         A store that does not end in time, or is in ``lost_stores``, never counts as whole.
         """
@@ -128,7 +127,7 @@ class ConnectorWorker:
         return output
 
     def wait_for_stores(self) -> bool:
-        """Wait until no store job reads blocks any more, or until a time limit passes.
+        """Wait until no store reads blocks any more, at most for the time limit.
 
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
@@ -160,7 +159,7 @@ class ConnectorWorker:
         purpose: Purpose,
         start: Callable[[JobId, TransferJob], None],
     ) -> None:
-        """Start a job; a job that cannot be started is reported as failed."""
+        """Start a job; if it cannot start, report it as failed."""
         self._submitted += 1
         try:
             start(job_id, job)

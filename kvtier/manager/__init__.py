@@ -5,19 +5,20 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
 * :mod:`~kvtier.manager.lookup` finds hits by the rules of :mod:`~kvtier.manager.hits`.
 * :mod:`~kvtier.manager.promote` decides which chunks of a hit are promoted to RAM, and for
   which request. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin
-  budget. :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, using
-  :mod:`~kvtier.manager.estimates`.
-* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do, with
-  :mod:`~kvtier.manager.gds` for reads past RAM.
+  budget. :mod:`~kvtier.manager.cost_model` decides whether a load is faster than computing,
+  using :mod:`~kvtier.manager.estimates`.
+* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan the workers' jobs.
+  :mod:`~kvtier.manager.gds` describes reads from a tier into a GPU without RAM.
 * :mod:`~kvtier.manager.demote` decides which chunks are copied to slower tiers.
 * :mod:`~kvtier.manager.storage_jobs` plans the jobs of promotions and demotions.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
 * :mod:`~kvtier.manager.quarantine` empties the tiers at a reset.
 
-These modules share the :mod:`~kvtier.manager.tier_stack`: its tiers
+These modules share the :mod:`~kvtier.manager.tier_stack`, which has the tiers
 (:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`) and the
 :mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt.
-:mod:`kvtier.connector.build` makes a manager from a configuration, which no module here reads.
+:mod:`kvtier.connector.build` makes a manager from a configuration. The modules here do not read
+the configuration.
 """
 
 from __future__ import annotations

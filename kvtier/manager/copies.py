@@ -9,7 +9,7 @@ together.
 For each request, an engine lists the chunks of one KV cache group after another, each from root
 to leaf. *Prompt order* merges the groups: all chunks from root to leaf.
 
-Groups may have chunks of different lengths. The functions here assume that the given chunks
+Groups may have chunks of different lengths. The functions of this module assume that the chunks
 cover the same tokens in every group. So a chunk's relative position in its group (``i`` of
 ``n``) gives the token where the chunk ends.
 """
@@ -40,10 +40,10 @@ _parent_of = operator.attrgetter("parent")
 
 
 class CopyList(NamedTuple):
-    """Chunk copies in one tier that are handled together, such as those of one request.
+    """Chunk copies in one tier, handled together, such as those of one request.
 
-    Keys and slots are kept beside the copies because reading them from every copy again is
-    expensive. The lists are never changed.
+    The object has the keys and the slots too, because reading them from every copy again is
+    slow. The lists are never changed.
 
     Attributes:
         copies: The copies.
@@ -79,7 +79,7 @@ class CopyList(NamedTuple):
 
     @staticmethod
     def join(lists: Sequence[CopyList]) -> CopyList:
-        """Return the concatenation of ``lists``; there must be at least one list."""
+        """Return the concatenation of ``lists``, at least one list."""
         if len(lists) == 1:
             return lists[0]
         return CopyList(
@@ -140,7 +140,7 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
 def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     """Return the copies of each prompt, in prompt order.
 
-    Chunks after a gap count as another prompt.
+    Chunks after a gap count as a new prompt.
 
     Args:
         copies: Sorted by prompt, then by group, then from root to leaf.

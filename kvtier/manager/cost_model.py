@@ -1,23 +1,23 @@
-"""Decides whether a load is worth its time: chunks that are faster to compute are not loaded.
+"""Decides whether to load chunks or compute them, by comparing the expected times.
 
-A slower tier usually returns a chunk in a fraction of the time that computing it takes. A disk
-that is busy, worn or remote may be slower, and then a cache makes requests slower. So before
-chunks are promoted for a request, the time to load them is compared with the time to compute
+Usually a load from a slower tier takes a fraction of the time to compute the chunk. But a busy,
+worn or remote disk may be slower than computing, and then a cache makes requests slower. So
+before chunks are promoted for a request, their load time is compared with the compute time of
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
-**Which head.** A *head* is the first chunks of a hit. The loaded head minimizes its load time
-minus ``margin`` x its compute time. A loaded head saves its tokens even if the tail is not
-loaded; a tail without its head saves none. Chunks in RAM cost nothing, but are useless without
-all chunks before them. The times of several tiers are added although loads may overlap. With a
-sum, a tier that slows down never makes the chosen head longer; with a maximum it could. A head
-is cut so that the load from each tier ends well before the deadline. A request would wait in
-vain for chunks that miss the deadline.
+**Choice of the head.** A *head* is the first chunks of a hit. The chosen head has the smallest
+difference of load time and ``margin`` x compute time. A loaded head saves its tokens even if
+the tail is not loaded; a tail without its head saves none. Chunks in RAM need no load time, but
+are useless without all chunks before them. The times of several tiers are added although loads
+may overlap. With a sum, a tier that slows down never makes the chosen head longer; with a
+maximum it could. A head is cut so that the load from each tier ends well before the deadline,
+because a request would wait in vain for later chunks.
 
-**Unknown costs.** While nothing is known about a tier, its chunks are loaded, because the
+**Unknown costs.** Before the first measurement of a tier, its chunks are loaded, because the
 deadline bounds the cost. A *sample* measures a tier again: a load of at most 16 MiB, or of one
-larger chunk, while nothing else is loaded from the tier. To decide about a sample, the estimate
-is halved for every ten seconds since the last measurement. So the recovery of a tier is
-noticed, and the slower a tier is, the less often it is sampled.
+larger chunk, during which the tier has no other load. For the decision about a sample, the
+estimate is halved for every ten seconds since the last measurement. So a recovered tier is
+noticed, and slow tiers are sampled rarely.
 
 If the estimate of a tier is only a lower bound, only samples are loaded from the tier until a
 sample arrives. Otherwise a series of ever smaller loads would miss their deadlines. With
@@ -44,7 +44,7 @@ estimate is a mean, and even a slightly late job moves its bytes in vain."""
 
 
 class SkipCause(enum.Enum):
-    """Reasons why an engine computes chunks although a tier could provide the chunks."""
+    """Reasons to compute chunks although a tier could provide them."""
 
     SLOWER = enum.auto()
     """Computing was expected to be faster."""
@@ -60,15 +60,15 @@ class LoadChoice:
 
     Attributes:
         cause: Reason for the decision.
-        kept: Number of leading chunks that are loaded.
-        tokens_per_chunk: Prompt tokens per chunk, on average.
+        kept: Number of leading chunks to load.
+        tokens_per_chunk: Mean number of prompt tokens per chunk.
         skipped: Number of skipped chunks, by the index of their tier.
-        tokens: Prompt tokens that are computed although their chunks were found.
-        load_s: Estimated time to load all chunks.
-        recompute_s: Estimated time to compute all chunks.
+        tokens: Number of prompt tokens that are computed although their chunks were found.
+        load_s: Estimated seconds to load all chunks.
+        recompute_s: Estimated seconds to compute all chunks.
         nbytes: Bytes of all chunks in slower tiers.
-        queued_nbytes: Bytes queued in the tiers before this load.
-        max_load_s: Longest time that a load from one tier may take.
+        queued_nbytes: Bytes in the tiers' queues before this load.
+        max_load_s: Longest permitted seconds of a load from one tier.
     """
 
     cause: SkipCause
@@ -88,10 +88,10 @@ class CostFigures:
     """The current estimates and the loads skipped so far.
 
     Attributes:
-        load_costs: Cost of a load per tier; None where nothing was measured.
-        recompute_s_per_token: Time to compute a token; None if nothing was measured.
-        skipped_chunks: Chunks skipped, per tier.
-        skipped_tokens: Prompt tokens of these chunks, per tier.
+        load_costs: Cost of a load, per tier; None without a measurement.
+        recompute_s_per_token: Seconds to compute a token; None without a measurement.
+        skipped_chunks: Number of skipped chunks, per tier.
+        skipped_tokens: Number of prompt tokens of the skipped chunks, per tier.
         last: The latest decision to skip or cut a load.
     """
 
@@ -103,15 +103,15 @@ class CostFigures:
 
 
 class CostModel:
-    """Decides how much of a prefix to load, using the times of earlier loads and steps.
+    """Decides how much of a prefix to load, from the times of earlier loads and steps.
 
-    It reads no clock: the caller passes the time. One object serves one manager.
+    The caller passes the time. One object serves one manager.
 
     Args:
         tiers: Number of tiers, RAM included.
         chunk_nbytes: Bytes moved per chunk.
-        chunk_tokens: Tokens that loading a chunk saves; 0 makes every load worth its time.
-        recompute_s_per_token: Time to compute a token; None to measure it.
+        chunk_tokens: Number of tokens that the load of a chunk saves; 0 to skip no load.
+        recompute_s_per_token: Seconds to compute a token; None to measure this time.
         margin: Longest load time, as a multiple of the compute time; infinite for no limit.
 
     Attributes:
@@ -154,7 +154,7 @@ class CostModel:
 
         Args:
             result: The result.
-            timeout_s: Deadline of this job and of later loads.
+            timeout_s: Timeout of this job and of later loads.
             now: Seconds on the clock of :meth:`choose`.
         """
         job = self._jobs.pop(result.job_id, None)
@@ -180,15 +180,16 @@ class CostModel:
         """Record that a step of the engine computed ``tokens`` prompt tokens.
 
         Args:
-            tokens: Prompt tokens of the step; a step with few prompt tokens is ignored.
-            seconds: Time of the step.
+            tokens: Number of prompt tokens of the step; a step with few prompt tokens is
+                ignored.
+            seconds: Duration of the step.
             now: Seconds on the clock of :meth:`choose`.
         """
         self._computing.record(tokens, seconds, now)
 
     @property
     def recompute_s_per_token(self) -> float | None:
-        """Seconds to compute a prompt token; None if nothing was measured."""
+        """Seconds to compute a prompt token; None without a measurement."""
         if self._fixed_s_per_token is not None:
             return self._fixed_s_per_token
         return self._computing.s_per_token
@@ -196,14 +197,14 @@ class CostModel:
     # -- deciding ---------------------------------------------------------------------------
 
     def choose(self, sources: Sequence[int], *, counted: int, now: float) -> LoadChoice | None:
-        """Decide how many chunks of a request's hit are worth loading.
+        """Decide how many chunks of a request's hit to load.
 
         Args:
             sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
                 RAM or on their way there.
             counted: Number of chunks in the counting group. If ``sources`` has more, there are
-                several KV cache groups. Then all chunks are loaded, a sample, or none, because
-                a head of one group is useless.
+                several KV cache groups. Then the choice is all chunks, a sample or no chunk,
+                because a head of one group is useless.
             now: Seconds on a monotonic clock.
 
         Returns:
@@ -238,7 +239,7 @@ class CostModel:
         return candidate.choice(kept, tokens_per_chunk, cause)
 
     def record_skip(self, choice: LoadChoice | None) -> None:
-        """Count the chunks that ``choice`` skips; if ``choice`` is None, count nothing."""
+        """Count the chunks that ``choice`` skips; None counts no chunk."""
         if choice is None:
             return
         self.last = choice
@@ -248,7 +249,7 @@ class CostModel:
 
     @property
     def skipped_chunks(self) -> int:
-        """Chunks skipped so far."""
+        """Number of chunks skipped so far."""
         return sum(self._skipped_chunks)
 
     def figures(self) -> CostFigures:
@@ -302,13 +303,13 @@ class _Candidate:
 
     Attributes:
         sources: Index of the tier of each chunk; 0 for RAM.
-        is_divisible: Whether a head of the prefix is useful.
+        is_divisible: Whether a head of the prefix is useful by itself.
         chunk_nbytes: Bytes moved per chunk.
-        recompute_s: Time to compute a chunk.
+        recompute_s: Seconds to compute a chunk.
         margin: Longest load time, as a multiple of the compute time.
-        costs: Cost of a load from each slower tier that was measured.
-        queued_nbytes: Bytes queued before this load, by tier.
-        max_load_s: Longest time that a load from one tier may take.
+        costs: Cost of a load from each measured slower tier.
+        queued_nbytes: Bytes in each tier's queue before this load.
+        max_load_s: Longest permitted seconds of a load from one tier.
     """
 
     sources: Sequence[int]
@@ -348,7 +349,7 @@ class _Candidate:
         return best
 
     def cause(self, best: int) -> SkipCause:
-        """Return the reason why the best head is not longer."""
+        """Return the reason why the load ends after the best head."""
         unlimited = self.best_head(self.costs, max_load_s=math.inf)
         return SkipCause.LATE if unlimited > best else SkipCause.SLOWER
 

@@ -3,12 +3,12 @@
 A chunk that a slower tier must still receive is dirty and cannot be evicted. With write-through
 the chunk is dirty from the end of its store until the slower tier has it. With write-on-evict
 the chunk also becomes dirty at the end of its store, but is copied only when free slots are low
-(:class:`_Reclaimer`). Either way an eviction never waits for a disk, and a chunk that could not
-be copied is counted as lost.
+(:class:`_Reclaimer`). In both modes an eviction never waits for a disk, and a chunk whose copy
+failed counts as lost.
 
 When a slower tier cannot keep up with new chunks, its backlog grows. Beyond a bound the newest
-chunks are not queued: they stay hits in RAM, but are lost when evicted. The bound protects the
-heads of prefixes, because tails are useless without heads, and it keeps RAM for chunks in use.
+chunks are not queued: they stay hits in RAM, but are lost when evicted. So the queue keeps the
+heads of prefixes, without which tails are useless, and RAM keeps room for chunks in use.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class Demoter:
                     self._drain(index)
 
     def flush_all(self) -> None:
-        """Plan demotion jobs for every dirty copy in RAM; for an orderly shutdown.
+        """Plan demotion jobs for every dirty copy in RAM, before an orderly shutdown.
 
-        Retained copies and copies that are being loaded are demoted too.
+        Retained copies, and copies with a load in progress, are demoted too.
         """
         coming = chain(self.waiting(), self._jobs.sources(self._ram))
         on_their_way = set(map(id, coming))
@@ -113,7 +113,7 @@ class Demoter:
         self.end_step()
 
     def waiting(self) -> Iterator[ChunkCopy]:
-        """Yield the copies that wait for a demotion job; some may have been dropped."""
+        """Yield the copies that wait for a demotion job, including dropped ones."""
         return chain.from_iterable(listed.copies for queue in self._queues for listed in queue)
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
@@ -122,7 +122,7 @@ class Demoter:
         self.add_sole_copies(self._stack.tiers[record.destination], arrived)
 
     def clear(self) -> None:
-        """Unpin and forget all queued copies, and clear the in-flight counts; for a reset."""
+        """Unpin and forget all queued copies, and clear the in-flight counts, after a reset."""
         self._ram.unpin(self.waiting())
         for queue in self._queues:
             queue.clear()
@@ -148,8 +148,7 @@ class Demoter:
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
         """Return the head of ``listed`` that fits in the backlog of tier ``target``.
 
-        The backlog is bounded. The other copies are counted as dropped and lost. Returns None
-        if no copy fits.
+        The other copies are counted as dropped and lost. Returns None if no copy fits.
         """
         stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
@@ -184,18 +183,18 @@ class Demoter:
     def _can_free_at_once(self, index: int) -> bool:
         """Return whether tier ``index`` may evict for its whole queue at once.
 
-        If not, the tier evicts for one job at a time: when slots run out, only the chunks of
-        that job are lost. A policy that tracks misses also needs this, because its decisions
-        depend on the order of evictions and insertions.
+        If not, the tier evicts for one job at a time. If slots run out, only the chunks of that
+        job are lost. A policy that tracks misses always needs one job at a time, because its
+        decisions depend on the order of evictions and insertions.
         """
         target = self._stack.tiers[index]
         return not target.eviction.tracks_misses and self._queued[index] <= target.available
 
     def _dequeue(self, index: int, chunks: int) -> CopyList | None:
-        """Dequeue up to ``chunks`` of the oldest copies that tier ``index`` still needs.
+        """Dequeue up to ``chunks`` of the oldest copies that tier ``index`` still lacks.
 
         Returns:
-            The copies; None if nothing was dequeued.
+            The copies; None if the queue has no such copy.
         """
         queue = self._queues[index]
         taken: list[CopyList] = []
@@ -229,8 +228,8 @@ class Demoter:
 class _Targets:
     """Asks the placement policy which slower tiers must receive copies.
 
-    A method asks about many copies in one call, because the policy nearly always gives the same
-    answer for all of them.
+    Each method asks about many copies in one call, because the policy nearly always gives the
+    same answer for all of them.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -242,8 +241,8 @@ class _Targets:
         """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
-            First, (target tier, copies) for each tier that must receive copies now. Second, the
-            other copies of chunks that no slower tier has.
+            Two values: (target tier, copies) for each tier that must receive copies now; and
+            the other copies of chunks that no slower tier has.
         """
         stack, new = self._stack, listed.copies
         if stack.has_any(listed.keys, slower_than=0):
@@ -274,8 +273,8 @@ class _Targets:
             source: Index of that tier.
 
         Returns:
-            Copies by the index of the receiving tier; under None, copies that no slower tier
-            receives.
+            Copies by the index of the receiving tier. The key None has the copies that no
+            slower tier receives.
         """
         if not copies:
             return {}
@@ -331,7 +330,7 @@ class _DemotionJobs:
 
         Returns:
             The number of leading copies for which a job was planned. The caller must have
-            pinned each copy once; the job removes that pin at its end.
+            pinned each copy once. The job removes this pin at its end.
         """
         target = self._stack.tiers[index]
         chunks = len(listed.copies)
@@ -350,10 +349,10 @@ class _DemotionJobs:
     def room(self, index: int) -> int:
         """Return how many chunks may be sent to tier ``index`` now.
 
-        If all slots of the tier are pinned, no chunk is sent: the victims wait. While chunks
-        are being moved from the tier to RAM, only free slots count: the victims wait for the
-        slots of the moved chunks. If the tier has no slots at all, chunks are sent and lost,
-        because waiting would not help.
+        If all slots of the tier are pinned, the victims wait. While moves from the tier to RAM
+        are in flight, only free slots count, and the victims wait for the slots of the moved
+        chunks. If the tier has no slots at all, chunks are sent and lost, because waiting would
+        not help.
         """
         target = self._stack.tiers[index]
         queue = self._stack.limits.queue - self.in_flight[index]
@@ -398,7 +397,7 @@ class _DemotionJobs:
                 yield from record.sources.copies
 
     def clear(self) -> None:
-        """Set the in-flight counts to 0; for a reset of the cache."""
+        """Set the in-flight counts to 0, after a reset of the cache."""
         self.in_flight = [0] * len(self.in_flight)
 
     def _evict_leaving(self, tier: TierState, listed: CopyList) -> None:
@@ -418,11 +417,11 @@ class _DemotionJobs:
 
 
 class _Reclaimer:
-    """Implements write-on-evict: keeps slots of every tier free by demoting its best victims.
+    """Implements write-on-evict: keeps some slots of every tier free by demoting victims.
 
-    A new chunk is dirty if a slower tier must receive it, but is not copied while slots are
-    free. When free slots are low, the best victims leave the eviction order. A victim is
-    evicted at once if a slower tier has the chunk, else after the chunk was copied.
+    A new chunk is dirty if a slower tier must receive it, but is not copied while enough slots
+    are free. When free slots are low, the best victims leave the eviction order. A victim is
+    evicted at once if a slower tier has the chunk, else after a copy of the chunk.
 
     Attributes:
         tiers: The tiers whose victims are demoted.
@@ -459,7 +458,7 @@ class _Reclaimer:
         """Demote victims of ``tier`` until enough slots are free or about to be free.
 
         Slots with idle copies do not count as free. Otherwise all idle copies would be evicted
-        first, including the newest promoted chunks, which were just used.
+        first, including the most recently promoted chunks.
         """
         stack = self._stack
         wanted = max(self._reserve[tier.index], tier.requested_slots)

@@ -1,25 +1,24 @@
-"""Estimates of how long loading and computing take, from measurements.
+"""Estimates the times of loading and computing, from measurements.
 
 *Loading.* The time from the submission of a job to its result is modelled as a start time plus
-a time per byte. The bytes include those queued in the tier before the job, because a request
-waits for them too. Each sample counts by its relative error, so small and large jobs have equal
-weight. The weight of a sample falls with every later sample and with time (least squares with
-forgetting: the scalar case in Ljung, "System Identification", 1999, chapter 11). A load that
-missed its deadline gives only a lower bound (it is censored, as in Tobin, "Estimation of
-relationships for limited dependent variables", 1958). As a plain sample, it would claim that
-its bytes take no longer than the deadline. So such a load only scales up start time and rate,
-and only if the estimate for it is below the deadline. A job that never left the queue gives no
-measurement.
+a time per byte. The bytes include the tier's queue before the job, because a request waits for
+it too. The fit uses relative errors, so small and large jobs have equal weight. The weight of a
+sample falls with every later sample and with time (least squares with forgetting: the scalar
+case in Ljung, "System Identification", 1999, chapter 11). A load that missed its deadline gives
+only a lower bound (a censored sample, as in Tobin, "Estimation of relationships for limited
+dependent variables", 1958). As an ordinary sample, its duration would equal the deadline, which
+is too low. So such a load only scales up start time and rate, and only if their estimate of its
+duration is below the deadline. A job that never left the queue gives no measurement.
 
 *Computing.* The time per token is the seconds of engine steps divided by their prompt tokens;
 recent steps weigh most. The last tokens of long prompts take longer because of attention. The
-mean covers that if prompts have similar lengths; for a prompt much longer than usual the
-estimate is too low. The engine is shared: work of ``s`` seconds takes ``s / (1 - u)`` on an
-engine that is busy for a fraction ``u`` of the time, as under processor sharing (Kleinrock,
-"Time-shared Systems", 1967). Without this factor, loads would be skipped where they help most:
-even a load that takes slightly longer than computing keeps the engine free for other waiting
-requests. In replayed traces the factor gave the shortest waits, or nearly so, at every speed of
-the disk.
+mean includes this effect if prompts have similar lengths. For a much longer prompt the estimate
+is too low. The engine is shared: work of ``s`` seconds takes ``s / (1 - u)`` on an engine that
+is busy for a fraction ``u`` of the time, as under processor sharing (Kleinrock, "Time-shared
+Systems", 1967). Without this factor, loads would be skipped on a busy engine, where they help
+most: even a load that takes slightly longer than computing frees the engine for other requests.
+In replayed traces, this factor gave the shortest or nearly the shortest waits at every disk
+speed.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ _MAX_SPECULATED: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """The time that loading from a tier takes.
+    """The time of a load from a tier.
 
     Attributes:
-        start_s: Seconds that every load takes, whatever its size.
+        start_s: Seconds that every load takes, for any size.
         s_per_byte: Additional seconds per byte.
     """
 
@@ -125,7 +124,7 @@ class LoadEstimate:
     def optimistic_cost(self, now: float) -> LoadCost | None:
         """Return the fitted cost, halved every ten seconds after the last sample.
 
-        So a tier that was slow is tried again. Returns None before the first sample.
+        So a slow tier is tried again after some time. Returns None before the first sample.
         """
         cost = self.cost()
         if cost is None:
@@ -143,7 +142,7 @@ class ComputeEstimate:
         self._seconds = self._tokens = self._busy_s = self._ended_s = 0.0
 
     def record(self, tokens: int, seconds: float, now: float) -> None:
-        """Add a step with ``tokens`` prompt tokens; ignore the step if ``tokens`` is small."""
+        """Add a step with ``tokens`` prompt tokens; ignore a step with few of them."""
         if tokens < _MIN_TOKENS or seconds <= 0.0:
             return
         lasting = _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)
@@ -159,7 +158,7 @@ class ComputeEstimate:
         return self._seconds / self._tokens if self._tokens else None
 
     def sharing_factor(self, now: float) -> float:
-        """Return how many times longer computing takes because the engine is shared."""
+        """Return the factor by which computing takes longer because the engine is shared."""
         busy_s = self._busy_s * _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)
         return 1.0 / (1.0 - min(busy_s * math.log(2.0) / _BUSY_HALF_LIFE_S, _MAX_BUSY))
 
@@ -178,5 +177,5 @@ def prompt_tokens(scheduled: Iterable[int]) -> int:
 
 
 def _halved(age_s: float, half_life_s: float) -> float:
-    """Return the fraction of a weight that is left after ``age_s`` seconds."""
+    """Return the remaining fraction of a weight after ``age_s`` seconds."""
     return math.pow(0.5, max(age_s, 0.0) / half_life_s)

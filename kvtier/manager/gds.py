@@ -1,9 +1,9 @@
 """GDS reads: chunks that workers read from an NVMe tier straight into their blocks.
 
-GDS is GPUDirect Storage. A chunk read in this way needs no RAM slot and no job between tiers.
-Its copy in the tier is pinned from the plan of the load until all workers have acknowledged the
-load. A worker verifies the bytes that it reads: when the chunk was stored, each worker computed
-the hash of its part of the chunk. A chunk without hashes is loaded through RAM.
+GDS is GPUDirect Storage. A GDS read of a chunk needs no RAM slot and no job between tiers. The
+chunk's copy in the tier is pinned from the plan of the load until all workers have acknowledged
+the load. When a chunk is stored, each worker hashes its part of the chunk. A GDS read verifies
+the bytes against this hash. A chunk without hashes is loaded through RAM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["GdsPlan", "GdsSource"]
 
 
 class GdsSource(Protocol):
-    """Tells which slots of one tier workers can read. No method waits."""
+    """Reports which slots of one tier workers can read. The methods return at once."""
 
     @property
     def tier(self) -> int:

@@ -1,18 +1,19 @@
 """Grants: the phase of each request, the RAM copies pinned for it, and the pin budget.
 
 The next promotion may evict an unpinned promoted chunk. So every chunk that a waiting request
-will load is *granted* to the request: the chunk is pinned, whether whole or still on its way. A
-chunk may be granted to many requests. A request is *settled* when all its chunks have arrived
-or failed. Its grants end when its load is planned, because a load has its own pins. They also
-end when the request starts without a load, is preempted or ends. After a number of steps
-without a lookup they end too, because the engine may have forgotten the request silently.
+will load is *granted* to the request: its RAM copy is pinned, even while the bytes are on their
+way. A chunk may be granted to many requests. A request is *settled* when all its chunks have
+arrived or failed. A request's grants end when its load is planned, because a load has its own
+pins. They also end when the request starts without a load, is preempted or ends. They end after
+a number of steps without a lookup too, because the engine may have dropped the request without
+a report.
 
 The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
-promotions, and *reservations* for direct loads of this step. So even if a tier hangs, other
-requests get RAM slots. A reservation is only a number of slots: nothing is evicted yet, because
-the request may not be scheduled. The RAM copies that a reserved load will read are not pinned
-either, but count as unavailable. So an engine should plan each load right after its lookup. If
-a chunk finds no slot when its load is planned, only that load fails.
+promotions, and *reservations* for direct loads of this step. So other requests get RAM slots
+even if a tier hangs. A reservation is only a number of slots. It evicts no chunk yet, because
+the request may not be scheduled. It does not pin the RAM copies that the load will read, but
+they count as unavailable. So an engine should plan each load right after its lookup. If a slot
+is missing when a load is planned, only that load fails.
 
 Only :class:`Grants` changes a request's phase, a copy's grants and the use of the pin budget.
 """
@@ -65,13 +66,13 @@ class SharedAccess:
     """What a request knows about its chunks in the shared tier."""
 
     UNKNOWN: ClassVar[int] = 0
-    """It has not asked."""
+    """The request has not asked."""
     ASKED: ClassVar[int] = 1
-    """It waits for the answer."""
+    """The request waits for the answer."""
     READABLE: ClassVar[int] = 2
-    """The tier has some of its chunks."""
+    """The tier has some of the request's chunks."""
     NONE: ClassVar[int] = 3
-    """It reads nothing from the tier."""
+    """The request reads no chunk from the tier."""
 
 
 class RequestState:
@@ -87,20 +88,20 @@ class RequestState:
         shared: One of :class:`SharedAccess`; written by
             :class:`~kvtier.manager.questions.Questions`.
         wanted: Chunks that the request waits for, in the order of its load.
-        wanted_since_s: Time when the request was queued.
-        deferred_steps: Steps since the request entered its phase.
-        looked_up_at: Step of the last lookup; or the step in which the request was settled, if
-            that was later.
+        wanted_since_s: Time when the request was queued, in seconds.
+        deferred_steps: Number of steps since the request entered its phase.
+        looked_up_at: Number of the step of the last lookup, or of the step in which the request
+            was settled if that was later.
         granted: RAM copies that are pinned for the request.
-        pending: Number of ``granted`` copies that are not whole yet.
-        jobs: Promotion jobs planned for the request.
-        refused_at: Use of the pin budget when the budget refused the request; None if it did
-            not.
-        refusals: Stores refused since the last accepted store.
+        pending: Number of ``granted`` copies that are still incomplete.
+        jobs: Promotion jobs of the request.
+        refused_at: Use of the pin budget when the budget last refused the request; None without
+            a refusal.
+        refusals: Number of stores refused since the last accepted store.
         is_miss_counted: Whether the request's first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for the request.
-        is_stale: Whether some of the request's KV is older than a reset; then nothing is
-            stored.
+        is_stale: Whether some of the request's KV is older than a reset. Then none of its
+            chunks is stored.
         has_gap: Whether an offered chunk was in no tier. The engine then computed all later
             chunks.
         tails: Per KV cache group, the last chunk that was stored or loaded, and its depth.
@@ -132,9 +133,10 @@ class RequestState:
         return self.shared == SharedAccess.READABLE
 
     def lose_blocks(self) -> None:
-        """Record a preemption: the request's chunks are loaded or stored again from the root.
+        """Record a preemption: the request's chunks must be loaded or computed again.
 
-        The engine does not report when the request has KV again, so ``has_kv`` stays.
+        ``has_kv`` does not change, because the engine does not report when the request has KV
+        again.
         """
         self.tails.clear()
         self.has_gap = False
@@ -157,12 +159,12 @@ class RequestState:
             self._extend_group(part)
 
     def _extend_group(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` follow the earlier chunks of the request in the same group.
+        """Record that ``copies`` follow the request's earlier chunks in the same group.
 
-        The depth of a chunk that survived a restart is unknown, and part of the prefix may have
-        been in the engine's own cache. So the new depth is the larger of two: the depth of the
-        last copy, and the depth of the earlier chunks plus the number of ``copies``. Loaded
-        chunks that are offered again count once.
+        The depth of a recovered chunk is unknown, and part of the prefix may be in the engine's
+        own cache. So the new depth is the larger of two numbers: the depth of the last copy,
+        and the depth of the earlier chunks plus the number of ``copies``. Chunks that were
+        loaded and then offered count once.
         """
         last = copies[-1]
         group = group_part(last.key)
@@ -177,10 +179,10 @@ _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
 class _Reservation(NamedTuple):
-    """RAM slots that are reserved for a load of this step.
+    """RAM slots reserved for a load of this step.
 
     Attributes:
-        fills: Slots that the load fills from slower tiers.
+        fills: Number of slots that the load fills from slower tiers.
         reads: Resident RAM copies that the load reads.
     """
 
@@ -194,13 +196,13 @@ class _Reservation(NamedTuple):
 
 
 class Grants:
-    """Keeps the requests that wait for chunks, and the requests to which chunks were granted.
+    """Keeps the requests that wait for chunks, and the grants of requests.
 
     Attributes:
         queued: Requests that wait for their turn, in the order in which they were queued.
         waiting: Requests with granted chunks on their way.
-        settled: Requests whose granted chunks have arrived or failed.
-        granted: RAM slots held by grants.
+        settled: Requests whose granted chunks have all arrived or failed.
+        granted: Number of RAM slots with granted chunks.
     """
 
     def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
@@ -228,18 +230,18 @@ class Grants:
 
     @property
     def budget(self) -> int:
-        """RAM slots that requests may hold; the slots of late promotions are subtracted."""
+        """Number of RAM slots that requests may hold, without those of late promotions."""
         return self._stack.limits.pin_budget - self._jobs.late_slots
 
     @property
     def budget_left(self) -> int:
-        """RAM slots of the pin budget that are neither in use nor reserved."""
+        """Number of RAM slots of the pin budget that are neither in use nor reserved."""
         reserved = sum([each.fills for each in self._reserved.values()])
         return self.budget - self.granted - self._direct - reserved
 
     @property
     def _budget_use(self) -> _BudgetUse:
-        """A value to compare: it changes whenever the use of the pin budget changes."""
+        """A value that changes whenever the use of the pin budget changes."""
         return self._changes, self._direct, self._jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
@@ -249,10 +251,10 @@ class Grants:
         return fits
 
     def is_refused(self, request: RequestState) -> bool:
-        """Return whether the budget refused ``request`` and the budget's use is still the same.
+        """Return whether the budget refused ``request`` and has not changed its use since.
 
-        Such a request is not tried again, because computing the cost of thousands of chunks
-        takes long. Every few steps the answer is False, because evictions may change the cost.
+        The caller then skips the request, because computing the cost of thousands of chunks is
+        slow. Every few steps the answer is False, because evictions may change the cost.
         """
         if request.deferred_steps % _RECHECK_STEPS == 0:
             return False
@@ -263,11 +265,11 @@ class Grants:
 
         Args:
             request: The request.
-            fills: Slots that the load fills from slower tiers.
+            fills: Number of slots that the load fills from slower tiers.
             reads: Resident RAM copies that the load reads.
 
         Returns:
-            Whether enough slots are left; if not, nothing changed.
+            Whether enough slots were left. If not, there is no reservation.
         """
         if fills > self.budget_left:
             return False
@@ -287,7 +289,7 @@ class Grants:
 
         Args:
             request: The request; None if the engine never began it.
-            fills: RAM slots that the load fills from slower tiers.
+            fills: Number of RAM slots that the load fills from slower tiers.
         """
         self._direct += fills
         if request is not None:
@@ -319,7 +321,7 @@ class Grants:
             self._settle(request)
 
     def release(self, request: RequestState) -> None:
-        """End the grants of ``request`` and cancel jobs that serve no other request."""
+        """End the grants of ``request``, and cancel jobs that no other request needs."""
         if request.phase in (LookupPhase.OPEN, LookupPhase.FAILED):
             return  # neither has any
         if request.granted:
@@ -335,20 +337,20 @@ class Grants:
         self._enter(request, LookupPhase.OPEN)
 
     def fail(self, request: RequestState) -> None:
-        """End the grants of ``request`` after a failed load; later lookups are misses.
+        """End the grants of ``request`` after a failed load; its later lookups are misses.
 
-        Otherwise the request would be looked up and fail again for as long as the cause lasts.
+        Otherwise the request would be looked up and fail again while the cause lasts.
         """
         self.release(request)
         self._enter(request, LookupPhase.FAILED)
         request.tails.clear()  # the request offers its chunks again from the root
 
     def end_step(self) -> None:
-        """End reservations, waits that took too long, and grants that stayed unused too long.
+        """End reservations, overlong waits, and grants that stayed unused too long.
 
         Promotions have deadlines. So a long wait can only be for a chunk that a worker is
-        storing for another request. A settled request may be behind other requests in the
-        engine's queue, while its grants hold slots that the other requests need.
+        storing for another request. Unused grants end, because their settled request may be
+        behind requests that need the slots.
         """
         limits = self._stack.limits
         if self._reserved:
@@ -365,7 +367,7 @@ class Grants:
                 self.release(request)
 
     def clear(self) -> None:
-        """Release every request; for a reset of the cache."""
+        """Release every request, after a reset of the cache."""
         for request in [*self.queued, *self.waiting, *self.settled]:
             self.release(request)
         self._direct = 0
@@ -381,8 +383,8 @@ class Grants:
         Args:
             request: The request.
             copies: RAM copies.
-            job_id: The job that was planned for ``request`` to fill ``copies``; None if there
-                is none.
+            job_id: The job planned for ``request`` that fills ``copies``; None without such a
+                job.
         """
         self._changes += 1
         if job_id is not None:
@@ -401,10 +403,10 @@ class Grants:
             self._change_waiters(coming, lambda others: (*others, request))
 
     def transfer(self, request: RequestState, copies: Sequence[ChunkCopy]) -> bool:
-        """Turn the grants of ``copies`` into pins of a load.
+        """Replace the grants of ``copies`` by pins of a load.
 
         Returns:
-            Whether exactly ``copies`` were granted and all are whole; if not, nothing changed.
+            Whether exactly ``copies`` were granted and all are whole. If not, the grants stay.
         """
         granted = request.granted
         if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):
@@ -441,7 +443,7 @@ class Grants:
                 self.withdraw(request, (copy,))
 
     def record_missing(self, copy: ChunkCopy) -> None:
-        """End all grants of a copy that will not arrive in time."""
+        """End all grants of a copy that failed to arrive in time."""
         for request in self._waiters.pop(copy, ()):
             del request.granted[copy]
             self._reduce_pending(request, 1)
@@ -452,7 +454,7 @@ class Grants:
             self.granted -= 1
 
     def record_arrived(self, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` arrived; settle the requests that wait for no more chunks."""
+        """Record that ``copies`` arrived; settle the requests that wait for no other chunk."""
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))
@@ -468,7 +470,7 @@ class Grants:
     # -- internals --------------------------------------------------------------------------
 
     def _enter(self, request: RequestState, phase: int) -> None:
-        """Move ``request`` to ``phase``; the only place that changes phases."""
+        """Move ``request`` to ``phase``. Only this method changes phases."""
         members = self._members.get(request.phase)
         if members is not None:
             del members[request]
@@ -494,7 +496,7 @@ class Grants:
     ) -> None:
         """Apply ``change`` to the requests that wait for each of ``copies``.
 
-        Chunks that the same requests wait for share one tuple of requests, before and after the
+        Chunks with the same waiting requests share one tuple of requests, before and after the
         change. So ``change`` is called once per tuple, not once per chunk.
         """
         waiters = list(map(self._waiters.get, copies, repeat(())))

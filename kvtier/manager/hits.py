@@ -13,10 +13,10 @@ reach       chunks that a group needs
 ==========  ======================================================================
 
 A hit ends where a chunk of every group ends, as in vLLM's own prefix cache: at a multiple of
-the least common multiple of the groups' chunk lengths. Anything shorter is a miss. The search
-only shortens the prefix. First it is cut to the first missing chunk of each ``PREFIX`` group.
-Then the groups of the other kinds are checked. If such a group lacks a chunk that it needs, the
-prefix is cut to the start of that chunk, and these groups are checked again. So there are at
+the least common multiple of the groups' chunk lengths. A shorter prefix is a miss. The search
+only shortens the prefix. First the prefix is cut at the first missing chunk of each ``PREFIX``
+group. Then the groups of the other kinds are checked. If such a group lacks a needed chunk, the
+prefix is cut at the start of that chunk, and these groups are checked again. So there are at
 most as many rounds as chunks.
 """
 
@@ -44,13 +44,13 @@ class Reach(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReach:
-    """The part of a prefix that one KV cache group needs.
+    """The part of a prefix that a hit needs in one KV cache group.
 
     Attributes:
-        chunk_tokens: Tokens of a chunk.
-        reach: The chunks that its layers read.
-        window_tokens: Length of the sliding window, or of a chunk of local attention, including
-            the current token.
+        chunk_tokens: Number of tokens of a chunk.
+        reach: The chunks that the group's layers read.
+        window_tokens: Number of tokens of the sliding window, or of a chunk of local attention,
+            including the current token.
     """
 
     chunk_tokens: int
@@ -73,8 +73,8 @@ class Prompt(NamedTuple):
 
     Attributes:
         keys: Keys of the prompt's whole chunks, per group, root to leaf.
-        local_tokens: Tokens in the engine's own prefix cache.
-        limit_tokens: Length of the longest useful prefix.
+        local_tokens: Number of tokens in the engine's own prefix cache.
+        limit_tokens: Number of tokens of the longest useful prefix.
     """
 
     keys: Sequence[Sequence[ChunkKey]]
@@ -83,7 +83,7 @@ class Prompt(NamedTuple):
 
 
 class Presence(Protocol):
-    """Tells which chunks can be loaded."""
+    """Reports which chunks can be loaded."""
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         """Return the number of leading ``keys`` that can be loaded."""
@@ -117,7 +117,7 @@ class HitRules:
         ]
 
     def longest(self, prompt: Prompt, presence: Presence) -> int:
-        """Return the end of the longest hit, or ``prompt.local_tokens`` if there is no hit."""
+        """Return the longest hit's end in tokens; ``prompt.local_tokens`` without a hit."""
         local, end = prompt.local_tokens, prompt.limit_tokens
         for number, group in self._prefixes:
             size, keys = group.chunk_tokens, prompt.keys[number]
@@ -142,7 +142,7 @@ class HitRules:
         return needed
 
     def _missing_before(self, end: int, prompt: Prompt, presence: Presence) -> int | None:
-        """Return the first token of a missing chunk of a hit that ends at ``end``, or None."""
+        """Return the first token of a missing chunk of a hit up to ``end``; None if whole."""
         for number, group in self._others:
             size, keys = group.chunk_tokens, prompt.keys[number]
             last = end // size

@@ -1,18 +1,18 @@
 """Plans loads, and pins their copies until every worker has acknowledged the load.
 
 Loads are recorded per request, not per chunk. A chunk may be dropped, stored again and loaded
-by another request, while workers still read its former slot for the first request. Each load
-must release exactly its own pins.
+for another request, while workers still read its former slot for the first request. So each
+load must release exactly its own pins.
 
 **Direct loads** (:mod:`kvtier.manager.promote`). The plan tells the workers the RAM slot of
 each chunk, and the generation that the slot will have, before the slots are filled. A worker
 copies each chunk as soon as the slot has that generation. So a chunk moves from the disk to the
-device within one job of the worker, with no scheduling step in between. Its copy stays in RAM.
+device within one job of the worker, without a scheduling step in between. A copy of the chunk
+stays in RAM.
 
-**Hits.** Hits are counted when a load ends, because only then is it known which chunks arrived.
-The hits are the chunks before the first failed chunk, because the engine computes all tokens
-from that chunk on. With several KV cache groups, one failure makes the engine compute
-everything.
+**Hits.** Hits are counted when a load ends, because the chunks that arrived are known only
+then. The hits are the chunks before the first failed chunk, because the engine computes all
+later tokens. With several KV cache groups, the engine computes all tokens after a failure.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class LoadPlan(NamedTuple):
     """The RAM slots of a request's chunks, for a load.
 
     Attributes:
-        slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` if it has none.
-        generations: Generation that each slot must have; a worker must not load from a slot
-            with another generation. :data:`NO_GENERATION` where there is no slot.
+        slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` for a chunk
+            without one.
+        generations: Required generation of each slot. A worker must not load a slot with
+            another generation. :data:`NO_GENERATION` for a chunk without a slot.
         origins: Index of the tier that each chunk's bytes come from.
-        wait_s: Longest time that a worker waits for slots to get their generations, and for its
-            GDS reads; 0 if it need not wait.
-        load_id: Names the load when it is complete; :data:`NO_LOAD` if there is none.
-        gds: The chunks that workers read from their tier; these have no RAM slot.
+        wait_s: Longest time in seconds that a worker waits for the generations of slots and for
+            its GDS reads; 0 for no wait.
+        load_id: Identifies the load when it is completed; :data:`NO_LOAD` for an empty plan.
+        gds: The chunks that workers read from their tier, without a RAM slot.
     """
 
     slots: Sequence[int]
@@ -83,10 +84,10 @@ class _PendingLoad:
         slots: Slot of each copy.
         generations: Generation of each copy.
         origins: Index of the tier that each copy's bytes come from.
-        lead: Number of keys before the first key without a copy.
+        lead: Number of keys that precede the first key without a copy.
         direct: Number of RAM slots that the load fills from slower tiers.
-        coming: Copies that were still being written when the load was planned, or that were
-            too late for another load in flight.
+        coming: Copies that were still being written at the plan of the load, or were too late
+            for another load in flight.
         request: The request; None if the engine never began it.
         reads: Copies that workers read from their tier, by the position of their key.
     """
@@ -165,7 +166,7 @@ class Loader:
         self._count_hits(*self._by_key(load, loaded, reads.failed))
 
     def in_flight(self) -> Iterator[ChunkCopy]:
-        """Yield the copies of every load in flight; a copy may be yielded several times."""
+        """Yield the copies of every load in flight, once per load."""
         for loads in self._loads.values():
             for load in loads.values():
                 yield from load.copies
@@ -177,10 +178,9 @@ class Loader:
                 yield from load.reads.values()
 
     def clear(self) -> list[ChunkCopy]:
-        """Forget every load, because no completion follows a reset of the cache.
+        """Forget every load, because loads are not completed after a reset of the cache.
 
-        GDS reads lose their pins, because a worker detects bytes that differ from the stored
-        ones.
+        GDS reads lose their pins, because a worker detects overwritten bytes.
 
         Returns:
             The copies in RAM that workers may be loading, each with one pin per load.
@@ -217,7 +217,7 @@ class Loader:
     def _count_hits(
         self, keys: Sequence[ChunkKey], origins: Sequence[int], loaded: Sequence[bool]
     ) -> None:
-        """Count as hits the chunks before the first chunk that was not loaded.
+        """Count as hits the chunks before the first chunk that failed to load.
 
         Args:
             keys: All chunks of a load.
@@ -247,8 +247,8 @@ class Loader:
             failed: Positions of the keys whose GDS read failed.
 
         Returns:
-            The keys of all chunks. Then, for each chunk before the first chunk without a copy,
-            the index of its tier, and whether the chunk was loaded.
+            Three lists: the keys of all chunks; and, for each chunk before the first chunk
+            without a copy, the index of its tier, and whether the chunk was loaded.
         """
         if not load.reads:
             return load.keys, load.origins[: load.lead], loaded[: load.lead]
@@ -270,7 +270,7 @@ class Loader:
         req_id: str,
         request: RequestState | None,
     ) -> LoadPlan:
-        """Plan a direct load of ``keys``; ``resident`` are the copies that RAM holds already.
+        """Plan a direct load of ``keys``; ``resident`` are the copies that RAM has already.
 
         Raises:
             KeyError: Loads are not direct.
@@ -302,7 +302,7 @@ class Loader:
         return plan._replace(wait_s=stack.limits.load_timeout_s, load_id=load_id)
 
     def _plan_with_reads(self, plan: LoadPlan, reads: Mapping[int, ChunkCopy]) -> LoadPlan:
-        """Add GDS reads to a plan in which their chunks have no slot."""
+        """Return ``plan`` with GDS reads of the chunks that have no RAM slot in it."""
         gds = self._stack.gds
         if gds is None or not reads:
             return plan
@@ -315,7 +315,7 @@ class Loader:
         )
 
     def _end_reads(self, load: _PendingLoad, failures: ReadFailures) -> None:
-        """Unpin the copies that workers read; drop those with wrong bytes."""
+        """Unpin the copies that workers read, and drop those with wrong bytes."""
         gds = self._stack.gds
         assert gds is not None
         tier = self._stack.tiers[gds.tier]
@@ -334,7 +334,7 @@ class Loader:
     # -- failed loads -----------------------------------------------------------------------
 
     def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
-        """Count failed ``copies``, except copies that never arrived from a slower tier."""
+        """Count failed ``copies``, except those that never arrived from a slower tier."""
         self._ram.counters.load_failed += sum(
             not origin or copy.state == _RESIDENT
             for copy, origin in zip(copies, origins, strict=True)
@@ -343,9 +343,9 @@ class Loader:
     def _drop_failed(self, load: _PendingLoad, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load, so that no other request gets them.
 
-        A copy that was on its way when ``load`` was planned was only late. The copy may arrive
-        and stay, because its source tier verifies the bytes. The failure is cleared in the slot
-        status, so that the next load of the same generation does not count as failed.
+        If a copy was on its way when ``load`` was planned, it was only late. It may still
+        arrive and stay, because its source tier verifies the bytes. Its failure is cleared in
+        the slot status, so that the next load of the same generation does not count as failed.
         """
         late: list[ChunkCopy] = []
         for copy in failed:
@@ -360,9 +360,9 @@ class Loader:
             self._stack.slot_status.clear_failed_loads(slots)
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Mark ``late`` copies as late in the other loads that use them; return these copies.
+        """Mark ``late`` copies as late in the other loads that use them, and return them.
 
-        The slot status does not tell which load of a slot failed. So a copy in several loads
+        The slot status does not show which load of a slot failed. So a copy in several loads
         counts as late in all of them. The last load to complete clears the failure in the slot
         status.
         """
@@ -391,7 +391,7 @@ def _load_of(
 
 
 def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:
-    """Return the plan of a load in which chunks without a copy fail."""
+    """Return the plan of a load that fails for the chunks without a copy."""
     return LoadPlan(
         [copy.slot if copy else NO_SLOT for copy in chosen],
         [copy.generation if copy else NO_GENERATION for copy in chosen],

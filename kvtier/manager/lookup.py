@@ -2,7 +2,8 @@
 
 The engine looks up a waiting request once per step. The first lookup searches all tiers. Then
 the :class:`~kvtier.manager.promote.Promoter` decides whether the request can load its hit at
-once, or is deferred until the chunks are promoted. After that, lookups search only RAM.
+once, or is deferred until the chunks are promoted. Lookups of a deferred request search only
+RAM.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class HitLookup:
         self._count_miss(request)
 
     def _count_miss(self, request: RequestState) -> None:
-        """Count the first miss of a request that may load from every tier."""
+        """Count the first miss of a request that may load from all tiers."""
         if not request.is_miss_counted and request.terms.load_tiers is None:
             request.is_miss_counted = True
             for tier in self._stack.tiers:
@@ -130,9 +131,9 @@ class _Presence:
 
     Args:
         stack: The tiers.
-        readable: Slower tiers that the request may load from. None if the request may only
-            load resident chunks in RAM, and no chunks on their way there.
-        allowed: Tiers that the request's chunks may come from; None for all.
+        readable: Slower tiers from which the request may load. None if the request may load
+            only chunks that are resident in RAM.
+        allowed: Tiers from which the request's chunks may come; None for all.
     """
 
     def __init__(

@@ -5,22 +5,22 @@ RAM. The placement policy then decides whether the slower tier keeps its copies
 (:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
 
 **Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
-Its load, planned in the same step, allocates the slots and plans the jobs that fill them.
+The plan of the load, in the same step, allocates the slots and plans the jobs that fill them.
 
 **Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. The
-chunks must stay there until the load. Otherwise one promotion could evict the chunks of
-another, and a prefix larger than RAM would be promoted for ever without being loaded. So:
+chunks must stay in RAM until the load. Otherwise one promotion could evict the chunks of
+another, and a prefix larger than RAM would be promoted again and again but never loaded. So:
 
-* A request is queued once, with all chunks of its hit. They are granted together at the end of
-  a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing ones promoted
-  into pinned slots.
+* A request is queued once, with all chunks of its hit. The chunks are granted together at the
+  end of a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing chunks
+  are promoted into pinned slots.
 * A budget bounds the grants. A request that fits the budget, but not the unused part of the
   budget, waits for a bounded number of steps and seconds. Requests are served in order. A
-  request that never fits or waited too long is granted the head of its prefix that fits; the
-  rest is recomputed. With several KV cache groups nothing is promoted then, because a head of
-  one group is useless.
-* When all its chunks have arrived or failed, the request is settled: only RAM counts from then
-  on. So every request has its result within a bounded number of lookups.
+  request that never fits, or waited too long, is granted the head of its prefix that fits. The
+  engine computes the rest. With several KV cache groups such a request gets no promotion,
+  because a head of one group is useless.
+* When all chunks of a request have arrived or failed, the request is settled: its lookups
+  search only RAM. So every request gets a result within a bounded number of lookups.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Hit(NamedTuple):
     """The chunks of a hit, in the order of the request's load.
 
     Attributes:
-        copies: A copy of each chunk: in RAM, or else in a slower tier.
+        copies: A copy of each chunk, in RAM if possible, else in a slower tier.
         tiers: Index of the tier of each copy.
     """
 
@@ -63,14 +63,14 @@ class _Hit(NamedTuple):
         return not copies or is_single_group((copies[0].key, copies[-1].key))
 
     def counted(self, is_counted: Callable[[ChunkKey], bool]) -> int:
-        """Return the number of chunks in the counting group; the hit must not be empty."""
+        """Return the number of chunks in the counting group; the hit must have a chunk."""
         if self.is_single_group:
             return len(self.copies) if is_counted(self.copies[0].key) else 0
         return sum([is_counted(copy.key) for copy in self.copies])
 
     @property
     def cost(self) -> int:
-        """Number of slots of the pin budget that granting the chunks would use."""
+        """Number of slots of the pin budget that a grant of the chunks would use."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> _Hit:
@@ -84,7 +84,7 @@ class _Hit(NamedTuple):
     def affordable(self, budget: int) -> _Hit:
         """Return the longest useful head with a cost of at most ``budget``.
 
-        With several groups a head is useless, so only the chunks in RAM are considered.
+        With several groups a head is useless, so the result has only the chunks in RAM.
         """
         hit = self
         if not self.is_single_group:
@@ -119,7 +119,7 @@ class DirectLoad(NamedTuple):
 
     Attributes:
         promoted: Number of chunks whose promotion was planned with the load.
-        in_ram: The RAM copy of each chunk, whole or on its way; None without one.
+        in_ram: The RAM copy of each chunk, resident or on its way; None without one.
         reads: The copy of each chunk that workers read from its tier; None for other chunks.
     """
 
@@ -144,7 +144,7 @@ class Promoter:
 
         Args:
             request: The request.
-            keys: The chunks of its hit, in the order of the load.
+            keys: The chunks of the request's hit, in the order of the load.
             readable: The slower tiers that the request may read.
 
         Returns:
@@ -234,7 +234,7 @@ class Promoter:
         self._ram.counters.misses += len(copies)
 
     def end_step(self) -> None:
-        """Grant queued requests their chunks within the budget, first come first served."""
+        """Grant queued requests their chunks within the budget, in the order of the queue."""
         limits, now = self._stack.limits, self._stack.ctx.now
         is_blocked = False
         for request in list(self._grants.queued):
@@ -252,7 +252,7 @@ class Promoter:
         """Apply the result of a promotion job.
 
         Returns:
-            The RAM copies of moved chunks, which the slower tier has no longer.
+            The RAM copies of moved chunks, which the slower tier has dropped.
         """
         if not result.settled:
             self._expire(record)
@@ -294,7 +294,7 @@ class Promoter:
         return self._worthwhile(hit)[1] is None
 
     def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
-        """Return the head of ``hit`` to load, and the decision to cut it (None if uncut)."""
+        """Return the head of ``hit`` to load, and the decision to cut it; None if uncut."""
         if not any(hit.tiers):
             return hit, None
         stack = self._stack
@@ -315,8 +315,7 @@ class Promoter:
 
         Args:
             request: The request.
-            may_wait: Whether the request may wait; if not, only the part that fits now is
-                granted.
+            may_wait: Whether the request may wait. If not, the part that fits now is granted.
         """
         stack, grants = self._stack, self._grants
         readable = self._readable(request)
@@ -339,7 +338,7 @@ class Promoter:
         return True
 
     def _promote(self, request: RequestState, hit: _Hit, *, may_wait: bool) -> int | None:
-        """Plan jobs that promote all chunks of ``hit``, or the first chunks if slots are few.
+        """Plan jobs that promote all chunks of ``hit``, or only its head if slots are few.
 
         Returns:
             The number of promoted chunks; None if the request should wait for more free slots.
@@ -366,11 +365,11 @@ class Promoter:
     def _plan(
         self, sources: Sequence[ChunkCopy], tiers: Sequence[int]
     ) -> list[tuple[JobId, Sequence[ChunkCopy]]]:
-        """Allocate RAM slots for chunks, evicting as needed, and plan the jobs that fill them.
+        """Allocate RAM slots for chunks, evicting if needed, and plan the jobs that fill them.
 
         Args:
-            sources: Copies of chunks that are not in RAM; at least one, and at most as many as
-                RAM has available slots.
+            sources: Copies of chunks that RAM lacks; at least one, and at most the number of
+                available RAM slots.
             tiers: Index of the tier of each source.
 
         Returns:
@@ -404,7 +403,7 @@ class Promoter:
         }
 
     def _expire(self, record: JobRecord) -> None:
-        """End the waits for the chunks of a job that missed its deadline."""
+        """End the waits for the chunks of a job after its deadline."""
         record.is_late = True
         self._stack.tiers[record.source].counters.expired += len(record.destinations)
         for copy in record.destinations:
@@ -429,8 +428,8 @@ class Promoter:
 def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
     """Return ``copy`` if it is resident or being promoted, else None.
 
-    A direct load cannot use a copy that a worker is storing: workers that wait for the copy
-    would not learn of a failed store.
+    A direct load cannot use a copy that a worker is storing, because a failed store is not
+    reported to waiting workers.
     """
     if copy is None or copy.state == _RESIDENT:
         return copy

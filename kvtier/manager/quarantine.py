@@ -1,13 +1,14 @@
-"""Empties the tiers at a reset, and quarantines slots that a job or a worker may still touch.
+"""Empties the tiers at a reset, and quarantines slots that are still in use.
 
-A reset makes every chunk a miss at once, but does not stop bytes in flight. A storage job or a
-worker may be reading or writing a slot. After a reset, the engine no longer reports when a
-worker is done. Such a slot stays pinned until its storage job has settled and the workers have
+A reset makes every chunk a miss at once, but jobs in flight continue. A storage job or a worker
+may be reading or writing a slot, and after a reset the engine does not report the end of the
+worker's job. Such a slot stays pinned until its storage job has settled and the workers have
 acknowledged their jobs.
 
-A tier may hold millions of chunks, and the scheduler waits for the reset. So nothing is done
-per chunk: every tier begins anew, except for the pinned copies. The other copies are freed, and
-their removal is announced, a few thousand per step (:class:`~kvtier.manager.reports.EventLog`).
+A tier may hold millions of chunks, and the scheduler waits for the reset. So the reset does no
+work per chunk: every tier starts empty, except for the pinned copies. Later steps free the
+other copies and announce their removal, a few thousand per step
+(:class:`~kvtier.manager.reports.EventLog`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Quarantine:
         """Make every chunk in every tier a miss.
 
         Args:
-            in_use: RAM copies that workers may touch; takes over one pin of each. Besides these
-                and the copies of storage jobs, no copy may be pinned.
+            in_use: RAM copies that workers may touch. This object takes over one pin of each.
+                Only these copies and the copies of storage jobs may be pinned.
         """
         self._held += in_use
         stack = self._stack
@@ -52,7 +53,7 @@ class Quarantine:
         self.end_step()
 
     def end_step(self) -> None:
-        """Unpin the copies that no worker touches any more."""
+        """Unpin the copies that workers have finished with."""
         if not self._held:
             return
         held, self._held = self._held, []

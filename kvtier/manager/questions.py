@@ -1,17 +1,22 @@
-"""Asks a shared tier which chunks of a waiting request it has.
+"""Asks a shared tier which chunks of a request the tier has, while the request waits.
 
-Other engines store into a shared tier and its service evicts, so the manager does not know what
-is there. The first time that a request is looked up, the manager asks for the keys that the
-other tiers lack, all in one *question*. Until the answer arrives, or the question's deadline
-passes, the request waits. Then lookups treat the chunks that were found like chunks of any
-other slower tier. A chunk may be gone when it is read; that is a miss.
+Other engines store into a shared tier and its service evicts, so the manager does not know the
+tier's chunks. At the first lookup of a request, the manager asks for the keys that the other
+tiers lack, all in one *question*. The request waits until the answer arrives or the question's
+deadline passes. Then lookups treat the found chunks like chunks of any other slower tier. If a
+found chunk is missing when it is read, it is a miss.
 
-A request asks once, and not at all if the answer is not worth the wait: if nothing could be
-loaded beyond the other tiers' chunks, if the first of these keys was missing a moment ago, if
-the cost model would compute the tokens anyway, or if the tier is out of service. A request
-without a positive answer reads nothing from the tier.
+A request asks at most once. It does not ask if:
 
-The tier's slots remember which chunks it had. The memory avoids putting a chunk twice.
+* the answer could not lengthen the hit,
+* the first of these keys was missing a moment ago,
+* the cost model would compute the tokens anyway, or
+* the tier is out of service.
+
+A request without a positive answer reads no chunk from the tier.
+
+The tier's slots record the chunks that the tier had. So the manager does not put a chunk that
+the tier has.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ class _Part(NamedTuple):
 
     Attributes:
         keys: Consecutive chunks.
-        parent: The chunk before them; None for the first chunk of a prompt.
-        depth: Number of chunks before them.
+        parent: The chunk before these chunks; None at the start of a prompt.
+        depth: Number of chunks before these chunks.
         chunk_tokens: Tokens of a chunk.
         is_prefix: Whether a hit needs all of the group's chunks.
     """
@@ -98,7 +103,7 @@ class Questions:
 
         Args:
             request: A request that has not asked yet.
-            prompt: Its chunks.
+            prompt: The chunks of the request's prompt.
             lead: Returns how many leading keys the other tiers have.
         """
         request.shared = SharedAccess.NONE
@@ -135,7 +140,7 @@ class Questions:
         return True
 
     def clear(self) -> None:
-        """Forget all questions, because the cache was reset; their answers are ignored."""
+        """Forget all questions after a reset of the cache; their answers are ignored."""
         for question in self._pending.values():
             question.request.shared = SharedAccess.NONE
         self._pending.clear()
@@ -144,7 +149,7 @@ class Questions:
     def _parts(
         self, prompt: Prompt, lead: Callable[[Sequence[ChunkKey]], int]
     ) -> Sequence[_Part]:
-        """Return the keys to ask for, by group; none if no longer hit is possible."""
+        """Return the keys to ask for, by group; empty if they cannot lengthen the hit."""
         parts: list[_Part] = []
         now = self._stack.ctx.now
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
@@ -160,7 +165,7 @@ class Questions:
         return parts
 
     def _is_worthwhile(self, tier: TierState, parts: Sequence[_Part]) -> bool:
-        """Return whether the cost model would load any of the chunks if they were found."""
+        """Return whether the cost model would load any of the chunks if the tier had them."""
         stack = self._stack
         chunks = sum(len(part.keys) for part in parts)
         counted = sum(len(part.keys) for part in parts if stack.is_counted(part.keys[0]))

@@ -35,21 +35,20 @@ SAMPLING_BYTE: Final = -1 - GROUP_NBYTES
 
 @dataclass(slots=True)
 class TierCounters:
-    """Counts of chunks in one tier since the manager was made."""
+    """Numbers of chunks in one tier since the manager was made."""
 
     hits: int = 0
-    """Chunks that an engine loaded with bytes from this tier."""
+    """Chunks whose bytes an engine loaded from this tier."""
     prompt_hits: int = 0
     """Hits of the counting group, which is used to count prompt tokens."""
     misses: int = 0
-    """Requests that needed a chunk that no tier had, each counted once. RAM also counts
-    promoted chunks."""
+    """Requests with a missing chunk, each counted once. RAM counts promoted chunks too."""
     stored: int = 0
     """Chunks that became resident, from any source."""
     evicted: int = 0
     """Chunks evicted to free slots."""
     followed: int = 0
-    """Evicted chunks that were tracked until their next lookup; in a large tier, a sample."""
+    """Evicted chunks tracked until their next lookup; only a sample in a large tier."""
     refused: int = 0
     """Chunks refused for lack of slots or by the placement policy."""
     failed: int = 0
@@ -59,29 +58,29 @@ class TierCounters:
     expired: int = 0
     """Transfers of chunks to or from this tier that missed their deadline."""
     shut_out: int = 0
-    """Transfers of chunks refused because this tier is out of service or its queue is full."""
+    """Transfers refused because this tier is out of service or its queue is full."""
     load_failed: int = 0
     """Chunks of this tier that a worker could not load into the GPU."""
     missing: int = 0
-    """Chunks that this tier, which is shared, no longer had when they were read."""
+    """Chunks that this shared tier had lost when they were read."""
     corrupt: int = 0
     """Chunks dropped because their bytes were corrupt."""
     lost: int = 0
-    """Chunks of this tier that did not reach the slower tier that must receive them."""
+    """Chunks of this tier that failed to reach the slower tier that must receive them."""
     dropped: int = 0
-    """Chunks not sent to this tier because it did not keep up. In RAM: chunks refused because
-    dirty copies held the slots."""
+    """Chunks not sent to this tier because it was too slow. In RAM: chunks refused because
+    dirty copies occupied the slots."""
     promoted: int = 0
     """Chunks of this tier promoted to RAM."""
     demoted: int = 0
     """Chunks of this tier that arrived in a slower tier."""
     stranded: int = 0
-    """Chunks of this tier that were computed because an earlier chunk was in no tier."""
+    """Chunks of this tier that the engine computed because an earlier chunk was in no tier."""
     unretained: int = 0
     """Chunks not retained, or released before their deadline."""
 
     def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
-        """Count a chunk that did not arrive, by cause; cancelled chunks are not counted."""
+        """Count a chunk that failed to arrive, by cause; ignore cancelled chunks."""
         if outcome is Outcome.EXPIRED:
             self.expired += 1
         elif outcome is Outcome.REFUSED:
@@ -96,7 +95,7 @@ class TierCounters:
             self.failed += 1
 
     def snapshot(self) -> TierCounters:
-        """Return a copy of the counters; twice as fast as :func:`dataclasses.replace`."""
+        """Return a copy of the counters; faster than :func:`dataclasses.replace`."""
         return TierCounters(*_values_of(self))
 
 
@@ -109,12 +108,12 @@ class TierSnapshot:
 
     Attributes:
         name: The tier's name.
-        capacity: Slots.
-        used: Slots that are not free.
-        resident: Chunks that are hits.
-        held: Copies that cannot be evicted now: pinned, dirty or being written.
-        dirty: Copies that a slower tier must still receive.
-        quarantined: Slots kept out of use until the workers have acknowledged their jobs.
+        capacity: Number of slots.
+        used: Number of occupied slots.
+        resident: Number of resident chunks.
+        held: Number of copies that cannot be evicted now: pinned, dirty or being written.
+        dirty: Number of copies that a slower tier must still receive.
+        quarantined: Number of slots unused until the workers have acknowledged their jobs.
         counters: A copy of the counters.
     """
 
@@ -133,13 +132,13 @@ class ManagerSnapshot:
     """State of the manager at one moment.
 
     Attributes:
-        tiers: One per tier, fastest first.
-        requests: Requests that began and did not end.
-        waiting: Requests that wait for promotions, or for their turn.
-        granted: RAM slots held for waiting requests.
-        retained: RAM slots retained until a deadline.
-        jobs: Storage jobs in flight.
-        cost_model: Estimated load and compute times, and the loads skipped because of them.
+        tiers: The state of each tier, fastest first.
+        requests: Number of requests in progress.
+        waiting: Number of requests that wait for promotions, or for their turn.
+        granted: Number of RAM slots held for waiting requests.
+        retained: Number of RAM slots retained until a deadline.
+        jobs: Number of storage jobs in flight.
+        cost_model: Estimated load and compute times, and the skipped loads.
     """
 
     tiers: Sequence[TierSnapshot]
@@ -158,7 +157,7 @@ class ResidencyEvent:
     Attributes:
         tier: Index of the tier.
         keys: The chunks.
-        removed: Whether the chunks were removed; if not, they became resident.
+        removed: Whether the chunks were removed; otherwise they became resident.
     """
 
     tier: int
@@ -167,20 +166,20 @@ class ResidencyEvent:
 
 
 class EventLog:
-    """Residency events that were not taken yet, oldest first; request routers use them.
+    """Residency events that wait for a listener, such as a request router; oldest first.
 
-    A listener that replays all events in order knows exactly which chunks each tier has. Chunks
-    that survived a restart are announced when the cache is opened, and a reset announces every
+    A listener that replays all events in order knows exactly which chunks each tier has.
+    Recovered chunks are announced when the cache is opened, and a reset announces every
     removal. The removal of a chunk precedes the arrival of the next chunk in its slot.
 
-    A restart or a reset concerns a million chunks at once, and a listener serializes events
-    between two steps of the engine. So consecutive events of one kind are merged, events have
-    bounded length, and :meth:`take` returns only as many as are serialized in a few
-    milliseconds. The copies that a reset removed are kept at first. Then a few thousand per
-    step become events; without a listener they are only freed.
+    A restart or a reset may concern a million chunks, and a listener serializes events between
+    two steps of the engine. So consecutive events of one kind are merged, events have bounded
+    length, and :meth:`take` returns only as many events as can be serialized in a few
+    milliseconds. The copies that a reset removed are converted to events in later steps, a few
+    thousand per step. Without a listener they are only freed.
 
     Attributes:
-        has_listener: Whether a listener takes events; otherwise none are kept.
+        has_listener: Whether a listener takes events; otherwise this object keeps no events.
     """
 
     def __init__(self, *, has_listener: bool) -> None:
@@ -213,7 +212,7 @@ class EventLog:
             self._events.append((tier, True, resident))
 
     def take(self) -> list[ResidencyEvent]:
-        """Remove and return the oldest events; return an empty list if there are none."""
+        """Remove and return the oldest events; empty if there are none."""
         return self._take() if self.has_listener else []
 
     def end_step(self) -> None:
@@ -236,7 +235,7 @@ class EventLog:
         return taken
 
     def _open_event(self, tier: int, *, removed: bool) -> list[ChunkKey]:
-        """Return the key list of the newest event if keys fit there, else of a new event."""
+        """Return the key list of the newest event if there is room, else of a new event."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
             is_same = (last_tier, last_removed) == (tier, removed)
@@ -248,25 +247,25 @@ class EventLog:
 
 
 class ReuseGaps:
-    """The reuse gaps of one tier: how soon evicted chunks are looked up again.
+    """The reuse gaps of one tier: times from a chunk's eviction to its next lookup.
 
-    A hit ratio cannot distinguish a tier that is too small from traffic that does not repeat.
-    The time from a chunk's eviction to its next lookup can: many gaps of a minute mean that a
-    tier which kept chunks a minute longer would have hit. Only keys of recently evicted chunks
-    are kept. In a large tier only a sample of the keys is kept. The key alone decides whether a
-    chunk is sampled, so that each chunk is sampled always or never (spatially hashed sampling:
-    Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). The gaps of the
-    sample have the same distribution.
+    A low hit ratio has two possible causes: a small tier, or traffic that does not repeat.
+    Reuse gaps distinguish them: after many gaps of a minute, a tier that kept chunks a minute
+    longer would have had these hits. Only keys of recently evicted chunks are kept. In a large
+    tier only a sample of the keys is kept. A chunk's key decides whether it is sampled, so that
+    each chunk is sampled always or never (spatially hashed sampling: Waldspurger et al.,
+    "Efficient MRC Construction with SHARDS", FAST 2015). The gaps of the sample have the same
+    distribution.
 
     A lookup ends at the first chunk that is in no tier. The request needs the later chunks too,
     so the engine computes them and offers them for storing. Therefore an offer counts as a
     lookup: a gap ends at the first lookup or offer.
 
     Args:
-        capacity: Slots of the tier.
+        capacity: Number of slots of the tier.
 
     Attributes:
-        is_changed: Whether :meth:`end_step` has anything to do.
+        is_changed: Whether :meth:`end_step` has work.
         mask: A key is in the sample if these bits of its :data:`SAMPLING_BYTE` are 0.
     """
 
@@ -297,7 +296,7 @@ class ReuseGaps:
         return len(sample)
 
     def record_wanted(self, key: ChunkKey) -> None:
-        """Record that ``key``, which is not in the tier, was looked up in this step."""
+        """Record a lookup in this step of ``key``, which the tier lacks."""
         evicted_s = self._recent.pop(key, None)
         if evicted_s is None:
             evicted_s = self._older.pop(key, None)
@@ -307,7 +306,7 @@ class ReuseGaps:
             self.is_changed = True
 
     def recently_evicted(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """Return the ``keys`` that were evicted recently and belong to the tracked sample."""
+        """Return those ``keys`` that were evicted recently and belong to the sample."""
         return self._keys.intersection(keys) if self._keys else set()
 
     def end_step(self, now: float) -> None:

@@ -1,16 +1,17 @@
-"""Keeps chunks in a tier until a deadline, whatever the eviction policy would do.
+"""Keeps chunks in a tier until a deadline, whatever the eviction policy decides.
 
 A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
-Only the sender of the request knows that: to the cache, the chunks are just unused. A deadline
-needs no second message that ends it, as a flag would (Mooncake's soft pins and Continuum's
+Only the sender of the request knows that; for the cache, the chunks are just unused. Unlike a
+flag, a deadline needs no second message that ends it (Mooncake's soft pins and Continuum's
 pins, arXiv 2511.02230, also have deadlines).
 
-A quota bounds the retained chunks. Beyond the quota, more chunks are refused; they do not
-replace retained ones. Chunks are released early only for a store or a promotion that has waited
-as long as allowed and would otherwise be cut; the earliest deadlines go first.
+A quota bounds the retained chunks. Beyond the quota, further chunks are refused; retained
+chunks stay. Chunks are released early only for a store or a promotion that has waited as long
+as allowed and would otherwise be cut. The chunks with the earliest deadlines are released
+first.
 
 Requests retain chunks in RAM. In a slower tier, a warm-up can retain chunks: it marks them in
-the cache, which reports them at the next start.
+the index, and the next start reads the marks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Retention:
         return copy in self._deadlines
 
     def retain(self, copies: Iterable[ChunkCopy], until: float) -> int:
-        """Retain resident ``copies`` until a deadline; an earlier deadline is extended.
+        """Retain resident ``copies`` until a deadline; extend an earlier deadline.
 
         Args:
             copies: Root to leaf; beyond the quota the tail is refused.
@@ -109,13 +110,13 @@ class Retention:
             self._tier.counters.unretained += 1
 
     def clear(self) -> None:
-        """Release every copy; for a reset of the cache."""
+        """Release every copy, after a reset of the cache."""
         self._tier.unpin(self._deadlines)
         self._deadlines.clear()
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Release ``copy`` if its deadline is still ``until``; return whether this happened."""
+        """Release ``copy`` if its deadline is still ``until``; return whether it was so."""
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]

@@ -5,8 +5,8 @@ would scatter a request's chunks within minutes. So free slots are kept as *exte
 consecutive free slots, as long as possible, in bins by the power of two of their length. An
 allocation tries a few extents of the smallest suitable bin, then takes an extent of a larger
 bin. If no extent is long enough, it uses several of the longest extents. Freed slots merge with
-their free neighbours at once, so an evicted request leaves one extent. Allocating and freeing
-are O(1) per extent touched, and nothing scans the slots.
+their free neighbours at once, so an evicted request leaves one extent. An allocation or a
+release takes O(1) time per extent, and never scans all slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SlotAllocator:
     """Keeps the free slots of one tier, and allocates them.
 
     Args:
-        capacity: Slots are numbered from 0 to ``capacity - 1``; all start free.
+        capacity: Number of slots. They are numbered from 0, and all are free at first.
 
     Attributes:
         free: Number of free slots.
@@ -48,7 +48,7 @@ class SlotAllocator:
         """Allocate ``count`` slots in few extents; return them ascending.
 
         Raises:
-            ValueError: Fewer than ``count`` slots are free; nothing was allocated.
+            ValueError: Fewer than ``count`` slots are free. No slot was allocated.
         """
         if count > self.free:
             raise ValueError(f"{count} slots requested, {self.free} free")
@@ -75,7 +75,7 @@ class SlotAllocator:
         return self.allocate(count)
 
     def take(self, slots: Iterable[int]) -> None:
-        """Allocate exactly ``slots``, for chunks that survived a restart.
+        """Allocate exactly ``slots``, for recovered chunks.
 
         Raises:
             ValueError: A slot is not free.
@@ -109,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent of ``wanted`` slots, or of a long one if none has."""
+        """Return the start of an extent of ``wanted`` slots, else of a long extent."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()
@@ -125,7 +125,7 @@ class SlotAllocator:
         return next(iter(self._bins[number]))
 
     def _extent_around(self, slot: int) -> int | None:
-        """Return the start of the free extent that holds ``slot``; None if it is not free."""
+        """Return the start of the free extent around ``slot``; None if the slot is in use."""
         if slot in self._end_of:
             return slot
         # Recovery takes slots in ascending order, so the extent is nearly always the last one

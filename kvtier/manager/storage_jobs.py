@@ -1,10 +1,10 @@
 """Storage jobs: transfers between tiers, from the plan to the settled result.
 
-:class:`StorageJobs` has the common part of promotions and demotions. A plan takes the slots,
-adds the copies that are being written and cuts the chunks into jobs. A settled result removes
-the pins of the job and drops the copies whose bytes did not arrive. The chunks to move, and the
-consequences of a result, are decided by :mod:`~kvtier.manager.promote` and
-:mod:`~kvtier.manager.demote`.
+:class:`StorageJobs` has the common part of promotions and demotions. A plan allocates the
+slots, adds the copies to be written and divides the chunks into jobs. A settled result removes
+the pins of the job and drops the copies whose bytes did not arrive.
+:mod:`~kvtier.manager.promote` and :mod:`~kvtier.manager.demote` choose the chunks to move and
+handle the consequences of a result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
 
 @dataclass(slots=True)
 class JobRecord:
-    """One storage job. It holds its slots until its settled result arrives.
+    """One storage job. It occupies its slots until its settled result arrives.
 
     Neither the end of a request, nor a reset of the cache, nor a missed deadline frees the
     slots.
@@ -41,8 +41,8 @@ class JobRecord:
         destination: Index of the tier that is written; 0, which is RAM, for a promotion.
         sources: The copies read, each pinned by this job.
         destinations: The copies written, each pinned by this job.
-        epoch: The cache epoch of the job; after a reset its result only frees slots.
-        is_late: Whether its deadline passed.
+        epoch: The cache epoch of the job. After a reset the job's result only frees slots.
+        is_late: Whether the job's deadline has passed.
         moved: The sources to drop once their bytes arrive.
         is_eviction: Whether the sources are victims, in eviction order.
     """
@@ -58,7 +58,7 @@ class JobRecord:
 
     @property
     def is_promotion(self) -> bool:
-        """Whether the job moves chunks to RAM; if not, the job demotes them."""
+        """Whether the job moves chunks to RAM; otherwise it demotes them."""
         return not self.destination
 
     @property
@@ -97,7 +97,7 @@ class StorageJobs:
 
     @property
     def late_slots(self) -> int:
-        """RAM slots that late promotions hold until they end."""
+        """Number of RAM slots that late promotions occupy until they end."""
         return sum(
             len(record.destinations)
             for record in self._records.values()
@@ -121,13 +121,13 @@ class StorageJobs:
         moved: Collection[ChunkCopy] = (),
         is_eviction: bool = False,
     ) -> list[tuple[JobId, Sequence[ChunkCopy]]]:
-        """Plan jobs that copy ``listed`` to ``destination``, evicting there as needed.
+        """Plan jobs that copy ``listed`` to ``destination``, evicting there if needed.
 
         Args:
             source: Tier of the copies.
             destination: A tier that lacks the chunks and has an available slot for each chunk.
             listed: The copies. Each has a pin that its job removes at its end.
-            moved: Copies that ``source`` drops once their bytes arrive.
+            moved: The copies among ``listed`` that ``source`` drops once their bytes arrive.
             is_eviction: Whether the copies are victims of ``source``, in eviction order.
 
         Returns:
@@ -255,7 +255,7 @@ class StorageJobs:
         return planned
 
     def take_cancelled(self) -> list[JobId]:
-        """Return the ids of the jobs to cancel that were queued since the last call."""
+        """Return the ids of the jobs cancelled since the last call."""
         cancelled = self._cancelled
         if cancelled:
             self._cancelled = []

@@ -1,9 +1,9 @@
 """Stores new chunks into RAM.
 
-A store is planned before a byte moves: slots are allocated and the chunks are added as
-*writing*. Chunks become hits once every rank has recorded that its bytes are whole. The engine
-offers a request's chunks at every step until a store is accepted. It never offers the chunks
-again that an accepted store leaves out. So a store that finds too few slots is first refused a
+A plan of a store allocates the slots and adds the chunks as *writing*, before any byte moves.
+Chunks become hits once every rank has recorded that its bytes are whole. The engine offers a
+request's chunks at every step until a store is accepted. If an accepted store leaves out
+chunks, the engine never offers them again. So if slots are too few, a store is first refused a
 few times, and only then cut to the chunks that fit.
 """
 
@@ -34,11 +34,11 @@ class StorePlan(NamedTuple):
     """The RAM slots for new chunks of a request.
 
     Attributes:
-        keys: The chunks to store, in the order they were offered.
+        keys: The chunks to store, in the order of the offer.
         slots: RAM slot of each chunk.
-        generation: Generation of all slots; a worker records it for a slot once the slot's
-            bytes are whole.
-        evicted: Keys that were evicted from RAM; announce these evictions before the stores.
+        generation: Generation of all slots. A worker records it for each slot whose bytes are
+            whole.
+        evicted: Keys evicted from RAM. Announce the evictions before the stores.
     """
 
     keys: Sequence[ChunkKey]
@@ -111,7 +111,7 @@ class Storer:
         self._grants.record_arrived(listed.copies)
 
     def clear(self) -> list[ChunkCopy]:
-        """Forget the stores in flight; for a reset of the cache.
+        """Forget the stores in flight, after a reset of the cache.
 
         Returns:
             The copies that workers may be writing; each still has its writer's pin.
@@ -121,7 +121,7 @@ class Storer:
         return list(filter(_is_being_stored, copies))
 
     def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
-        """Record that an engine offered ``keys`` for storing although RAM has every chunk."""
+        """Record that an engine offered ``keys``, all of which RAM has."""
         if request is not None:
             if request.has_gap:
                 self._record_stranded(self._count_stranded(keys, request), request)
@@ -133,9 +133,9 @@ class Storer:
     ) -> tuple[Sequence[int], bool]:
         """Count resident chunks that the engine computed because an earlier chunk is missing.
 
-        Such chunks are *stranded*: they are in a tier, but behind a chunk that is in no tier.
-        The simulator reports the same number as ``hits - lead_chunks``. Only keys of the
-        counting group are counted, because a sliding window may have gaps.
+        *Stranded* chunks are in a tier, but behind a chunk that is in no tier. The simulator
+        reports the same number as ``hits - lead_chunks``. Only keys of the counting group are
+        counted, because a sliding window may have gaps.
 
         Returns:
             The count of each tier, and whether chunks after ``keys`` would be stranded too.
@@ -165,7 +165,7 @@ class Storer:
     def _is_whole_store(self, listed: CopyList, keys: Collection[ChunkKey]) -> bool:
         """Return whether ``listed``, made when the store was planned, still matches ``keys``.
 
-        It matches if its keys are ``keys`` and RAM has dropped no chunk since the plan.
+        The list matches if its keys are ``keys`` and RAM has dropped no chunk since the plan.
         """
         if listed.drops != self._ram.drops or len(keys) != len(listed.keys):
             return False
@@ -200,7 +200,7 @@ class Storer:
     def _store(
         self, new: Sequence[ChunkKey], offered: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
-        """Plan a store of ``new``, the ``offered`` keys that RAM lacks; None to postpone it."""
+        """Plan a store of ``new``, those ``offered`` keys that RAM lacks; None to postpone."""
         stack, ram = self._stack, self._ram
         fits = self._fitting(len(new), request)
         if fits is None:
@@ -252,7 +252,7 @@ class Storer:
 
 
 def _is_being_stored(copy: ChunkCopy) -> bool:
-    """Return whether a worker is storing this RAM copy; promotions do not count."""
+    """Return whether a worker is storing this RAM copy. Promotions do not count."""
     return copy.state == _WRITING and not copy.origin
 
 
@@ -264,9 +264,9 @@ def _places(
     """Return the parents and the depths of the chunks in ``new``.
 
     Args:
-        new: Chunks to store, those of each group root to leaf.
+        new: Chunks to store, group by group, root to leaf.
         offered: All offered chunks, ``new`` included.
-        tails: Last earlier chunk of each group, and its depth; this function updates it.
+        tails: For each group, the last earlier chunk and its depth. This function updates them.
     """
     group = group_part(offered[0])
     if len(new) == len(offered) and is_single_group(new):

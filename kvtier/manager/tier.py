@@ -4,8 +4,8 @@ A copy is *pinned* while a transfer, a request or a deadline needs it, and *dirt
 slower tier must still receive it. A resident copy is *idle*, and may be evicted, if it is
 neither pinned nor dirty. Only :class:`TierState` writes a copy's attributes, except the number
 of grants, which :class:`~kvtier.manager.grants.Grants` writes, and the attributes of the
-policies. So a tier always knows its number of idle copies, and no scan is needed to refuse a
-store that cannot succeed.
+policies. So a tier always knows its number of idle copies, and can refuse an impossible store
+without a scan.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PREALLOCATED_COPIES = 1 << 18
 class TierState:
     """Slots, copies, eviction order and counters of one tier.
 
-    When a chunk is evicted, its slot keeps the ``ChunkCopy`` object for the next chunk. A new
-    object would take more time than all other work for a chunk here. Nothing refers to an
-    evicted copy. A dropped copy may still have references, so its slot gets a new object. Many
-    of RAM's objects are created at start, so that the scheduler is not slowed down later.
+    After an eviction, the slot keeps the ``ChunkCopy`` object for the next chunk, because
+    creating an object takes most of the time per chunk in this class. An evicted copy has no
+    references. A dropped copy may have some, so its slot gets a new object. Many of RAM's
+    objects are created at the start, so that they do not delay the scheduler later.
 
     Args:
         name: The tier's name.
@@ -54,11 +54,12 @@ class TierState:
         dirty: Number of dirty copies.
         leaving: Victims that a slower tier must receive before they are evicted. Until then
             they are hits outside the eviction order.
-        drops: Number of dropped copies plus number of resets. While it does not change, pinned
-            copies stay in the tier.
-        requested_slots: Largest number of slots requested in vain since the last reclaim.
-        counters: What happened in the tier.
-        policy_error: Why ``lru`` replaced the eviction policy; None if it did not.
+        drops: Number of dropped copies plus number of resets. While this number is unchanged,
+            pinned copies stay in the tier.
+        requested_slots: Largest number of slots of a failed request since the last reclaim.
+        counters: Counters of the tier's events.
+        policy_error: The reason why ``lru`` replaced the eviction policy; None without a
+            replacement.
     """
 
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
@@ -80,7 +81,7 @@ class TierState:
 
     @property
     def available(self) -> int:
-        """Slots that are free or can be freed now by evicting."""
+        """Number of slots that are free or can be freed now by evictions."""
         return self.slots.free + self.idle
 
     def request_slots(self, slots: int) -> None:
@@ -88,7 +89,7 @@ class TierState:
         self.requested_slots = max(self.requested_slots, min(slots, self.slots.capacity))
 
     def list_of(self, copies: Sequence[ChunkCopy]) -> CopyList:
-        """Return a :class:`CopyList` of ``copies``, with the keys and slots of the copies."""
+        """Return a :class:`CopyList` of ``copies``."""
         keys = [copy.key for copy in copies]
         return CopyList(copies, keys, [copy.slot for copy in copies], self.drops)
 
@@ -130,7 +131,7 @@ class TierState:
         generation: int = 0,
         terms: RequestTerms = NO_TERMS,
     ) -> list[ChunkCopy]:
-        """Add copies that are being written, and pin each copy once for its writer.
+        """Add copies that will be written, and pin each copy once for its writer.
 
         Args:
             keys: Chunks that this tier lacks.
@@ -163,7 +164,7 @@ class TierState:
         origin: int = 0,
         generation: int = 0,
     ) -> list[ChunkCopy]:
-        """Add copies that are being written from another tier; pin each copy for its writer.
+        """Add copies that will be written from another tier; pin each copy for its writer.
 
         Args:
             keys: Chunks that this tier lacks.
@@ -197,8 +198,8 @@ class TierState:
         Args:
             copies: Sorted by prompt, then by group, then from root to leaf.
             ctx: The information that policies may use.
-            is_ordered: Whether ``copies`` are instead in the order in which another tier picked
-                them as victims.
+            is_ordered: Whether ``copies`` are in the order in which another tier picked them as
+                victims, instead.
         """
         self.idle += self._end_writing(copies)
         self.writing -= len(copies)
@@ -218,14 +219,14 @@ class TierState:
         self.eviction.on_insert_many(copies, ctx)
 
     def expire(self, copy: ChunkCopy) -> bool:
-        """Mark ``copy`` late if it is being written; return whether it was being written."""
+        """If ``copy`` is being written, mark it late; return whether it is being written."""
         was_writing = copy.state == _WRITING
         if was_writing:
             copy.state = _LATE
         return was_writing
 
     def abort(self, copy: ChunkCopy) -> None:
-        """Drop a copy that did not arrive, and remove its writer's pin."""
+        """Drop a copy whose bytes failed to arrive, and remove its writer's pin."""
         self.drop(copy)
         self.unpin((copy,))
 
@@ -254,7 +255,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Increment the dirty count of resident ``copies``: a slower tier must receive each."""
+        """Increment the dirty count of resident ``copies``, each for one receiving tier."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -266,7 +267,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Decrement the dirty count of ``copies``: a slower tier needs them no more."""
+        """Decrement the dirty count of ``copies``, because one tier needs them no more."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -326,7 +327,7 @@ class TierState:
         self.eviction.on_hit_many(copies, ctx)
 
     def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Put ``copies`` that are in :attr:`leaving` back into the eviction order."""
+        """Put those of ``copies`` that are in :attr:`leaving` back into the eviction order."""
         if self.leaving.isdisjoint(copies):
             return
         for copy in copies:
@@ -337,7 +338,7 @@ class TierState:
     # -- evicting ---------------------------------------------------------------------------
 
     def take_slots(self, count: int, ctx: PolicyContext) -> tuple[list[int], list[ChunkKey]]:
-        """Allocate ``count`` slots, evicting as many idle copies as needed.
+        """Allocate ``count`` slots, evicting idle copies if needed.
 
         Args:
             count: At most :attr:`available`.
@@ -401,9 +402,9 @@ class TierState:
             self.slots.release((copy.slot,))
 
     def reset(self, held: Iterable[ChunkCopy]) -> dict[ChunkKey, ChunkCopy]:
-        """Make every chunk a miss; this takes time per copy in ``held``, not per chunk.
+        """Make every chunk a miss; the time depends only on the number of ``held`` copies.
 
-        The eviction policy begins anew. Nothing may refer to the other copies any more.
+        The eviction policy starts empty. The other copies must have no references.
 
         Args:
             held: All copies with pins. Each keeps its slot until it loses its last pin.
@@ -431,11 +432,11 @@ class TierState:
     # -- internals --------------------------------------------------------------------------
 
     def _touch_order(self, prompt: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-        """Return ``prompt``, reversed if the eviction policy wants uses from leaf to root."""
+        """Return ``prompt``, reversed if the eviction policy expects uses from leaf to root."""
         return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
 
     def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
-        """Unpin ``copies`` and make them resident; return how many have no other pin."""
+        """Unpin ``copies`` and make them resident; return the number without another pin."""
         if self.index:
             for copy in copies:  # in a slower tier only the writer pins a copy
                 copy.state = _RESIDENT
@@ -449,10 +450,10 @@ class TierState:
         return len(copies) - pinned
 
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
-        """Return the copy object of each slot; create the objects that do not exist yet.
+        """Return the copy object of each slot, and create the missing objects.
 
-        An evicted copy was not pinned, dirty or granted. The policy sets its own
-        attributes when the copy is inserted; the caller sets all others.
+        An evicted copy had no pin, no grant and was clean. The policy sets its own attributes
+        at the insertion of the copy; the caller sets all others.
         """
         at = self._copy_at
         copies = [copy for copy in map(at.__getitem__, slots) if copy]
@@ -480,7 +481,7 @@ class TierState:
         return self.eviction.pick_many(count, evictable, ctx)
 
     def _replace_policy(self, error: NoVictimError, ctx: PolicyContext) -> None:
-        """Evict by ``lru`` from now on, because the policy is broken."""
+        """Evict by ``lru`` from now on, because the policy raised an error."""
         self.policy_error = error
         self.eviction = Lru(self.slots.capacity)
         for copy in self.copies.values():
@@ -489,7 +490,7 @@ class TierState:
                 self.eviction.on_insert(copy, ctx)
 
     def _spares_oldest(self) -> bool:
-        """Return whether the first copy is unpinned, so that a policy could pick it."""
+        """Return whether the oldest copy is unpinned, so that a policy could pick it."""
         oldest = next(iter(self.copies.values()), None)
         return oldest is not None and oldest.state == _RESIDENT and not oldest.pins
 

@@ -1,4 +1,4 @@
-"""All tiers, and the other state that the modules of the manager share."""
+"""All tiers, and the state that the modules of the manager share."""
 
 from __future__ import annotations
 
@@ -33,27 +33,30 @@ _LATE = CopyState.LATE
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """Bounds of the manager, in chunks unless the name says otherwise.
+    """Bounds of the manager, in numbers of chunks unless the name has another unit.
 
     Attributes:
-        pin_budget: RAM slots that may be held for waiting requests.
+        pin_budget: Largest number of RAM slots held for waiting requests.
         reserve: Fraction of a tier's slots that write-on-evict keeps free.
-        queue: Chunks that may be on their way to one slower tier at a time.
+        queue: Largest number of chunks on their way to one slower tier.
         batch: Largest number of chunks in one job.
-        retained: RAM slots that may be retained until a deadline.
-        backlog: Chunks that may be queued for one slower tier or on their way there. Beyond
-            that, new chunks stay in RAM only.
-        load_timeout_s: Deadline of a promotion.
-        store_timeout_s: Deadline of a demotion.
+        retained: Largest number of RAM slots retained until a deadline.
+        backlog: Largest number of chunks queued for one slower tier or on their way there.
+            Further chunks stay in RAM only.
+        load_timeout_s: Timeout of a promotion.
+        store_timeout_s: Timeout of a demotion.
         max_queue_steps: Limit, in steps, of a request's wait for its promotions to start.
         max_queue_s: Limit of that wait in seconds; the wait ends once both limits have passed.
-        max_arrival_steps: Steps that a request may wait for chunks on their way.
-        max_idle_grant_steps: Steps without a lookup after which a request's grants end.
-        max_store_refusals: Refusals after which a store is cut to the chunks that fit.
+        max_arrival_steps: Largest number of steps for which a request waits for chunks on their
+            way.
+        max_idle_grant_steps: Number of steps without a lookup after which a request's grants
+            end.
+        max_store_refusals: Number of refusals after which a store is cut to the chunks that
+            fit.
         direct_loads: Whether chunks in slower tiers may be loaded directly; else all loads are
             staged.
-        lookup_timeout_s: Deadline of a question to the last tier, which is then a shared tier;
-            None if no tier is shared.
+        lookup_timeout_s: Timeout of a question to the shared tier, which is the last tier; None
+            without a shared tier.
     """
 
     pin_budget: int
@@ -76,13 +79,13 @@ class ManagerLimits:
 class SlotStatus(Protocol):
     """The workers' reports about RAM slots, read from shared memory.
 
-    An acknowledgement says that a job ended in every rank, not which of its chunks are whole.
-    The workers write that status per slot into memory that they share with the scheduler. Both
-    entry points use this interface.
+    An acknowledgement reports that a job ended in every rank, but not which chunks are whole.
+    The workers write this status, slot by slot, into memory that they share with the scheduler.
+    Both entry points use this interface.
     """
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Record that each worker gets one more job on each of ``slots``."""
+        """Record that each worker gets one more job for each of ``slots``."""
 
     def clear_generations(self, slots: Sequence[int]) -> None:
         """Clear the generations of ``slots`` before the bytes in the slots change."""
@@ -93,14 +96,14 @@ class SlotStatus(Protocol):
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all loads of its generation succeeded on every rank.
 
-        True if there were no such loads.
+        True without such loads.
         """
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget the failed loads of ``slots``; no load in flight may use these slots."""
 
     def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether all ranks acknowledged every job issued on it."""
+        """Return for each slot whether all ranks acknowledged every job issued for it."""
 
 
 def first_resident(
@@ -125,19 +128,19 @@ class TierStack:
         placement: Decides what moves between tiers.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
-        cost_model: Decides which loads are worth their time.
+        cost_model: Decides whether to load chunks or compute them.
         is_counted: Returns whether a key belongs to the counting group.
         retentions: The copies of each tier that are retained until a deadline.
         ctx: The information that policies may use.
         epoch: Number of resets.
         step: Number of scheduling steps.
-        out_of_service: Indices of slower tiers that must not be read now.
-        corrupt: Slots that a restart must not recover, as (tier index, slot).
-        gaps: Per tier, how soon evicted chunks were looked up again.
+        out_of_service: Indices of the slower tiers that cannot be read now.
+        corrupt: Slots with wrong bytes, as (tier index, slot); a restart must not recover them.
+        gaps: Per tier, the times from a chunk's eviction to its next lookup.
         tracks_reuse: Whether ``gaps`` are recorded.
-        restricts_stores: Whether any request so far has limited the tiers to store in.
-        events: Residency events that were not taken yet.
-        gds: The slots that workers can read from one of the tiers; None if there are none.
+        restricts_stores: Whether a request has limited the tiers that may store its chunks.
+        events: Residency events that wait for :meth:`EventLog.take`.
+        gds: Reports which slots of one tier workers can read; None without GDS reads.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -186,7 +189,7 @@ class TierStack:
         return self._generation
 
     def set_request(self, req_id: str, terms: RequestTerms) -> None:
-        """Set the request that policies see for the next uses and insertions."""
+        """Set the request that policies see in the next uses and insertions."""
         self.ctx.request = req_id
         self.ctx.session = terms.session
 
@@ -212,7 +215,7 @@ class TierStack:
 
         Args:
             allowed: Indices of the tiers to choose from; None for all.
-            with_shared: Whether the shared tier, if there is one, may be read.
+            with_shared: Whether the shared tier, if any, may be read.
         """
         with_shared = with_shared or self.shared is None
         if allowed is None and with_shared and not self.out_of_service:
@@ -231,7 +234,7 @@ class TierStack:
         """Find ``keys`` in RAM or else in ``readable``, up to the first missing key.
 
         Returns:
-            A copy of each key, perhaps on its way to RAM, and the tier index of each copy.
+            A copy of each key, which may be on its way to RAM, and the tier index of each copy.
         """
         ram = self.ram
         copies = ram.leading(keys)
@@ -264,7 +267,7 @@ class TierStack:
         return first_resident(tiers, key) is not None
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record a lookup of each key in all tiers faster than the first tier that has it."""
+        """Record a lookup of each key in all tiers faster than the first tier with the key."""
         if not self.tracks_reuse:
             return
         mask = self._sampling
@@ -281,14 +284,14 @@ class TierStack:
     def take_slots(
         self, tier: TierState, keys: Sequence[ChunkKey]
     ) -> tuple[list[int], list[ChunkKey]]:
-        """Allocate a slot of ``tier`` for each of ``keys``, evicting idle copies as needed.
+        """Allocate a slot of ``tier`` for each of ``keys``, evicting idle copies if needed.
 
         Args:
             tier: The tier.
             keys: At most :attr:`TierState.available` keys.
 
         Returns:
-            A slot for each key and the keys of the victims.
+            A slot for each key, and the keys of the victims.
         """
         if tier.eviction.tracks_misses:
             for key in keys:
@@ -315,7 +318,7 @@ class TierStack:
 
     @property
     def retention(self) -> Retention:
-        """RAM copies retained until a deadline."""
+        """The copies retained in RAM until a deadline."""
         return self.retentions[0]
 
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
@@ -333,16 +336,16 @@ class TierStack:
             self.drop(tier, copy)
 
     def drop_missing(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Drop a copy that a shared tier no longer has."""
+        """Drop a copy that a shared tier has lost."""
         if copy.state == _RESIDENT:
             self.drop(tier, copy)
 
     def record_corrupt(self, tier: int, copies: Iterable[ChunkCopy]) -> None:
-        """Record that a restart must not recover the slots of ``copies``."""
+        """Record the slots of ``copies`` as corrupt; a restart must not recover them."""
         self.corrupt += [(tier, copy.slot) for copy in copies]
 
     def take_corrupt(self) -> list[tuple[int, int]]:
-        """Return the slots that were found corrupt since the last call."""
+        """Return the slots found corrupt since the last call."""
         corrupt, self.corrupt = self.corrupt, []
         return corrupt
 

@@ -1,15 +1,16 @@
 """The manager of all tiers: decides where every chunk is, and moves no bytes.
 
-It knows the state of all tiers and answers the engine's scheduler from it. It does no I/O,
+The manager knows the state of all tiers and answers the engine's scheduler. It does no I/O,
 never waits and never reads a clock. It returns :class:`~kvtier.types.Job` values. The caller
-runs them and passes their :class:`~kvtier.types.TransferResult` values back. So a live engine
-and a simulator use the same class.
+runs these jobs and passes their :class:`~kvtier.types.TransferResult` values back. So a live
+engine and a simulator use the same class.
 
-Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill the slot, and
-``complete_store`` makes it a hit if the workers recorded that its bytes are whole. The
-:class:`~kvtier.manager.demote.Demoter` then copies it to slower tiers. If a later request finds
-the chunk only there, the :class:`~kvtier.manager.promote.Promoter` promotes it to RAM and pins
-it for that request. ``prepare_load`` pins it until ``complete_load``.
+Life of a chunk: ``prepare_store`` gives the chunk a RAM slot, and the workers fill the slot.
+``complete_store`` makes the chunk a hit if the workers recorded that its bytes are whole. The
+:class:`~kvtier.manager.demote.Demoter` then copies the chunk to slower tiers. If a later
+request finds the chunk only in a slower tier, the :class:`~kvtier.manager.promote.Promoter`
+promotes it to RAM and pins it for that request. ``prepare_load`` pins the chunk until
+``complete_load``.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ class TieredOffloadingManager:
         slot_status: The workers' reports about RAM slots.
         record_events: Whether the caller calls :meth:`take_events`.
         track_reuse: Whether the caller calls :meth:`take_reuse_gaps`.
-        cost_model: Decides which loads are worth their time; if omitted, every load is.
-        groups: The part of a prefix that each KV cache group needs.
+        cost_model: Decides whether to load chunks or compute them; if omitted, every hit is
+            loaded.
+        groups: For each KV cache group, the part of a prefix that a hit needs.
         counting_group: Index of the KV cache group used to count tokens.
-        gds: The slots that workers can read from one of the tiers; None if there are none.
+        gds: Reports which slots of one tier workers can read; None without GDS reads.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -122,12 +124,12 @@ class TieredOffloadingManager:
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens a waiting request can load beyond ``prompt.local_tokens``.
 
-        Call ``prepare_load`` for the request in the same step, before another load or store is
-        planned, because that may evict the chunks.
+        Call ``prepare_load`` for the request in the same step, before the plan of another load
+        or store, which may evict the chunks.
 
         Returns:
-            The number of tokens; None while chunks are being promoted: look up again in the
-            next step.
+            The number of tokens; None while chunks are being promoted. Then look up again in
+            the next step.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         return self._lookup.lookup(request, prompt)
@@ -143,7 +145,7 @@ class TieredOffloadingManager:
         return self._lookup.residence(request, key)
 
     def is_deferred(self, req_id: str) -> bool:
-        """Return whether the request waits for chunks, so that a lookup has no result yet."""
+        """Return whether the request waits for chunks. A lookup then has no result yet."""
         request = self._requests.get(req_id)
         return request is not None and request.phase in DEFERRED
 
@@ -157,7 +159,8 @@ class TieredOffloadingManager:
         """Pin ``keys``, found by a lookup of this step, and return the plan of their load.
 
         With ``limits.direct_loads`` some chunks may be in slower tiers. Their promotion jobs
-        are planned with the load. Take these jobs at once, because the workers wait for them.
+        are planned with the load. Call :meth:`take_jobs` at once, because the workers wait for
+        these jobs.
 
         Raises:
             KeyError: Loads are not direct, and a key is not resident because it was not looked
@@ -184,8 +187,8 @@ class TieredOffloadingManager:
 
         Args:
             req_id: The request.
-            load_id: ``load_id`` of the load's plan; None for the oldest load of the request,
-                if the engine does not tell its loads apart.
+            load_id: ``load_id`` of the load's plan; None for the oldest load of the request, if
+                the engine does not distinguish its loads.
             gds_failed: Positions of the chunks whose GDS read failed.
             gds_wrong: Positions, among ``gds_failed``, of chunks that the tier must forget.
         """
@@ -194,14 +197,15 @@ class TieredOffloadingManager:
     # -- store ------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Allocate RAM slots for the ``keys`` that RAM lacks, evicting idle copies as needed.
+        """Allocate RAM slots for those ``keys`` that RAM lacks, evicting copies if needed.
 
         Offering a chunk counts as a use of its copy in RAM. If only some of the new chunks fit,
         the last ones are refused, because a suffix is useless without its prefix.
 
         Returns:
-            The chunks to store, possibly an empty plan. None if there are too few slots now;
-            then nothing changed, and the engine should offer the chunks again in the next step.
+            The chunks to store, possibly an empty plan. None if there are too few slots now.
+            Then no slot was allocated, and the engine should offer the chunks again in the next
+            step.
         """
         request = self._requests.get(req_id)
         if request is not None:
@@ -212,7 +216,7 @@ class TieredOffloadingManager:
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Make each of ``keys`` a hit if every worker recorded that its bytes are whole.
+        """Make those of ``keys`` hits whose bytes all workers recorded as whole.
 
         Keys that are not being stored are ignored.
         """
@@ -272,9 +276,9 @@ class TieredOffloadingManager:
 
     @property
     def is_idle(self) -> bool:
-        """Whether :meth:`end_step` has nothing to do until another method is called.
+        """Whether :meth:`end_step` has no work until another method is called.
 
-        Retained chunks do not count as work: any later step frees those whose time is over.
+        Expired retained chunks do not count as work, because any later step can release them.
         """
         stack = self._stack
         return not (
@@ -290,11 +294,11 @@ class TieredOffloadingManager:
         )
 
     def has_work(self) -> bool:
-        """Return whether steps are needed although no request is running."""
+        """Return whether steps are needed even if no request is running."""
         return bool(self._demoter.queued or self._jobs.has_awaited or self._quarantine)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
-        """Set the indices of slower tiers that are out of service; nothing is read from them.
+        """Set the slower tiers that are out of service, by index; they are not read.
 
         Chunks in no other tier are misses; promotions in flight fail on their own.
         Do not call this between a lookup and the ``prepare_load`` that relies on the lookup.
@@ -307,17 +311,17 @@ class TieredOffloadingManager:
         return bool(self._stack.corrupt) or self._jobs.has_output
 
     def take_jobs(self) -> list[Job]:
-        """Return the storage jobs planned since the last call; the engine runs them."""
+        """Return the storage jobs planned since the last call, for the engine to run."""
         return self._jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
-        """Return jobs that no request needs any more; cancelling them is optional."""
+        """Return jobs that no request needs any more. Cancelling them is optional."""
         return self._jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
-        """Return corrupt slots, which a restart must not recover, as (tier index, slot).
+        """Return corrupt slots, as (tier index, slot); a restart must not recover them.
 
-        Handle them before the jobs of the next :meth:`take_jobs`, which may reuse the slots.
+        Handle these slots before the jobs of the next :meth:`take_jobs`, which may reuse them.
         """
         return self._stack.take_corrupt()
 
@@ -347,7 +351,7 @@ class TieredOffloadingManager:
             self._jobs.remove(result.job_id)
 
     def flush(self) -> None:
-        """Plan jobs that demote every dirty chunk; for an orderly shutdown."""
+        """Plan jobs that demote every dirty chunk, before an orderly shutdown."""
         self._demoter.flush_all()
 
     # -- reports ----------------------------------------------------------------------------
@@ -361,7 +365,7 @@ class TieredOffloadingManager:
 
     @property
     def cost_model(self) -> CostModel:
-        """The cost model, which decides which loads are worth their time."""
+        """The cost model, which decides whether to load chunks or compute them."""
         return self._stack.cost_model
 
     def take_events(self) -> list[ResidencyEvent]:
@@ -375,7 +379,7 @@ class TieredOffloadingManager:
 
     @property
     def has_events(self) -> bool:
-        """Whether :meth:`take_events` has anything to return."""
+        """Whether :meth:`take_events` has events to return."""
         return bool(self._stack.events)
 
     def take_reuse_gaps(self) -> list[list[float]]:
@@ -387,17 +391,17 @@ class TieredOffloadingManager:
 
     @property
     def requests(self) -> int:
-        """Number of requests that began and did not end."""
+        """Number of requests in progress."""
         return len(self._requests)
 
     @property
     def has_worker_jobs(self) -> bool:
-        """Whether a load or a store was prepared and is not complete."""
+        """Whether a prepared load or store is not complete yet."""
         return bool(self._loader or self._storer)
 
     @property
     def dropped(self) -> list[int]:
-        """Number of new chunks dropped per tier because a disk did not keep up."""
+        """Number of new chunks dropped because a disk was too slow, per tier."""
         return [tier.counters.dropped for tier in self._stack.tiers]
 
     @property
@@ -425,14 +429,14 @@ class TieredOffloadingManager:
     # -- recovery and reset -----------------------------------------------------------------
 
     def recover(self, tier: int, chunks: Iterable[tuple[ChunkKey, int]]) -> int:
-        """Make chunks that survived a restart hits in ``tier``.
+        """Make recovered chunks hits in ``tier``.
 
         Call it for the slowest tier first, because chunks that no slower tier has may become
         dirty.
 
         Args:
             tier: Index of a slower tier.
-            chunks: Keys and slots, least recently used first; no key and no slot twice.
+            chunks: Keys and slots, least recently used first. Keys and slots are unique.
 
         Returns:
             The number of recovered chunks.
@@ -451,7 +455,7 @@ class TieredOffloadingManager:
 
         Args:
             tier: Index of the tier.
-            slots: Slot of each chunk, and the time until when, in seconds on the clock of
+            slots: End of the protection, by the chunk's slot; seconds on the clock of
                 :meth:`end_step`.
         """
         copies = {copy.slot: copy for copy in self._stack.tiers[tier].copies.values()}
@@ -462,10 +466,10 @@ class TieredOffloadingManager:
     def reset(self) -> None:
         """Make every chunk in every tier a miss, because weights may have changed.
 
-        Slots that a storage job or a worker may still touch stay out of use until both are
-        done. Loads and stores prepared before the reset need no ``complete_*`` call. A request
-        with KV from before the reset stores nothing until it loses its GPU blocks, because
-        that KV may be outdated.
+        Slots that a storage job or a worker may still touch stay unused until the job and the
+        worker have ended. Loads and stores prepared before the reset need no ``complete_*``
+        call. A request with KV from before the reset stores nothing until it loses its GPU
+        blocks, because that KV may be outdated.
         """
         stack = self._stack
         stack.epoch += 1

@@ -1,10 +1,10 @@
 """Create the RAM tier's anonymous memory file and allocate all its pages in advance.
 
-A page has 4 KiB, or 2 MiB if it is a *huge page*. Direct I/O pins every page that it reads
-into; a GiB has 262,144 normal pages or 512 huge pages. With huge pages, reads, writes and
-pinning for a GPU take a quarter as much processor time. Linux keeps huge pages in a pool that
-the administrator fills (``vm.nr_hugepages``). Huge pages are used if the pool has enough of
-them for the whole tier.
+A page has 4 KiB, or 2 MiB if it is a *huge page*. Direct I/O pins every page of its buffer. A
+GiB has 262,144 normal pages or 512 huge pages. With huge pages, reads, writes and pinning for a
+GPU take a quarter as much processor time. Linux keeps huge pages in a pool that the
+administrator fills (``vm.nr_hugepages``). Huge pages are used if the pool has enough of them
+for the whole tier.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now; allocating pages later would delay or even kill the engine."""
+    """Allocate every page now; later allocations would delay or even kill the engine."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 
@@ -99,7 +99,7 @@ def _require_memory(nbytes: int) -> None:
     """Check that this host and its control group have enough memory.
 
     Raises:
-        CapacityError: There is too little memory; the message names the limit that is too low.
+        CapacityError: The memory is too small; the message names the exceeded limit.
     """
     for limit in memory_limits(_PROC, _SYS):
         if nbytes > limit.free_bytes:

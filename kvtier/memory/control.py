@@ -1,30 +1,25 @@
 """The control block: the status of each slot, written by workers and read by the scheduler.
 
-Workers acknowledge jobs and report failed loads in messages. These messages do not show which
-slots are complete in every rank, which slots a worker may still access after a reset, or when a
-promoted chunk has arrived. So a worker writes each slot's status to the control block, which
-both sides map, *before* it acknowledges a job:
+Workers acknowledge jobs and report failed loads in messages. These messages lack three facts:
+which slots are complete in every rank, which slots a worker may still access after a reset, and
+when a promoted chunk has arrived. So a worker writes each slot's status to the control block,
+which both sides map, *before* it acknowledges a job:
 
-``generation[rank, slot]``
-    Generation of the write that filled this rank's part of the slot. Every write to a slot gets
-    a new number, its *generation*, so bytes of an earlier write never count as complete.
-``acknowledged[rank, slot]``
-    Number of jobs on this slot that the rank has finished, successful or not. The scheduler
-    counts the jobs it issued. While the numbers differ, a worker may still access the slot.
-``failed[rank, slot]``
+``generation[rank, slot]`` Generation of the write that filled this rank's part of the slot.
+    Every write to a slot gets a new number, its *generation*, so bytes of an earlier write
+    never count as complete. ``acknowledged[rank, slot]`` Number of jobs on this slot that the
+    rank has finished, with success or failure. The scheduler counts the jobs that it issued.
+    While the numbers differ, a worker may still access the slot. ``failed[rank, slot]``
     Generation that the rank last failed to load. This word is separate from ``generation``,
-    which other processes may write at the same moment. If the bytes only arrived too late, the
-    scheduler clears the word after the load.
-``pageable[rank]``
-    Whether the rank could not page-lock the RAM tier. Written once, at start.
-``hash[rank, slot]`` and ``hashed[rank, slot]``
-    Hash of the bytes that this rank wrote to its part of the slot
+    which other processes may write at the same moment. If the bytes were only late, the
+    scheduler clears the word after the load. ``pageable[rank]`` Whether the rank could not
+    page-lock the RAM tier. Written once, at start. ``hash[rank, slot]`` and ``hashed[rank,
+    slot]`` Hash of the bytes that this rank wrote to its part of the slot
     (:mod:`kvtier.memory.part_hashes`), and the generation of that write. Only ranks that may do
-    GDS reads write these two words, and write them before ``generation``.
-``gds[rank]``
-    1 plus the number of the rank's part of every slot, if the rank can read chunks from the
-    NVMe tier into its GPU (GDS reads); else 0. Written at start, and cleared when a rank gives
-    up GDS reads.
+    GDS reads write these two words, and write them before ``generation``. ``gds[rank]`` 1 plus
+    the number of the rank's part of every slot, if the rank can read chunks from the NVMe tier
+    into its GPU (GDS reads); else 0. Written at start, and cleared when a rank gives up GDS
+    reads.
 
 Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
 slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
@@ -35,8 +30,8 @@ one slot may end at the same time in two threads of a rank.
 The transfer engine that moves chunks between tiers writes ``generation`` when a chunk was
 promoted or the promotion failed. Workers may be polling that word. The chunk's bytes are
 written before the word; if another process writes the bytes, its reply passes through a system
-call. A worker reads the word first and then the bytes, on another thread and after taking a
-lock. So no access to the bytes is reordered with the access to the word.
+call. A worker reads the word first. It then takes a lock and reads the bytes on another thread.
+So the accesses to the bytes and to the word keep their order.
 """
 
 from __future__ import annotations
@@ -61,11 +56,11 @@ _LOST = np.uint64(1 << 63)
 class ControlBlock:
     """The status words of all slots, at the end of the host region.
 
-    Implements :class:`kvtier.manager.SlotStatus` for the scheduler. The counts of issued jobs
-    are not shared: they are in the scheduler's own memory.
+    Implements :class:`kvtier.manager.SlotStatus` for the scheduler. The scheduler keeps the
+    counts of issued jobs in its own memory.
 
     Args:
-        buffer: At least :meth:`nbytes` bytes, zero when the region is new.
+        buffer: At least :meth:`nbytes` bytes, all zero in a new region.
         slots: Number of slots.
         ranks: Number of workers.
     """
@@ -123,7 +118,7 @@ class ControlBlock:
     def has_generations(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> bool:
-        """Return whether every slot holds its generation in this rank and may be loaded."""
+        """Return whether every slot has its generation in this rank and can be loaded."""
         return bool((self._generation[rank, _index(slots)] == _words(generations)).all())
 
     def record_failed_loads(
@@ -156,7 +151,7 @@ class ControlBlock:
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have received their generation and which slots never will.
+        """Return which slots have received their generation, and which slots never will.
 
         Returns:
             Two flags per slot: whether its bytes are complete, and whether its bytes are lost
@@ -229,10 +224,10 @@ class ControlBlock:
         return _in_every_rank(self._failed[:, _index(slots)] != _words(generations))
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
-        """Forget the failed loads of ``slots``; no load of these slots may be in progress.
+        """Forget the failed loads of ``slots``; no such load may be in progress.
 
-        These loads failed because the bytes arrived too late. The bytes may still arrive with
-        the same generation. A later load of the slot then must not count as failed.
+        These loads failed because the bytes were late. The bytes may still arrive with the same
+        generation, and a later load of the slot must not count as failed.
         """
         if slots:
             self._failed[:, _index(slots)] = 0

@@ -1,4 +1,4 @@
-"""Open the copier for RAM slots and the loader for GDS reads that fit a rank's device."""
+"""Open the copier for RAM slots, and the loader for GDS reads, of a rank's device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def open_gds(
         files: Opens the tier's slot file; None to use kvikio.
 
     Returns:
-        The loader; None if ``mode`` is ``off``, or if it is ``auto`` and GDS reads cannot work.
+        The loader; None if ``mode`` is ``off``, or if ``mode`` is ``auto`` and GDS reads cannot
+            work.
 
     Raises:
         ConfigError: kvikio is installed for another version of CUDA than torch.

@@ -4,9 +4,9 @@ A slot holds one chunk for all ranks. It is divided into ``blocks_per_chunk`` pl
 each block of the chunk. A place holds every rank's part of each page of the block, in order
 (:mod:`kvtier.memory.slot_layout`).
 
-The engine keeps these pages layer by layer. Copying page by page would take one call per
-page. So blocks are gathered into a staging tensor on their device, one call per layer, and
-whole rows of that tensor are copied to consecutive slots.
+The engine keeps these pages layer by layer. A copy of single pages would take one call per
+page. So one call per layer gathers blocks into a staging tensor on their device. Then whole
+rows of that tensor are copied to consecutive slots.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KVBlocks:
     """An engine's KV memory.
 
     Attributes:
-        tensors: Each int8 of shape (blocks, row bytes); a row is one block's page.
+        tensors: int8 tensors of shape (blocks, row bytes). A row is one block's page.
         groups: Per KV cache group, the pages of a block: (index into ``tensors``, page bytes).
     """
 
@@ -56,7 +56,7 @@ class KVBlocks:
     groups: Sequence[Sequence[tuple[int, int]]]
 
     def __post_init__(self) -> None:
-        """Refuse pages that are longer than the rows of their tensor."""
+        """Raise an error if a page is longer than the rows of its tensor."""
         for number, nbytes in chain.from_iterable(self.groups):
             if nbytes > self.tensors[number].shape[1]:
                 raise UnsupportedError(
@@ -71,12 +71,12 @@ class KVBlocks:
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """The device that has the memory."""
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
 
 class Slots(Protocol):
-    """Memory of slots: the host region, or slots in staging memory."""
+    """Memory of slots: the host region, or staging memory that is divided into slots."""
 
     @property
     def geometry(self) -> RegionGeometry:
@@ -84,7 +84,7 @@ class Slots(Protocol):
 
     @property
     def payload(self) -> memoryview | torch.Tensor:
-        """Bytes of the slots."""
+        """The content of all slots, as one buffer of bytes."""
 
 
 class Copier(ABC):
@@ -109,21 +109,21 @@ class Copier(ABC):
         clearing.
 
         Returns:
-            The point; None on a CPU, where the engine has finished computing by now.
+            The point; None on a CPU, where the engine has already finished computing.
         """
 
     @abstractmethod
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy blocks to slots after the fence ``after``; return when all bytes are copied.
 
-        When this raises, no copy is running any more.
+        If this method raises, all copies have ended.
         """
 
     @abstractmethod
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy slots to blocks after the fence ``after``; return when all bytes are copied.
 
-        When this raises, no copy is running any more.
+        If this method raises, all copies have ended.
         """
 
     @abstractmethod
@@ -134,8 +134,8 @@ class Copier(ABC):
 class BlockCopier(Copier):
     """Copies blocks with torch, through a staging buffer.
 
-    On a GPU the operations are queued on torch's current stream: the caller orders them and
-    waits for them. One thread at a time may call it.
+    On a GPU the operations are queued on torch's current stream. The caller orders them and
+    waits for them. One thread at a time may call the methods.
 
     Args:
         kv: The rank's KV memory.
@@ -187,7 +187,7 @@ class BlockCopier(Copier):
     def _views(
         self, host: torch.Tensor, pages: Sequence[int], geometry: RegionGeometry
     ) -> list[tuple[slice, torch.Tensor]]:
-        """Return pairs of a range of a staged row and a view of its destination in all slots.
+        """Return pairs: a range of a staged row, and a view of its destination in all slots.
 
         The view has the shape (slots, blocks, pages, words).
         """
@@ -247,7 +247,7 @@ class BlockCopier(Copier):
                 yield parts[rows], places[slots, sub]
 
     def _width(self, copy: GroupCopy) -> int:
-        """Return the number of words of one block, added up over all layers of its group."""
+        """Return the number of words of one block, in all layers of its group."""
         return sum(rows.shape[1] for rows in self._pages[copy.group])
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
@@ -289,12 +289,12 @@ class BlockCopier(Copier):
 
 
 def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor between device and host; do not wait for the copy if that is safe.
+    """Copy a tensor between device and host; return before the end of the copy if safe.
 
-    If one side is not contiguous, torch copies in two steps through its own memory, which on
-    the host is not page-locked. That is slow, so long contiguous ranges are copied one by one,
-    and only shorter ranges are copied in two steps. A copy in two steps blocks, because the
-    second step must not start before the first has ended.
+    If one side is not contiguous, torch copies in two steps through its own memory, which is
+    not page-locked on the host. Two steps are slow, so long contiguous ranges are copied one by
+    one, and only shorter ranges in two steps. A copy in two steps blocks, because the second
+    step must start after the first.
 
     Args:
         destination: A tensor on the device or the host.
@@ -312,7 +312,7 @@ def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _contiguous_elements(tensor: torch.Tensor) -> int:
-    """Return the number of elements in each contiguous range of ``tensor``."""
+    """Return the number of elements of each contiguous range of ``tensor``."""
     elements = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size > 1 and stride != elements:
@@ -324,8 +324,8 @@ def _contiguous_elements(tensor: torch.Tensor) -> int:
 def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
     """Return the element type to copy with: int64 if all is aligned to 8 bytes, else int8.
 
-    torch moves elements one by one to scattered rows, so single bytes take seven times as long
-    as words of eight bytes.
+    torch moves elements to scattered rows one by one, so bytes take seven times as long as
+    words of eight bytes.
     """
     units = [geometry.slot_nbytes, geometry.block_nbytes]
     units += [page for pages in kv.groups for _, page in pages]
@@ -338,7 +338,7 @@ def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
     """Yield the runs of ``copy``: rows with consecutive slots and the same place in the chunk.
 
-    Each run is a tuple of its rows, its slots and that place (``sub``).
+    Each run is a tuple: its rows, its slots and the place (``sub``).
     """
     slots, subs = copy.slots, copy.subs
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1

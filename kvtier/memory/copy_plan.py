@@ -39,7 +39,7 @@ class BlockCopyPlan:
     """A batch of block copies, all in one direction.
 
     Attributes:
-        groups: What to copy, by KV cache group.
+        groups: The blocks to copy, by KV cache group.
         slots: The RAM slots involved, each once.
     """
 
@@ -88,12 +88,12 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots in which a store certainly fills every block of the chunk.
+        """Return the slots in which a store certainly fills all blocks of the chunk.
 
-        The first chunk of a group may lack its first blocks; the index of the group's first
-        block shows this. If the engine leaves out other blocks, it does not say which. The
-        later blocks are then copied to wrong places, and the group's last chunk lacks blocks
-        at its end. In this case no slot of the group counts as filled.
+        The first chunk of a group may lack its first blocks, which the index of the group's
+        first block shows. If the engine leaves out other blocks, it does not report which. The
+        later blocks are then copied to wrong places, and the group's last chunk lacks blocks at
+        its end. In this case no slot of the group counts as filled.
         """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots
@@ -117,7 +117,7 @@ def plan_copy(
 
     Args:
         block_ids: Block numbers, group after group.
-        group_sizes: How many of ``block_ids`` belong to each group.
+        group_sizes: Number of ``block_ids`` of each group.
         block_indices: Index, within the request, of each group's first block. If it is not
             a multiple of ``blocks_per_chunk``, the group's first chunk is partial. The last
             chunk may be partial too.

@@ -1,12 +1,12 @@
 """The functions of the CUDA driver that kvtier calls directly, through ctypes.
 
 torch has no function that queues many copies in one call. torch can page-lock memory, but only
-through the CUDA runtime. The runtime remembers an error of such a call, and the next unrelated
-torch call would raise it. The driver's functions remember no errors.
+through the CUDA runtime. The runtime keeps an error of such a call, and the next unrelated
+torch call would raise it. The driver's functions keep no errors.
 
 The functions are those of CUDA 12.8, which later drivers keep. Since CUDA 13.0,
-``cuMemcpyBatchAsync`` has another signature without ``failIdx``, so the function is looked up
-by version.
+``cuMemcpyBatchAsync`` has another signature, without ``failIdx``. So this module requests the
+function's version of CUDA 12.8.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SourceOrder(enum.IntEnum):
 
 
 class _Location(ctypes.Structure):
-    """CUDA's ``CUmemLocation``; all zero means that no location is given."""
+    """CUDA's ``CUmemLocation``. All zero stands for an unknown location."""
 
     _fields_ = (("type", c_int), ("id", c_int))  # type: ignore[mutable-override]
 
@@ -92,7 +92,7 @@ class CudaApi:
         library: The driver's shared library.
 
     Raises:
-        UnsupportedError: There is no such library, or a function is missing.
+        UnsupportedError: The library or one of its functions is missing.
         CudaError: The driver has no such device.
     """
 
@@ -181,7 +181,7 @@ class CudaApi:
         self._check(f"cuMemcpyBatchAsync of {copies} copies", result)
 
     def _find_batch(self) -> _Call | None:
-        """Return the driver's function for batches of copies; None if there is none."""
+        """Return the driver's function for batches of copies; None if it has none."""
         address, status = c_void_p(), c_int()
         result = self._calls["cuGetProcAddress_v2"](
             b"cuMemcpyBatchAsync", byref(address), _BATCH_SINCE, 0, byref(status)

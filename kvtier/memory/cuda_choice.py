@@ -1,12 +1,12 @@
-"""Tries the methods of copying at start, and chooses one for stores and one for loads.
+"""Tries the copy methods at the start, and chooses one for stores and one for loads.
 
 A *fragment* is a contiguous range to copy. The rate of a method depends on the size of the
 engine's fragments, the bus and the driver. So each method copies some MiB between a scratch
 buffer on the device and RAM slots, in fragments like the engine's. The slots are still empty,
-and KV memory is not touched. A method is not used if it fails or copies wrong bytes.
+and KV memory is not touched. A method that fails or copies wrong bytes is left out.
 
-Stores are copied in batches. Loads are copied in batches too, or by a kernel if fragments are
-short and the kernel is faster.
+Stores are copied in batches. Loads are copied by a kernel if fragments are short and the kernel
+is faster, else in batches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """A method that copied the right bytes, and its measured rate."""
+    """A method that copied the right bytes, with its measured rate."""
 
     method: Method
     bytes_per_s: float
@@ -58,7 +58,7 @@ class _Rated:
 
 
 def _rate_loads(trial: _Trial, driver: Driver, batch: BatchMethod) -> list[_Rated]:
-    """Return the methods that work for loads, the fastest first."""
+    """Return the methods that work for loads, fastest first."""
     loads = trial.rate(batch.name, lambda: batch, stores=False)
     rated = [loads] if loads else []
     if loads and trial.suits_kernel:
@@ -70,7 +70,7 @@ def _rate_loads(trial: _Trial, driver: Driver, batch: BatchMethod) -> list[_Rate
 
 
 def choose_methods(driver: Driver, places: Fragments) -> Choice:
-    """Return the fastest methods for copying fragments like ``places``, and log the reasons.
+    """Return the fastest methods for fragments like ``places``, and log the reasons.
 
     Args:
         driver: The GPU.

@@ -6,14 +6,14 @@ itself, so all fragments of a job are queued at once. The method is chosen at st
 (:mod:`kvtier.memory.cuda_choice`).
 
 **Order.** Stores and loads have a stream each, so a load waits neither for stores nor for their
-fences. On each stream, a job's copies begin after the job's fence, the point in the compute
-stream when the job was submitted. A job ends when the thread has waited for an event after its
-last copy. So a stream never has work of two jobs. The streams do not order a store and a load;
-:mod:`kvtier.connector.device` explains why this is correct.
+fences. On each stream, a job's copies begin after the job's fence, which is the point of the
+compute stream at the job's submission. A thread waits for an event after a job's last copy
+before it starts the next job. So a stream never has work of two jobs. The streams do not order
+a store and a load; :mod:`kvtier.connector.device` explains why this is correct.
 
-**Torch as a fallback.** Kernels cannot access memory that is not page-locked, and CUDA does not
-guarantee that batches of copies can. If the slots are not page-locked, or the driver has no
-batches, torch copies through a staging buffer on the device for each direction
+**Torch as a fallback.** Kernels can access only page-locked memory, and CUDA guarantees batches
+of copies only for such memory. If the slots are not page-locked, or the driver has no batches,
+torch copies through a staging buffer on the device, one per direction
 (:class:`~kvtier.memory.copy.BlockCopier`).
 """
 
@@ -55,7 +55,7 @@ class CudaCopier(Copier):
         region: The RAM slots, all still empty.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
-        piece_nbytes: Most bytes to page-lock at once.
+        piece_nbytes: Largest number of bytes to page-lock at once.
 
     Raises:
         UnsupportedError: A group's block does not fit its place in the slot.
@@ -135,7 +135,7 @@ class _Lane:
         planner: Finds the fragments of a plan.
         edges: Addresses where one page-locked piece of the slots ends and the next begins.
         method: The method of copying.
-        stores: Whether to copy from the device to the host, else from the host.
+        stores: Whether to copy from the device to the host; otherwise to the device.
 
     Attributes:
         method_name: Name of the method.
@@ -186,7 +186,8 @@ class _Lane:
 def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fragments:
     """Return the fragments of some blocks of the first KV cache group in the first slots.
 
-    Adjacent blocks would make one fragment. They are rare, so the blocks are in reverse order.
+    Engines rarely use adjacent blocks, which make one fragment. So the blocks are in reverse
+    order.
     """
     numbers = np.arange(min(blocks, _MOST_SAMPLED))
     slots, subs = np.divmod(numbers, blocks_per_chunk)

@@ -2,8 +2,8 @@
 
 Streams, events and memory come from torch, the rest from :mod:`kvtier.memory.cuda_api`.
 
-Events are created as blocking events, so a waiting thread sleeps. A thread that waits for
-another kind of event, or for a stream, would busy-wait on a processor that the model needs.
+A thread that waits for a blocking event sleeps. A wait for another kind of event, or for a
+stream, would occupy a processor that the model needs. So all events are blocking.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _CudaStream(CopyStream):
 
     @contextlib.contextmanager
     def _kernels(self) -> Iterator[None]:
-        """Raise UnsupportedError if the body fails to import or to run a kernel."""
+        """Raise UnsupportedError if the body cannot import or run a kernel."""
         if not self._api.uses_host_addresses:
             raise UnsupportedError("the device does not use the host's addresses")
         try:

@@ -2,7 +2,7 @@
 
 It computes the same hash as :func:`kvtier.memory.part_hashes.hash_words`. Each instance of the
 kernel (a Triton *program*) hashes one range and writes its sum to page-locked memory. The host
-adds up the sums, so the instances need not wait for each other.
+adds up the sums, so that the instances are independent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def hash_ranges(table, sums, STEP: tl.constexpr):  # type: ignore[no-untyped-def
     Args:
         table: Address of the table. Row i has the address of range i, the position of its first
             word in the slot, its number of words, and a word that the kernel ignores.
-        sums: Address of one word for each range, which receives the range's hash.
-        STEP: Words to hash at a time.
+        sums: Address of the results: one word per range, which receives the range's hash.
+        STEP: Number of words to hash at a time.
     """
     row = tl.program_id(0)
     rows = table.to(tl.pointer_type(tl.int64)) + 4 * row
@@ -63,7 +63,7 @@ def launch(table: Addresses, sums: Addresses, ranges: int) -> None:
 
     Args:
         table: Page-locked memory with a row for each range.
-        sums: Page-locked memory with a word for each range.
+        sums: Page-locked memory with one word for each range.
         ranges: Number of rows to use, at least 1.
     """
     hash_ranges[(ranges,)](table.ctypes.data, sums.ctypes.data, STEP=_STEP_WORDS)

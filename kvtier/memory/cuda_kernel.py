@@ -1,8 +1,8 @@
 """A Triton kernel that copies many short ranges at once.
 
-Copy engines need some time for each copy, however short. A kernel reads page-locked host
-memory directly, so a few multiprocessors can fill the bus with short copies. It is used for
-loads only: for stores vLLM found the copy engines faster, and they leave the multiprocessors to
+Copy engines need a fixed time for each copy, even a short one. A kernel reads page-locked host
+memory directly, so a few multiprocessors can fill the bus with short copies. The kernel copies
+only loads. For stores vLLM found the copy engines faster, and they leave the multiprocessors to
 the model.
 
 The constants are those of vLLM's kernel for the same purpose, which were measured on an H100.
@@ -36,7 +36,7 @@ def copy_ranges(table, copies, STEP: tl.constexpr):  # type: ignore[no-untyped-d
     Args:
         table: Address of the table. A row has three words: destination, source, bytes.
         copies: Number of rows.
-        STEP: Words to copy at a time.
+        STEP: Number of words to copy at a time.
     """
     rows = table.to(tl.pointer_type(tl.int64))
     places = tl.arange(0, STEP)

@@ -37,11 +37,11 @@ class Method(ABC):
 
         Args:
             stream: An active stream.
-            fragments: What to copy; no two overlap.
-            stores: Whether to copy from the device to the host, else from the host.
+            fragments: The ranges to copy; they do not overlap.
+            stores: Whether to copy from the device to the host; otherwise to the device.
 
         Raises:
-            KvtierError: Not all copies could be queued; some may have been.
+            KvtierError: A copy could not be queued. Others may have been queued.
         """
 
 
@@ -68,14 +68,15 @@ class BatchMethod(Method):
 
 
 class KernelMethod(Method):
-    """Copies loads with a kernel if there are many fragments, else with the copy engines.
+    """Copies loads by a kernel if there are many fragments, else by the copy engines.
 
-    The kernel reads a table of copies from page-locked memory when it runs. So the table is
-    filled again only after the previous kernel has ended.
+    The kernel reads a table of copies from page-locked memory while it runs. So the table is
+    overwritten only after the previous kernel has ended.
 
     Args:
         driver: The GPU.
-        batch: Copies with the copy engines if fragments are few or not of whole words.
+        batch: Copies by the copy engines, for fragments that are few or not made of whole
+            words.
 
     Raises:
         RuntimeError: There is no page-locked memory for the table.
@@ -90,7 +91,7 @@ class KernelMethod(Method):
 
     @staticmethod
     def suits(fragments: Fragments) -> bool:
-        """Return whether there are many fragments, all of them made of whole words."""
+        """Return whether there are many fragments, all made of whole words."""
         if len(fragments.host) < _FEWEST:
             return False
         words = (fragments.device, fragments.host, fragments.nbytes)

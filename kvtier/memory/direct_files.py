@@ -4,8 +4,8 @@
 (:mod:`kvtier.memory.kvikio_files`). The other, :class:`PosixFiles`, reads into memory of this
 process; tests and ``kvtier replay`` use it.
 
-The tier's process also has its slot file open. A worker opens the slot file by its path, so the
-worker checks that the path does not lead to a different file.
+A worker opens a tier's slot file by its path. The worker then checks that this is the same file
+that the tier's process has open.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class DirectFile(ABC):
 
     @abstractmethod
     def read(self, reads: Sequence[DirectRead]) -> list[str]:
-        """Read everything in ``reads``.
+        """Read the bytes of all ``reads``.
 
         Returns:
             For each read an error message, or an empty string if all its bytes were read. When
-            this returns, every read has ended.
+            this method returns, every read has ended.
         """
 
     @abstractmethod
@@ -71,12 +71,12 @@ class DirectFiles(ABC):
 
         Raises:
             OSError: The file cannot be opened.
-            RuntimeError: The library cannot read it.
+            RuntimeError: The library cannot read the file.
         """
 
     @abstractmethod
     def staging_memory(self, nbytes: int) -> torch.Tensor:
-        """Return int8 memory on the device to read into, aligned to 4096 bytes.
+        """Return int8 device memory as a target of reads, aligned to 4096 bytes.
 
         Raises:
             RuntimeError: There is not enough memory.
@@ -84,7 +84,7 @@ class DirectFiles(ABC):
 
     @abstractmethod
     def release(self, memory: torch.Tensor) -> None:
-        """Prepare ``memory``, which :meth:`staging_memory` returned, for being freed."""
+        """Prepare ``memory`` from :meth:`staging_memory` for its release."""
 
 
 def open_slot_file(files: DirectFiles, wanted: SlotFileId) -> DirectFile:
@@ -116,7 +116,7 @@ def _opened(path: str) -> Iterator[int]:
 
 
 class PosixFiles(DirectFiles):
-    """Reads files into memory of this process, past the page cache where that is possible."""
+    """Reads files into memory of this process; bypasses the page cache if possible."""
 
     @override
     def open(self, path: str) -> DirectFile:

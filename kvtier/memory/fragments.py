@@ -1,7 +1,7 @@
 """Compute *fragments*: the contiguous ranges to copy between device memory and RAM slots.
 
-A GPU's copy engine takes addresses and lengths, and needs a fixed time for each range, however
-short the range. So ranges that are adjacent in both memories are merged into one.
+A GPU's copy engine gets addresses and lengths, and needs a fixed time for each range, even a
+short one. So ranges that are adjacent in both memories are merged into one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_p
 class Fragments:
     """Contiguous ranges to copy between device and host memory.
 
-    Within each KV cache group they are ordered by host address.
+    Within each KV cache group the ranges are ordered by host address.
 
     Attributes:
         device: Addresses in device memory, int64 of shape (n,).
@@ -46,7 +46,7 @@ class Pages:
         offset: Byte offset of the rank's part of the page, from the start of the block's place
             in a slot.
         nbytes: Bytes of the page.
-        blocks: Blocks that all tensors of the group have.
+        blocks: Number of blocks that every tensor of the group has.
     """
 
     first: Indices
@@ -57,7 +57,7 @@ class Pages:
 
 
 class FragmentPlanner:
-    """Converts a plan of block copies into the contiguous ranges that one rank must copy.
+    """Converts a plan of block copies to the contiguous ranges that one rank must copy.
 
     Args:
         kv: The rank's KV memory.
@@ -91,8 +91,8 @@ class FragmentPlanner:
 
         Args:
             plan: The blocks and slots.
-            stores: Whether this is a store. A store leaves out the blocks that another rank
-                stores.
+            stores: Whether the plan is of a store. A store leaves out the blocks that another
+                rank stores.
 
         Raises:
             UnsupportedError: A block or a slot does not exist.
@@ -137,7 +137,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShare) -> Pages:
-    """Return where the pages of one KV cache group's blocks are, in KV memory and in slots.
+    """Return where the pages of a KV cache group's blocks are, in KV memory and in slots.
 
     Args:
         kv: The rank's KV memory.

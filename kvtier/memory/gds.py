@@ -1,15 +1,15 @@
 """GDS reads: chunks from an NVMe tier's slot file into a rank's blocks, without RAM.
 
-GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes are laid out differently
-from the engine's blocks, and must be verified first. So slots are read into staging memory on
-the device, hashed there, and copied to blocks by the same copier as RAM slots.
+GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes must be verified, and their
+layout differs from that of the engine's blocks. So slots are read into staging memory on the
+device and hashed there. Then the copier for RAM slots copies them to blocks.
 
 If several ranks need different parts of a slot, each rank reads only its own ranges. If every
 rank read whole slots, the disk would read every byte once per rank. GDS reads are not used if
 the ranges are short, because loading slots through RAM is faster then.
 
-There are two staging buffers, so that one is filled while the other is emptied. The caller
-orders the steps of each buffer: read, verify, copy.
+Of the two staging buffers, one is filled while the other is emptied. The caller orders the
+steps of each buffer: read, verify, copy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GdsStoreHasher:
         Call this after the store of ``plan`` has ended, while its blocks are unchanged.
 
         Returns:
-            The hashes; None if the device failed to hash (logged once).
+            The hashes; None if the device failed to hash, which is logged once.
         """
         try:
             return self._hasher.hash(self._planner.of_blocks(plan), len(plan.slots))
@@ -101,13 +101,13 @@ class GdsLoader:
 
     Raises:
         UnsupportedError: The KV memory cannot be hashed word by word, the rank's ranges are
-            short, or the device hashes wrongly.
+            short, or the device computes wrong hashes.
         RuntimeError: There is not enough memory on the device.
 
     Attributes:
         part: Number of this rank's part of every slot.
         buffers: Number of staging buffers.
-        slots_per_buffer: Slots that a buffer holds.
+        slots_per_buffer: Number of slots of a buffer.
         store_hasher: Hashes the blocks that this rank stores.
     """
 
@@ -163,10 +163,10 @@ class GdsLoader:
     def read(
         self, staged: range, file: SlotFileId, slots: Sequence[int], groups: Sequence[int]
     ) -> list[str]:
-        """Read slots of the tier into staging slots; read adjacent slots with one call.
+        """Read slots of the tier into staging slots; one call reads adjacent slots.
 
         Args:
-            staged: The staging slots, as many as ``slots``.
+            staged: The staging slots, one for each of ``slots``.
             file: The tier's slot file.
             slots: Slots of the tier, ascending.
             groups: KV cache group of each slot's chunk.
@@ -230,11 +230,11 @@ class GdsLoader:
         return [int(has) == wants for has, wants in zip(found, expected, strict=True)]
 
     def copy(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy staging slots to blocks after the fence ``after``; return when this is done.
+        """Copy staging slots to blocks after the fence ``after``; return when all are copied.
 
         Args:
             plan: The staging slots and the blocks.
-            after: Point in the compute stream that the copies must follow; None on a CPU.
+            after: Point in the compute stream after which the copies start; None on a CPU.
         """
         if self._stream is None:
             self._copier.load(plan, after=None)
@@ -288,7 +288,7 @@ class GdsLoader:
 
 
 def _require_long_ranges(kv: KVBlocks) -> None:
-    """Raise UnsupportedError if a rank's ranges of a slot are too short for fast GDS reads."""
+    """Raise UnsupportedError if a rank's ranges of a slot are too short for GDS reads."""
     shortest = min(nbytes for pages in kv.groups for _, nbytes in pages)
     if shortest < SHORTEST_NBYTES:
         raise UnsupportedError(

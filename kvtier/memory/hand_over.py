@@ -1,13 +1,13 @@
-"""Hand the region's descriptor from an engine's first worker to its other processes.
+"""Hand the host region's descriptor from an engine's first worker to its other processes.
 
-The *region* is the memory of the RAM tier. vLLM's processes are not kvtier's children, so they
-cannot inherit its descriptor. The descriptor is sent through a Unix socket in a directory that
-only this user may enter, below the directory for temporary files. So the file system keeps out
-other users, and containers with another directory for temporary files. An abstract socket would
-be open to every process in the same network namespace.
+The *region* is the memory of the RAM tier. vLLM starts the other processes, so they cannot
+inherit the region's descriptor. The descriptor is sent through a Unix socket in a directory
+that only this user may enter, below the directory for temporary files. So other users, and
+containers with another directory for temporary files, cannot reach the socket. An abstract
+socket would be open to every process in the same network namespace.
 
-A process that is killed while it serves leaves only the socket's file. The next server removes
-this file, and locks the directory while it does so.
+A process that is killed while it serves leaves only the socket's file. The next server locks
+the directory and removes this file.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Listener:
         name: Unique to the engine on this host.
 
     Raises:
-        UnsupportedError: Another engine of this user serves a region of this name, or there is
-            no directory that only this user may enter.
+        UnsupportedError: Another engine of this user serves a region of this name, or no
+            directory is open to this user alone.
     """
 
     def __init__(self, name: str) -> None:
@@ -102,7 +102,7 @@ class RegionServer:
         descriptor: The region's memory; closed at the end.
         geometry: The region's shape.
         attachers: Number of processes that will attach.
-        timeout_s: How long to serve.
+        timeout_s: Seconds to serve.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RegionServer:
                     served += self._hand_over(peer)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Send ``peer`` the descriptor if this user runs it; return whether it confirmed."""
+        """Send ``peer`` the descriptor if this user runs it; return whether ``peer`` got it."""
         if self._stopping or _uid_of(peer) != os.geteuid():
             return False
         try:
@@ -170,7 +170,7 @@ def receive_region(
     Args:
         name: Unique to the engine on this host.
         geometry: The shape that the region must have; None for any.
-        deadline: Time of the monotonic clock at which to give up.
+        deadline: Time of the monotonic clock, in seconds, at which to give up.
 
     Raises:
         FileNotFoundError: No process serves the region yet.
@@ -178,8 +178,8 @@ def receive_region(
         BlockingIOError: Too many processes are attaching at once.
         TimeoutError: The server did not answer before the deadline.
         EOFError: The server ended before it sent the descriptor.
-        UnsupportedError: Another user serves the region, its shape differs, or there is no
-            directory that only this user may enter.
+        UnsupportedError: Another user serves the region, the region's shape differs, or no
+            directory is open to this user alone.
     """
     path = _socket_path(name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
@@ -204,7 +204,7 @@ def _socket_path(name: str) -> Path:
     """Return the path of a region's socket, in a directory that only this user may enter.
 
     Raises:
-        UnsupportedError: There is no such directory.
+        UnsupportedError: No directory is open to this user alone.
     """
     directory = Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}"
     try:
@@ -248,7 +248,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_dead(directory: Path) -> None:
-    """Remove sockets that killed processes left behind."""
+    """Remove the sockets of killed processes."""
     for path in filter(Path.is_socket, directory.iterdir()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
             knock.setblocking(False)  # noqa: FBT003 - its signature

@@ -1,18 +1,19 @@
 """The host region: the RAM tier's memory, shared by all processes of an engine.
 
-Worker processes copy KV blocks in and out of it. The scheduler's process moves whole slots
-between it and slower tiers. The memory is an anonymous file (``memfd_create``) whose descriptor
-is sent over a socket (:mod:`kvtier.memory.hand_over`):
+Worker processes copy KV blocks to and from the region. The scheduler's process moves whole
+slots between the region and slower tiers. The memory is an anonymous file (``memfd_create``)
+whose descriptor is sent over a socket (:mod:`kvtier.memory.hand_over`):
 
-* It has no name in a file system and is freed with the last process that uses it. A SIGKILL at
-  any moment, also during start, leaves no memory behind.
+* It has no name in a file system and is freed with the last process that uses it. So a SIGKILL
+  at any moment, even during the start, leaves no memory behind.
 * Its size does not depend on the size of ``/dev/shm``, which is 64 MiB in most containers. Its
   real limits, available memory and the control group, are checked first
-  (:mod:`kvtier.memory.backing`). Otherwise a SIGBUS or the OOM killer would follow later.
+  (:mod:`kvtier.memory.backing`), because exceeding them would cause a SIGBUS or wake the OOM
+  killer.
 * It is excluded from core dumps, because it holds users' prompts.
 
-The first worker creates the region and serves it until the others have attached. The layout is
-``slots`` slots of ``slot_nbytes`` bytes, ``bounce_slots`` bounce slots, and the
+The first worker creates the region and serves it until the other processes have attached. The
+layout is ``slots`` slots of ``slot_nbytes`` bytes, ``bounce_slots`` bounce slots, and the
 :class:`~kvtier.memory.control.ControlBlock`.
 """
 
@@ -68,19 +69,19 @@ class HostRegion:
         timeout_s: float,
         huge_pages: HugePages = "auto",
     ) -> Self:
-        """Create the region, with every page allocated, and serve it under ``name``.
+        """Create the region with every page allocated, and serve it under ``name``.
 
         Args:
             name: Unique to the engine on this host.
             geometry: The region's shape.
             attachers: Number of other processes or threads that will attach.
-            timeout_s: How long to serve.
+            timeout_s: Seconds to serve.
             huge_pages: Whether to use huge pages.
 
         Raises:
             CapacityError: There is not enough memory, or not enough huge pages.
-            UnsupportedError: Another engine of this user serves a region of this name, or there
-                is no directory that only this user may enter.
+            UnsupportedError: Another engine of this user serves a region of this name, or no
+                directory is open to this user alone.
         """
         with contextlib.ExitStack() as stack:
             listener = Listener(name)
@@ -98,18 +99,18 @@ class HostRegion:
     def attach(
         cls, name: str, geometry: RegionGeometry | None = None, *, timeout_s: float
     ) -> Self:
-        """Wait until the first worker serves the region under ``name``, then map the region.
+        """Wait until the first worker serves the region ``name``, then map the region.
 
         Args:
             name: Unique to the engine on this host.
             geometry: The shape that the region must have; None for any.
-            timeout_s: How long to wait.
+            timeout_s: Seconds to wait.
 
         Raises:
             CapacityError: No process served the region in time, because its creation failed or
                 happened on another host.
-            UnsupportedError: The region has another shape, another user serves it, or there is
-                no directory that only this user may enter.
+            UnsupportedError: The region has another shape, another user serves it, or no
+                directory is open to this user alone.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -134,7 +135,7 @@ class HostRegion:
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory of all slots, in the form that lets another process map it."""
+        """The memory of all slots, in a form that another process can map."""
         return SharedMemory(self._descriptor, self._address, self.geometry.shared_nbytes)
 
     def map_pages(self) -> None:
@@ -148,13 +149,13 @@ class HostRegion:
 
     @property
     def payload(self) -> memoryview:
-        """Writable bytes of the RAM tier's slots."""
+        """The bytes of the RAM tier's slots, writable."""
         return self._view[: self.geometry.payload_nbytes]
 
     def close(self) -> None:
         """Stop serving and unmap. Idempotent.
 
-        The memory is freed when no process has a view of it any more.
+        The memory is freed with the last view of it in any process.
         """
         if self._mapper is not None:
             self._mapper.close()

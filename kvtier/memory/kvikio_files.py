@@ -1,13 +1,13 @@
 """Read files into GPU memory with the library kvikio.
 
 kvikio decides for each file how to read it. It uses GPUDirect Storage if the driver and the
-file system support that. Otherwise kvikio reads through its own page-locked buffers, which also
-bypasses the page cache.
+file system support that. Otherwise kvikio reads through its own page-locked buffers, and
+bypasses the page cache too.
 
 Two properties of kvikio matter here. A read in progress keeps neither the buffer nor the file
-alive, so :meth:`_KvikioFile.read` waits for every read that it began, also after an error. A
-read first waits for the default CUDA stream, in the calling thread, and no option disables
-this.
+alive, so :meth:`_KvikioFile.read` waits for every read that it began, even after an error. A
+read first waits for the default CUDA stream, in the calling thread. This wait cannot be
+disabled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_direct_files(device: torch.device) -> DirectFiles:
 
     Raises:
         ConfigError: kvikio is installed for another major version of CUDA than torch.
-        UnsupportedError: There is no GPU, or kvikio cannot be used.
+        UnsupportedError: The machine has no GPU, or kvikio cannot be used.
     """
     if device.type != "cuda":
         raise UnsupportedError(f"the KV cache is on the {device.type}, and not on a GPU")

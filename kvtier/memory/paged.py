@@ -23,11 +23,12 @@ _LAYER_STEP: Final = 0x2545F491_4F6CDD1D
 
 
 class PagedMemory:
-    """KV memory of several layers; the content of a block is computed from a number, its seed.
+    """KV memory of several layers. A number, the *seed*, determines the content of a block.
 
-    Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64. So bytes of
-    another block, and bytes in the wrong place, are detected. Blocks are filled and compared in
-    the caller's thread: torch's own threads would busy-wait on processors that the tiers need.
+    Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64. So
+    :meth:`holds` detects bytes of another block and bytes in the wrong place. Blocks are filled
+    and compared in the caller's thread: torch's own threads would busy-wait on processors that
+    the tiers need.
 
     Args:
         layers: Number of layers; each has its own tensor, as in engines.
@@ -61,7 +62,7 @@ class PagedMemory:
                 np.add(self._places, _first_word(layer, seed), out=memory[block])
 
     def holds(self, blocks: Sequence[int], seeds: Sequence[int]) -> bool:
-        """Return whether ``blocks`` hold exactly what :meth:`fill` writes for ``seeds``."""
+        """Return whether ``blocks`` have exactly the content that :meth:`fill` writes."""
         return all(
             np.array_equal(memory[block], self._places + _first_word(layer, seed))
             for layer, memory in enumerate(self._words)

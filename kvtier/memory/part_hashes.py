@@ -1,8 +1,8 @@
 """Hashes of a rank's part of a slot; a GPU and a CPU compute the same hash.
 
-A tier's checksum covers a whole slot, and the tier computes the checksum in RAM. A rank that
-reads its part of a slot straight into GPU memory (a GDS read) cannot use this checksum. So each
-rank hashes its part when the chunk is stored, and compares the hash when it reads the chunk.
+A tier's checksum covers a whole slot, and is computed in RAM. A rank that reads its part of a
+slot straight into GPU memory (a GDS read) cannot use this checksum. So each rank hashes its
+part when the chunk is stored, and compares the hash when it reads the chunk.
 
 The hash of a part is the sum of one number for each word of eight bytes, modulo 2**64. The
 number depends on the word and on the word's position in the slot. A sum does not depend on the
@@ -10,7 +10,7 @@ order, so many instances of a GPU kernel can share the work. If several ranks wr
 the sums over their words add up to the hash of the part.
 
 For a given position the number is a bijection of the word. So a change within one word always
-changes the hash; any other change goes unnoticed with probability 2**-64.
+changes the hash. Any other change stays undetected with probability 2**-64.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _AT_ONCE: Final = 4096
 
 
 class HashPlanner:
-    """Finds the ranges of a rank's part to hash, in an engine's blocks or in slots.
+    """Finds the byte ranges to hash for one rank's part of each chunk, in blocks or in slots.
 
     Args:
         kv: The rank's KV memory.
@@ -70,8 +70,8 @@ class HashPlanner:
         blocks_per_chunk: Blocks of a chunk.
 
     Raises:
-        UnsupportedError: A block does not fit its place in the slot, or pages are not whole
-            words of eight bytes.
+        UnsupportedError: A block does not fit its place in the slot, or a page is not made of
+            whole words of eight bytes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HashPlanner:
         """Return the ranges of the rank's part of consecutive slots.
 
         Args:
-            address: Where the first slot begins.
+            address: Address of the first slot.
             groups: KV cache group of each slot's chunk, slot by slot.
         """
         rows = []
@@ -144,7 +144,7 @@ class HashPlanner:
 
 
 def hash_words(words: Hashes, position: int) -> int:
-    """Return the hash of consecutive ``words``; ``position`` is that of the first word.
+    """Return the hash of consecutive ``words``, the first of which is at ``position``.
 
     >>> words = np.arange(6, dtype=np.uint64)
     >>> parts = hash_words(words[:2], 10) + hash_words(words[2:], 12)
@@ -161,7 +161,7 @@ def hash_words(words: Hashes, position: int) -> int:
 
 
 def hash_on_host(ranges: HashRanges) -> Hashes:
-    """Return the hash of each range, read from this process's own memory."""
+    """Return the hash of each range of this process's own memory."""
     sums = np.empty(len(ranges), np.uint64)
     for row, (address, position, words, _) in enumerate(ranges.tolist()):
         memory = (ctypes.c_uint64 * words).from_address(address)
@@ -229,7 +229,7 @@ class DeviceHasher(Hasher):
 
 
 def open_hasher(driver: Driver | None) -> Hasher:
-    """Return a hasher for the memory of a GPU, or of this process if there is no GPU."""
+    """Return a hasher for the memory of a GPU, or of this process without a GPU."""
     return HostHasher() if driver is None else DeviceHasher(driver)
 
 
@@ -246,7 +246,7 @@ def _require_words(groups: Sequence[Pages], geometry: RegionGeometry) -> None:
 
 
 def _cut(ranges: HashRanges) -> HashRanges:
-    """Split long ranges, so that one instance of the GPU kernel hashes only a short range."""
+    """Split long ranges, so that each instance of the GPU kernel hashes a short range."""
     pieces = -(-ranges[:, 2] // _LONGEST_WORDS)
     cut = np.repeat(ranges, pieces, axis=0)
     ends = np.cumsum(pieces)

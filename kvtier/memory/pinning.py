@@ -4,11 +4,11 @@ A GPU's copy engines and kernels access page-locked memory directly. Other memor
 through a buffer of the driver, which is slower. The slots are page-locked in *pieces*, because
 drivers since R580 refuse to page-lock 512 GiB or more at once.
 
-A piece ends where a slot ends. A copy must lie within one piece. But adjacent slots are copied
-as one range if the blocks are adjacent too. So :func:`cut` cuts ranges where a piece ends.
+Each copy must lie within one piece. A piece ends where a slot ends, but a range to copy may
+span adjacent slots. So :func:`cut` cuts ranges where a piece ends.
 
-If the driver refuses a piece, the other pieces are released and the engine runs with memory
-that is not page-locked.
+If the driver refuses a piece, the other pieces are released, and the engine runs without
+page-locked slots.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class PinnedSlots:
 
     Args:
         driver: The GPU.
-        address: Where the first slot begins.
+        address: Address of the first slot.
         geometry: Shape of the region.
-        piece_nbytes: Most bytes to page-lock at once; a piece has at least one slot.
+        piece_nbytes: Largest number of bytes to page-lock at once. A piece has at least one
+            slot.
 
     Attributes:
-        edges: Addresses, ascending, where one piece ends and the next begins.
+        edges: Addresses at which one piece ends and the next begins, ascending.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PinnedSlots:
         self._lock(address, starts, geometry.payload_nbytes)
 
     def _lock(self, address: int, starts: range, nbytes: int) -> None:
-        """Page-lock ``nbytes`` bytes in pieces that begin at ``starts``; all pieces or none."""
+        """Page-lock ``nbytes`` bytes in pieces that begin at ``starts``: all, or none."""
         try:
             for start in starts:
                 self._driver.register(address + start, min(starts.step, nbytes - start))
@@ -98,7 +99,7 @@ def cut(fragments: Fragments, edges: Addresses) -> Fragments:
 
     Args:
         fragments: The ranges to copy; each has at least one byte.
-        edges: Host addresses where one piece ends and the next begins, ascending.
+        edges: Host addresses at which one piece ends and the next begins, ascending.
     """
     host, nbytes = fragments.host, fragments.nbytes
     following = np.searchsorted(edges, host, side="right")

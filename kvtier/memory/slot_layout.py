@@ -1,18 +1,19 @@
-"""The layout of a slot: where each rank's bytes are, independent of the number of ranks.
+"""The layout of a slot: the position of each rank's bytes, for any number of ranks.
 
-A slot holds one chunk of all ranks, as places of equal size, one for each block. A block
-consists of pages, for instance one for each layer. With tensor parallelism every rank keeps the
-KV of its own attention heads, so each rank has a part of every page. The parts of all ranks
-together form the *canonical page*, and a place holds the canonical pages in order::
+A slot holds one chunk of all ranks. It is divided into places of equal size, one for each
+block. A block consists of pages, for instance one for each layer. With tensor parallelism every
+rank keeps the KV of its own attention heads, so each rank has a part of every page. The parts
+of all ranks together form the *canonical page*, and a place holds the canonical pages in
+order::
 
     slot  | place of block 0 | place of block 1 | ... | padding
     place | page 0 [part 0 | part 1 | ...] page 1 [part 0 | part 1 | ...] ... | padding
 
 If the heads are the outermost dimension of a page, the canonical page equals the page of an
-engine with one rank. Then engines with any number of ranks that divides the heads can read the
-slot. If heads come before layers (vLLM's ``BHLNC``), a block is one page, so a rank's part of a
-block is one contiguous range. If layers come before heads (``LBHNC``, ``BLHNC``), a rank's part
-has one range per layer.
+engine with one rank. Then all engines whose number of ranks divides the number of heads can
+read the slot. If heads come before layers (vLLM's ``BHLNC``), a block is one page, so a rank's
+part of a block is one contiguous range. If layers come before heads (``LBHNC``, ``BLHNC``), a
+rank's part has one range per layer.
 
 If there is only one rank, its part is the whole place. If all ranks have the same KV, as with
 multi-head latent attention, the KV is stored once and every rank's part is the whole place. If
@@ -42,17 +43,17 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RegionGeometry:
-    """Shape of a host region; all processes of an engine must use the same shape.
+    """Shape of a host region; the same for all processes of an engine.
 
     Attributes:
-        slots: Slots of the RAM tier.
+        slots: Number of slots of the RAM tier.
         slot_nbytes: Bytes of one slot, a multiple of the page size.
-        block_nbytes: Bytes of one block of all ranks; the place of block b of a chunk begins
-            at ``b * block_nbytes``.
-        ranks: Workers of the engine.
+        block_nbytes: Bytes of one block of all ranks. The place of block b of a chunk begins at
+            ``b * block_nbytes``.
+        ranks: Number of workers of the engine.
         is_portable: Whether an engine with another number of ranks can read the slots.
         content: The worker's description of the bytes.
-        bounce_slots: Bounce slots for moves between storage tiers, after the RAM tier's slots.
+        bounce_slots: Number of bounce slots, which follow the RAM tier's slots.
     """
 
     slots: int
@@ -80,7 +81,7 @@ class RegionGeometry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole region, control block included."""
+        """Bytes of the whole region, including the control block."""
         return self.shared_nbytes + ControlBlock.nbytes(self.slots, self.ranks)
 
 
@@ -89,8 +90,8 @@ class PageRun(NamedTuple):
 
     Attributes:
         offset: Start of the first page, in bytes from the start of the rank's own block.
-        place_offset: Start of the rank's part of the first page in a place. The part of the
-            next page begins one canonical page later.
+        place_offset: Start of the rank's part of the first page, in bytes from the start of a
+            place. The part of the next page begins one canonical page later.
         pages: Number of pages.
         nbytes: Bytes of each of the rank's own pages.
     """
@@ -103,13 +104,14 @@ class PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """One rank's share of every slot; by default all of it.
+    """One rank's share of every slot; by default the whole slot.
 
     Attributes:
         part: Number of the rank's part of every page.
         parts: Number of parts of every page.
-        writers: Number of ranks with the same part; each stores every ``writers``-th block.
-        writer: This rank's number among those ranks, from 0.
+        writers: Number of ranks with the same part. Each of them stores every ``writers``-th
+            block.
+        writer: This rank's number among the ranks with the same part, from 0.
     """
 
     part: int = 0
@@ -118,14 +120,14 @@ class RankShare:
     writer: int = 0
 
     def written(self, blocks: Indices) -> Flags | None:
-        """Return which of ``blocks`` this rank stores; None if this rank stores all blocks."""
+        """Return which of ``blocks`` this rank stores; None for all blocks."""
         if self.writers == 1:
             return None
         written: Flags = blocks % self.writers == self.writer
         return written
 
     def part_offsets(self, pages: Sequence[int]) -> Indices:
-        """Return where the rank's part of each page begins in a block's place.
+        """Return the start of the rank's part of each page, in bytes from a place's start.
 
         Args:
             pages: Bytes of each page of a block, in the rank's own memory.

@@ -2,17 +2,17 @@
 
 On a GPU, copies are queued on separate streams and run after a fence, a point in the engine's
 compute stream. The thread that queued a job's copies then waits for them. On a CPU the engine's
-thread has finished computing when it submits a copy, so there are no streams and fences.
+thread has finished computing when it submits a copy, so streams and fences are not needed.
 
 A :class:`Driver` has all functions of a GPU that copies need. The real driver is in
 :mod:`kvtier.memory.cuda_driver`. The driver for tests runs queued work late and in any allowed
 order.
 
-**One torch thread.** torch spreads an operation over OpenMP threads, and every calling thread
-gets its own team of threads. Two teams have more threads than the machine has processors, and
-GNU's OpenMP then disables spinning. The threads of the model then sleep and wake in each of a
-few hundred parallel loops per step, and steps of a small model took 1.5 times as long. One
-thread is enough for a copy, because memory limits its speed.
+**One torch thread.** torch divides an operation between OpenMP threads, and every calling
+thread gets its own team of threads. Two teams have more threads than the machine has
+processors, so GNU's OpenMP disables spinning. The threads of the model then sleep and wake in
+each of a few hundred parallel loops per step, and steps of a small model took 1.5 times as
+long. One thread suffices for a copy, because the memory limits its speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["CopyStream", "Driver", "Fence", "use_one_torch_thread"]
 
 
 class Fence(ABC):
-    """A point in a stream that the device reaches after all work queued before."""
+    """A point in a stream, which the device reaches after all work queued before."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -48,8 +48,8 @@ class CopyStream(ABC):
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Make the calling thread use this stream and its device in a ``with`` block.
 
-        The thread must never use another device. Operations of torch in the block are queued on
-        the stream; the other methods may only be called in such a block.
+        The thread must never use another device. The stream gets the torch operations of the
+        block. Call the other methods only in such a block.
         """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def record(self) -> Fence:
-        """Return the point after all work that has been queued so far."""
+        """Return the point after all work queued so far."""
 
     @abstractmethod
     def copy_batch(
@@ -69,24 +69,24 @@ class CopyStream(ABC):
         *,
         order: SourceOrder,
     ) -> None:
-        """Queue copies for the copy engines, which run the copies in any order.
+        """Queue copies for the copy engines, which run them in any order.
 
-        The arrays may be reused when this returns.
+        The caller may reuse the arrays after this call.
 
         Raises:
-            KvtierError: The driver has no batches of copies, or refuses this batch. Some copies
+            KvtierError: The driver has no batches of copies or refuses this batch. Some copies
                 may have been queued.
         """
 
     @abstractmethod
     def copy_by_kernel(self, table: Addresses, copies: int) -> None:
-        """Queue copies for a kernel, which runs the copies in any order.
+        """Queue copies for a kernel, which runs them in any order.
 
         Args:
             table: Page-locked memory of :meth:`Driver.pinned_words`. Row i has a destination,
                 a source and a number of bytes, all multiples of 8. The device reads the rows
                 when the kernel runs.
-            copies: How many rows to use.
+            copies: Number of rows to use.
 
         Raises:
             KvtierError: The device cannot run the kernel.
@@ -101,7 +101,7 @@ class CopyStream(ABC):
                 :data:`kvtier.memory.part_hashes.HashRanges`. The device reads the rows when the
                 kernel runs.
             sums: Page-locked memory with one word for each range, which receives the hash.
-            ranges: How many rows to use, at least 1.
+            ranges: Number of rows to use, at least 1.
 
         Raises:
             KvtierError: The device cannot run the kernel.
@@ -153,11 +153,11 @@ class Driver(ABC):
 
 
 def use_one_torch_thread() -> None:
-    """Limit torch operations of the calling thread to one thread.
+    """Limit the torch operations of the calling thread to one thread.
 
-    torch keeps a limit per thread, but also applies a new limit to threads that have not run
-    any torch operation yet. So this function starts a thread that restores the old limit for
-    them.
+    torch has a limit per thread, but applies a new limit also to threads without any torch
+    operation so far. So this function starts a thread that restores the old limit for these
+    threads.
     """
     others = torch.get_num_threads()
     set_num_threads(1)

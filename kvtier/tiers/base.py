@@ -1,8 +1,8 @@
 """The contract of a storage tier.
 
 A storage tier keeps chunks in numbered slots of equal size on a medium slower than RAM. The
-manager chooses the slot of each chunk and decides evictions. A tier moves bytes, verifies them
-on every read, and remembers across restarts which slot holds which chunk.
+manager chooses the slot of each chunk and decides evictions. A tier moves bytes and verifies
+them on every read. It remembers across restarts which slot holds which chunk.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ class TierContext:
 
     Attributes:
         slot_nbytes: Bytes of one slot, a multiple of 4096.
-        fingerprint: Settings that a chunk's bytes depend on; each fingerprint has its own
+        fingerprint: The settings that a chunk's bytes depend on; each fingerprint has its own
             namespace.
         pool: Threads for the tier's blocking calls. Owned by the caller.
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
             moves at least one slot.
         memory: Shared memory that contains all buffers; None if the buffers are not shared.
         owner_pid: Process id of the engine; the cache's lock names it as the holder.
-        was_reset: Whether this engine has reset its cache before. This is set only when the
-            tier's process died and is started again.
-        hash_parts: How many parts of each chunk have a hash that the tier must keep
+        was_reset: Whether this engine reset its cache before. True only if the tier's process
+            died and starts again.
+        hash_parts: Number of parts of each chunk whose hashes the tier must keep
             (:mod:`kvtier.tiers.part_hashes`); 0 for none.
-        mapped: All of ``memory`` as the process of a hosted tier maps it; None elsewhere.
+        mapped: The whole ``memory``, mapped by the process of a hosted tier; None in other
+            processes.
     """
 
     slot_nbytes: int
@@ -69,7 +70,7 @@ class TierContext:
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the tier runs in a process of its own."""
+        """Whether the tier runs in its own process."""
         return self.owner_pid != os.getpid()
 
 
@@ -80,7 +81,7 @@ class SlotOutcomes:
     Attributes:
         outcomes: DONE, FAILED or CORRUPT for each chunk, in the batch's order; from a shared
             tier also MISSING or REFUSED.
-        error: Message of the first failure; empty when all are done.
+        error: Message of the first failure; empty if all are DONE.
     """
 
     outcomes: Sequence[Outcome]
@@ -89,17 +90,18 @@ class SlotOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class TierExamination:
-    """Report on a tier's directory: what a starting engine would find there.
+    """Report on a tier's directory: what an engine would find there at its start.
 
     Attributes:
         refusals: Reasons why the engine would not start.
         warnings: Warnings that the start would log.
-        notes: What an engine with another identity (such as another model) would do to the
-            store.
-        holders: Human-readable names of the processes that have a part of the cache open.
+        notes: What an engine with another identity, such as another model, would do to the
+            cache.
+        holders: Human-readable names of the processes that have a namespace of the cache
+            directory open.
         free_nbytes: Free bytes of the file system; None if the file system reports no size.
         wanted_nbytes: Bytes of disk room that the slots and the index still need.
-        index_nbytes: The part of ``wanted_nbytes`` for the index.
+        index_nbytes: How many of the ``wanted_nbytes`` the index needs.
         reclaimed_nbytes: Bytes of slots that the start would remove.
         own_nbytes: Bytes of disk room that this engine's cache already uses.
     """
@@ -145,7 +147,7 @@ def check_outcomes(moved: SlotOutcomes, chunks: int, *, mover: str) -> SlotOutco
     Args:
         moved: The outcomes.
         chunks: Number of chunks.
-        mover: Name for the error of the object that moved the chunks, such as ``tier nvme``.
+        mover: Name of the object that moved the chunks, such as ``tier nvme``, for the error.
 
     Raises:
         TypeError: The number of outcomes is not ``chunks``, or a value is no
@@ -164,7 +166,7 @@ class StorageTier(ABC):
 
     All coroutines run on the transfer engine's loop and must not block it: blocking calls go
     through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. The manager
-    guarantees that two running batches share a slot only if both read it.
+    guarantees that two running batches share a slot only if both batches read.
 
     Attributes:
         name: The tier's name in the configuration.
@@ -173,15 +175,14 @@ class StorageTier(ABC):
     """
 
     Options: ClassVar[type[TierConfig]]
-    """Type of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
+    """Model of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
     point, or its class as ``module:Class``."""
 
     is_local: bool = True
-    """Whether the medium is on this host; hints and events then call the tier ``LOCAL``."""
+    """Whether the medium is on this host; hints and events call such a tier ``LOCAL``."""
 
     moves_in_process: ClassVar[bool] = True
-    """Whether this process reads and writes the buffers; if so, the engine maps their pages.
-    If another process reads and writes them, the tier needs :attr:`TierContext.memory`."""
+    """Whether this process accesses the buffers; if so, the engine maps their pages."""
 
     name: str
     capacity_slots: int
@@ -191,17 +192,17 @@ class StorageTier(ABC):
     def examine(cls, options: TierConfig, identity: Fields) -> TierExamination | None:  # noqa: ARG003
         """Report what a start with ``options`` would find in the tier's directory.
 
-        ``kvtier check`` and ``doctor`` use the report. The default compares the capacity with
-        the free room of the file system of ``options.local_directory()``. A tier that can
-        report more overrides this method. An override may block for half a second and must not
-        change the cache.
+        ``kvtier check`` and ``doctor`` use the report. The default implementation compares the
+        capacity with the free room of the file system of ``options.local_directory()``. A tier
+        that can report more overrides this method. An override may block for half a second and
+        must not change the cache.
 
         Args:
             options: An instance of :attr:`Options`.
             identity: The known part of the engine's identity.
 
         Returns:
-            The report; None if the tier stores nothing in a local directory.
+            The report; None if the tier has no local directory.
 
         Raises:
             ConfigError: The cache cannot be examined; the message says what to do.
@@ -221,11 +222,11 @@ class StorageTier(ABC):
     @classmethod
     @abstractmethod
     def open(cls, options: TierConfig, context: TierContext) -> Self:
-        """Open the tier and recover the chunks of earlier runs. This call blocks.
+        """Open the tier and recover the chunks of earlier engines. This call blocks.
 
         Args:
             options: An instance of :attr:`Options`.
-            context: Slot size, fingerprint of the stored bytes, and threads.
+            context: Slot size, fingerprint, and threads.
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
@@ -235,17 +236,17 @@ class StorageTier(ABC):
 
     @abstractmethod
     def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
-        """Return the key and slot of each chunk from earlier runs, least recently used first.
+        """Return the recovered chunks, each as key and slot, least recently used first.
 
         Called once, before any other method, from the thread that opened the tier. Keys and
         slots are unique.
         """
 
     def retained(self) -> Mapping[int, int]:
-        """Return the slots of recovered chunks to keep, each with the time until when.
+        """Return the slots of recovered chunks to protect, each with the end of the protection.
 
-        The times are seconds since the epoch. The slots are slots of :meth:`recovered`; chunks
-        beyond ``options.retained_share()`` may be evicted.
+        The ends are in seconds since the epoch. All slots are among those of :meth:`recovered`.
+        Chunks beyond ``options.retained_share()`` may be evicted.
         """
         return {}
 
@@ -270,11 +271,12 @@ class StorageTier(ABC):
     ) -> SlotOutcomes:
         """Write ``sources[i]`` (``slot_nbytes`` bytes) to slot ``slots[i]`` under ``keys[i]``.
 
-        A slot's former content is lost whether the write succeeds or not. When this returns,
-        each chunk that is DONE reads back bit for bit, also after a restart.
+        A slot loses its former content even if the write fails. After this method returns, each
+        DONE chunk reads back bit for bit, also after a restart.
 
         Raises:
-            CapacityError: A slot or a buffer does not belong to this tier; nothing was done.
+            CapacityError: A slot or a buffer does not belong to this tier. No chunk was
+                written.
             ClosedError: The tier was closed.
 
         Cancellation:
@@ -291,14 +293,14 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Read slot ``slots[i]`` into ``into[i]`` and verify that the bytes are unchanged.
+        """Read slot ``slots[i]`` into ``into[i]`` and verify the bytes.
 
         A chunk is CORRUPT if its slot holds another key, was never written, is incomplete or
         has a flipped bit. A chunk is FAILED if the medium cannot read its slot. The content of
         ``into[i]`` is undefined unless chunk ``i`` is DONE.
 
         Raises:
-            CapacityError: A slot or a buffer does not belong to this tier; nothing was done.
+            CapacityError: A slot or a buffer does not belong to this tier. No chunk was read.
             ClosedError: The tier was closed.
 
         Cancellation:
@@ -315,10 +317,10 @@ class StorageTier(ABC):
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Start a :meth:`write` now, if the tier can; the caller awaits the returned coroutine.
 
-        The default starts nothing before the await. A tier that delegates the write to another
-        process sends the job in this call, one turn of the loop earlier. A task that awaits the
-        coroutine must not be cancelled before its first step: such a cancellation does not wait
-        until the memory is free again.
+        The default starts nothing before the await. A tier that runs in another process sends
+        the job in this call, one turn of the loop earlier. Do not cancel a task that awaits the
+        coroutine before the task's first step: such a cancellation does not wait until the
+        memory is unused.
         """
         return self.write(keys, slots, sources, purpose=purpose)
 
@@ -337,8 +339,8 @@ class StorageTier(ABC):
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the content of ``slots``, so that no restart recovers it. Never blocks.
 
-        Once a later :meth:`write` has returned, the content stays forgotten even if the process
-        is killed.
+        After a later :meth:`write` has returned, the content stays forgotten even if the
+        process is killed.
         """
 
     @abstractmethod
@@ -363,7 +365,7 @@ class StorageTier(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Finish pending work on the index, then release files and locks. Idempotent.
+        """Commit pending changes of the index, then release files and locks. Idempotent.
 
         No ``read`` or ``write`` may be running. Afterwards every coroutine raises
         :class:`kvtier.errors.ClosedError`, and ``forget`` and ``touch`` never raise.
@@ -374,7 +376,7 @@ class StorageTier(ABC):
 
 
 class KeyFinder(ABC):
-    """The part of a tier in which others store chunks, so that it must be asked for chunks."""
+    """The interface of a tier to which others add chunks, so that it must be queried."""
 
     @abstractmethod
     async def find(

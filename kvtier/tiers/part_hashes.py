@@ -6,8 +6,8 @@ of a chunk when they store the chunk (:mod:`kvtier.memory.part_hashes`), and the
 these part hashes beside the chunk's row. Chunks of earlier engines and chunks that came from
 another tier may have no part hashes.
 
-A GDS read verifies bytes against part hashes. So wrong or outdated hashes make a read fail, and
-never make it return wrong bytes.
+A GDS read verifies bytes against part hashes. So after wrong or outdated hashes a read fails;
+it never returns wrong bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PartHashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 class StoredPartHashes(NamedTuple):
-    """The part hashes that a tier has kept across restarts.
+    """The part hashes that a tier kept across a restart.
 
     Attributes:
         slots: Slots of the chunks that have part hashes.
@@ -46,17 +46,17 @@ class PartHashKeeper(ABC):
     """A storage tier that keeps part hashes and has a slot file.
 
     The tier keeps :attr:`TierContext.hash_parts <kvtier.tiers.base.TierContext.hash_parts>`
-    hashes for each chunk; 0 means that it keeps none.
+    hashes for each chunk; 0 if it keeps none.
     """
 
     @property
     @abstractmethod
     def slot_file(self) -> SlotFileId | None:
-        """The tier's file with slot ``i`` at byte ``i * slot_nbytes``; None if it has none."""
+        """The file that has slot ``i`` at byte ``i * slot_nbytes``; None if there is none."""
 
     @abstractmethod
     def recovered_part_hashes(self) -> StoredPartHashes:
-        """Return the part hashes that earlier runs stored.
+        """Return the part hashes from earlier engines.
 
         Called once, before any other method, from the thread that opened the tier.
         """
@@ -65,5 +65,5 @@ class PartHashKeeper(ABC):
     def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
         """Keep the part hashes of ``slots``, which were just written. Never blocks.
 
-        The hashes are durable within about a second. They are dropped with their chunk.
+        The hashes are durable within about a second, and are removed with their chunk.
         """

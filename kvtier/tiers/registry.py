@@ -17,8 +17,7 @@ _FAST_EXAMINERS: Final = {"nvme": examine_slab}
 def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
     """Open the storage tier of kind ``options.kind``.
 
-    The tier runs in a process of its own if its options ask for one and the context has shared
-    memory.
+    The tier runs in its own process if its options say so and the context has shared memory.
 
     Raises:
         ConfigError: The kind is unknown or broken, or its options cannot work here.
@@ -37,7 +36,7 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
 
 
 def examine_tier(options: TierConfig, identity: Fields) -> TierExamination | None:
-    """Report what a start would find in a tier's directory; see :meth:`StorageTier.examine`."""
+    """Report what an engine would find at its start; see :meth:`StorageTier.examine`."""
     if examine := _FAST_EXAMINERS.get(options.kind):
         return examine(options, identity)
     if options.is_shared:
@@ -49,7 +48,7 @@ def check_tiers(config: KvtierConfig) -> None:
     """Check that every tier of ``config`` has a class that can be opened.
 
     Raises:
-        ConfigError: A kind is not installed, or its class is not a complete tier.
+        ConfigError: A kind is not installed, or its class lacks methods of a tier.
     """
     from kvtier.tiers.shared import SharedTier  # noqa: PLC0415
 

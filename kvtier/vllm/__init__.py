@@ -1,4 +1,4 @@
-"""Entry points into vLLM; the only package that imports it.
+"""Entry points into vLLM. Only this package imports vLLM.
 
 ``KVTierConnector`` is the recommended entry point; ``--kv-transfer-config`` makes vLLM load it.
 vLLM's ``OffloadingConnector`` loads the other entry point, ``KVTierOffloadingSpec``.

@@ -1,19 +1,20 @@
-"""Digests of LoRA adapters. Keys of chunks computed with an adapter contain the digest.
+"""Digests of LoRA adapters. The key of a chunk computed with an adapter has its digest.
 
-vLLM's block hashes cover an adapter's name and path, not its content. That suffices for a cache
-that ends with the engine. Chunks on NVMe outlive the engine. If an adapter is trained again
+vLLM's block hashes cover an adapter's name and path, not its content. This suffices for a cache
+that ends with the engine, but chunks on NVMe outlive the engine. If an adapter is trained again
 under the same path, its requests would get KV of the old content. So kvtier's key of a chunk
 with an adapter is longer and contains a digest of the adapter.
 
 A digest is trusted only if the engine cannot have loaded other content. vLLM loads an adapter
 before its first request, again after other adapters took its place, and with ``load_inplace``.
-vLLM loads nothing while another adapter has the same ``lora_int_id``. vLLM does not report
-which content it loaded, and its prefix cache keeps KV of the old content. So the files must be
-older than the engine and stay unchanged, and the ``lora_int_id`` must be unique. Chunks of any
-other adapter get a digest that no other engine computes: they are hits until this engine ends.
+vLLM does not load an adapter while another adapter has the same ``lora_int_id``. vLLM does not
+report which content it loaded, and its prefix cache keeps KV of the old content. So the files
+must be older than the engine and stay unchanged, and the ``lora_int_id`` must be unique. Chunks
+of any other adapter get a digest that only this engine uses: they are hits until this engine
+ends.
 
-The files may be on a server that stops answering, and the scheduler must not wait for it. So
-another thread reads the files. If the thread is late, the request neither loads nor stores.
+The files may be on a hanging file server, for which the scheduler must not wait. So another
+thread reads the files. If the thread is late, the request neither loads nor stores.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _SHARED: Final = "another adapter has the same lora_int_id, so vLLM cannot tell 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """State of a file; it differs after the file was replaced or written to."""
+    """State of a file, which differs after a replacement or a write."""
 
     name: str
     nbytes: int
@@ -95,9 +96,9 @@ class AdapterContent:
     """The content of a request's adapter when the request arrived.
 
     Attributes:
-        digest: Digest of the content; part of the keys.
-        is_current: Returns whether the adapter's files are unchanged, as of this step
-            (:meth:`AdapterContents.begin_step`). Call it before KV is stored.
+        digest: Digest of the content, which is part of the keys.
+        is_current: Returns whether the adapter's files are unchanged in this step
+            (:meth:`AdapterContents.begin_step`). Call it before each store.
     """
 
     digest: bytes
@@ -121,7 +122,7 @@ class _Found:
         directory: Directory of the adapter's files.
         files: State of the files; None if they cannot be read.
         digest: Digest of the adapter's content; None if the digest is not trusted.
-        problem: Why the digest is not trusted.
+        problem: The reason not to trust the digest.
     """
 
     directory: Path
@@ -135,7 +136,7 @@ class _Adapter:
     """An adapter that the engine has served.
 
     Attributes:
-        look: The first look at the adapter's files; None if it has not begun.
+        look: The first look at the adapter's files; None before its start.
         is_trusted: Becomes False when vLLM may serve other content than the first look found.
     """
 
@@ -144,10 +145,10 @@ class _Adapter:
 
 
 class AdapterContents:
-    """Digests of the adapters of one engine. Never raises; one thread calls it.
+    """Digests of the adapters of one engine. The methods never raise; one thread calls them.
 
-    An adapter's files are read at its first request. Every request checks their state.
-    Requests whose files are not read in time get a digest of their own and store nothing.
+    An adapter's files are read at its first request. Every request checks their state. A
+    request whose files are not read in time gets its own digest and stores no chunks.
 
     Args:
         settings: vLLM's configuration of adapters.
@@ -166,7 +167,7 @@ class AdapterContents:
         self._checked: dict[Path, _Files | None] = {}
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
-        """Return the content of a new request's adapter."""
+        """Return the content of the adapter of a new request."""
         try:
             return self._of(request)
         except TimeoutError:
@@ -176,9 +177,9 @@ class AdapterContents:
         return AdapterContent(os.urandom(DIGEST_NBYTES), _never)
 
     def begin_step(self) -> None:
-        """Check the files of each adapter anew, once, before the next store.
+        """Check the files of each adapter again, once, before the next store.
 
-        The stores of a step share the check, because each check may wait for a file server.
+        The stores of a step share one check, because each check may wait for a file server.
         """
         self._checked.clear()
 
@@ -211,7 +212,7 @@ class AdapterContents:
         return AdapterContent(digest, partial(self._is_current, name, directory, files))
 
     def _found(self, adapter: _Adapter, known_by: _Name) -> _Found:
-        """Return the result of the first look at an adapter; wait for it a bounded time.
+        """Return the result of the first look at an adapter, after a bounded wait.
 
         Raises:
             TimeoutError: The thread that reads files is late.
@@ -283,7 +284,7 @@ def _look(known_by: _Name, settings: str, *, started_ns: int) -> _Found:
 
 
 def _files(directory: Path) -> _Files | None:
-    """Return the state of an adapter's files; None if there are none or one cannot be read."""
+    """Return the state of an adapter's files; None if no file exists or one is unreadable."""
     try:
         with os.scandir(directory) as entries:
             found = [
@@ -306,7 +307,8 @@ def _files(directory: Path) -> _Files | None:
 def _read(directory: Path, file: _File) -> tuple[object, ...]:
     """Return a file's name, size and content digest.
 
-    The digest of a large file covers samples, and its modification time is returned too.
+    The digest of a large file covers only samples. Then the result has the modification time
+    too.
 
     Raises:
         OSError: The file cannot be read.

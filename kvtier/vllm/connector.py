@@ -1,15 +1,15 @@
 """kvtier behind vLLM's connector interface: ``KVTierConnector``.
 
-vLLM builds one object in the scheduler's process and one in every worker. Each is a thin layer
-over kvtier's own scheduler side or worker side, which do not know vLLM
+vLLM builds one object in the scheduler's process and one in every worker. Each object is a thin
+layer over kvtier's own scheduler side or worker side, which are independent of vLLM
 (:mod:`kvtier.connector.scheduler`, :mod:`kvtier.connector.worker`).
 
-**Failed loads.** A worker acknowledges every load and reports which chunks did not arrive.
-vLLM's scheduler then computes them (``kv_load_failure_policy: recompute``) or fails only that
+**Failed loads.** A worker acknowledges every load and reports the missing chunks. vLLM's
+scheduler then computes these chunks (``kv_load_failure_policy: recompute``) or fails only that
 request (``fail``). With one KV cache group of full attention the report names blocks, so the
-prefix before the first bad block is kept. With other groups the report names the request. A
-block's number does not tell its group there, and a group with a sliding window loads only the
-end of the prefix.
+prefix before the first bad block is kept. With other groups the report names the request,
+because a block's number does not identify its group, and a group with a sliding window loads
+only the end of the prefix.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _NOTHING = _Metadata(NOTHING_TO_DO)
 
 @dataclass(frozen=True, slots=True)
 class _WorkerMetadata(KVConnectorWorkerMetadata):
-    """The results of one rank, or of all ranks once aggregated."""
+    """The results of one rank, or the aggregated results of all ranks."""
 
     output: WorkerOutput
 
@@ -115,10 +115,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: The engine's KV cache groups.
 
     Attributes:
-        cache: The cache; on the scheduler side only.
+        cache: The cache. Only the scheduler side has it.
 
     Raises:
-        ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
+        ConfigError: The file is missing or wrong, or does not fit vLLM's settings.
         UnsupportedError: This vLLM, model or layout is not supported.
     """
 
@@ -179,7 +179,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def on_new_request(self, request: Request) -> None:
-        """Start following a request."""
+        """Start to follow a request."""
         adapter = request.lora_request
         if adapter is None:
             self._scheduler.on_new_request(request)
@@ -279,7 +279,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what changed since the last call; vLLM asks once after each step."""
+        """Return the changes since the last call; vLLM calls this once after each step."""
         if self._reporter is None:
             return None
         self.cache.step_ended()
@@ -293,8 +293,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Make every stored chunk a miss.
 
         Returns:
-            True if the reset survives a restart, and no worker in this process still reads
-            blocks for a store. If False, vLLM neither sleeps nor frees the blocks.
+            True if the reset survives a restart and every worker in this process has ended its
+            stores. If False, vLLM neither sleeps nor frees the blocks.
         """
         own = [
             worker for worker, engine in _workers.items() if engine == self._engine.engine_id
@@ -316,7 +316,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register a rank's KV memory; the first rank creates the RAM tier, the others attach.
+        """Register a rank's KV memory. The first rank creates the RAM tier; the others attach.
 
         Raises:
             UnsupportedError: kvtier does not store memory of this kind.
@@ -347,7 +347,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the last step's stores; wait for stores that read blocks the engine reuses."""
+        """Start the last step's stores; wait for stores whose blocks the engine reuses."""
         if self._worker is not None:
             self._worker.handle_preemptions(_own_metadata(kv_connector_metadata).jobs)
 
@@ -369,7 +369,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Return at once, because stores begin after the step."""
+        """Return at once, because stores start after the step."""
 
     @override
     def wait_for_save(self) -> None:
@@ -379,13 +379,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return an empty set, and the requests with ended or failed loads."""
+        """Return an empty set, and the requests whose loads ended or failed."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests with ended or failed loads, and those with failed loads."""
+        """Return the requests whose loads ended or failed, and those whose loads failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
@@ -399,14 +399,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks with invalid content; none if failures are reported per request."""
+        """Return blocks with invalid content; empty if failures are reported per request."""
         if self._output is None or not self._reports_blocks:
             return set()
         return set(self._output.invalid_block_ids)
 
     @override
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return this rank's results since the last step; None if there are none."""
+        """Return this rank's results since the last step; None without results."""
         output, self._output = self._output, None
         return None if output is None else _WorkerMetadata(output)
 
@@ -438,7 +438,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _own_metadata(metadata: KVConnectorMetadata) -> _Metadata:
-    """Return ``metadata`` after checking that kvtier's scheduler side built it.
+    """Check that kvtier's scheduler side built ``metadata``, and return it.
 
     Raises:
         UnsupportedError: Another connector built ``metadata``.
@@ -471,11 +471,12 @@ def _scheduler_options(
 
 
 def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> bool:
-    """Return whether vLLM may compute later parts of a streamed prompt from wrong KV.
+    """Return whether later parts of a streamed prompt may be computed from wrong KV.
 
     When the next part of the prompt arrives, the request drops the last generated token. Under
-    async scheduling its recurrent state includes that token. Without async scheduling but with
-    speculative decoding, vLLM counts the accepted draft tokens after that token as computed.
+    async scheduling the request's recurrent state still includes this token. With speculative
+    decoding and without async scheduling, vLLM counts the accepted draft tokens after this
+    token as computed.
     """
     has_states = any(group.reach is Reach.STATE for group in groups)
     if vllm_config.scheduler_config.async_scheduling:

@@ -1,10 +1,10 @@
-"""Digests of an engine's KV layout and KV settings: part of the identity of stored bytes.
+"""Digests of an engine's KV layout and KV settings, for the identity of stored bytes.
 
 vLLM's block hashes name tokens, media and LoRA adapters. Keys and values also depend on
-settings of the model, and their bytes depend on how each layer keeps them. An engine with other
-keys or values must find an empty cache, because another position embedding gives wrong tokens
-and no checksum detects it. A setting that changes only the last digits (kernels, graphs, ranks)
-or the sampling must keep the cache, because such a flag would otherwise cost a warm cache.
+settings of the model, and their bytes depend on each layer's layout. An engine with other keys
+or values must find an empty cache: KV with another position embedding gives wrong tokens, and
+checksums do not detect it. A setting that changes only the last digits (kernels, graphs, ranks)
+or the sampling must not change the digests, so that the engine keeps its warm cache.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def kv_content(
 
     A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
     and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
-    may arrange the same bytes differently. So each layer is listed with its settings.
-    All ranks get the same result. It depends on the number of ranks only if a layer has
-    recurrent states.
+    may arrange the same bytes differently. So each layer is listed with its settings. All ranks
+    get the same result. The result depends on the number of ranks only if a layer has recurrent
+    states.
 
     Args:
         config: vLLM's configuration in a worker, once the model is built.
@@ -157,7 +157,7 @@ def _layer_content(
     *,
     load: Callable[[str], Any],
 ) -> list[str]:
-    """Return a layer's name, backend, element types, and the settings that arrange its bytes.
+    """Return a layer's name, backend, element types, and settings that arrange its bytes.
 
     Layers that quantise have ``kv_cache_dtype``; caches of indexers have ``dtype``; layers with
     a recurrent state have a type and a shape for each part of the state. The shapes depend on
@@ -182,16 +182,16 @@ def _layer_content(
 
 
 def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
-    """Return the settings that decide how the elements of a page are arranged in memory.
+    """Return the settings that arrange the elements of a page in memory.
 
-    An attention kernel may only take blocks of certain lengths. vLLM then divides a longer
-    block into parts, each with all heads. The lengths depend on the GPU and on other settings.
-    The arrangement of 4-bit scales also depends on the kernel that writes them.
+    An attention kernel may support only some block lengths. vLLM then divides a longer block
+    into parts, each with all heads. The lengths depend on the GPU and on other settings. The
+    arrangement of 4-bit scales also depends on the kernel that writes them.
 
     Returns:
-        A list with up to three entries. The head size, if the layer has no ``kv_cache_dtype``.
-        The rows of a kernel's block, if a layer's block has another number of rows. ``fa2``,
-        if that kernel writes 4-bit scales.
+        A list with up to three entries: the head size, if the layer has no ``kv_cache_dtype``;
+        the number of rows of a kernel's block, if it differs from the layer's block; ``fa2``,
+        if this kernel writes 4-bit scales.
     """
     kind = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
     found: list[object] = []
@@ -212,7 +212,7 @@ def _page_order(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM
 def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
     """Return the engine's settings that change keys and values, as JSON.
 
-    All ranks get the same result, and so does every start with the same settings.
+    All ranks, and all starts with the same settings, get the same result.
 
     Args:
         config: vLLM's configuration after the model is built, because models may complete it.
@@ -244,7 +244,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the expert kernels if vLLM rounds weights for them, else ``[]``."""
+    """Return the name of the expert kernels if vLLM rounds weights for them; else ``[]``."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
@@ -266,7 +266,7 @@ def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 
 
 def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return the engine's settings that turn media into embeddings.
+    """Return the engine's settings that affect the embeddings of media.
 
     vLLM's hash of an image or another medium covers only the settings in the request.
     """
@@ -282,16 +282,16 @@ def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 
 
 def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
-    """Return the name of the draft model; None if there is none or the model drafts itself."""
+    """Return the name of the draft model; None if the model has none or drafts itself."""
     draft = getattr(getattr(speculation, "draft_model_config", None), "model", None)
     return None if draft == model.model else draft
 
 
 def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return the longest context and related settings if KV depends on them, else ``[]``.
+    """Return the longest context and related settings if KV depends on them; else ``[]``.
 
-    With ``--max-model-len auto`` the model is built for the length in its configuration. Then
-    vLLM reduces the length to fit the free memory, which differs at every start.
+    With ``--max-model-len auto`` the model is built for the length in its configuration.
+    Afterwards vLLM reduces the length to fit the free memory, which differs at every start.
     """
     fitted = model.original_max_model_len == -1
     longest = -1 if fitted else model.max_model_len
@@ -323,7 +323,7 @@ def _settings(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: Any, depth: int = _DEPTH) -> Any:  # noqa: ANN401 - anything
-    """Return ``value`` as JSON types; a value of another type becomes text."""
+    """Return ``value`` as JSON types; convert other types to text."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | float | str):

@@ -21,24 +21,25 @@ class EngineFacts:
     Attributes:
         engine_id: The engine's name; the same in all its processes.
         extra_config: vLLM's ``kv_connector_extra_config``.
-        records_events: Whether somebody listens to residency events.
+        records_events: Whether residency events have a listener.
         model_name: The model as the user named it: a path, or a name on a hub.
         kv_dtype: Element type of the KV cache.
         kv_layout: Order of the dimensions of the KV cache.
-        canonical_layout: Whether vLLM was asked for pages that do not depend on parallelism.
-        groups: Per KV cache group, the tokens of a block and the names of the layers.
+        canonical_layout: Whether the user asked vLLM for pages that are independent of
+            parallelism.
+        groups: Per KV cache group, the number of tokens of a block and the names of the layers.
         group_ids: Index of each group in keys.
         counting_group: Index of the KV cache group used to count tokens.
-        tokens_per_hash: How many tokens a block hash covers beyond the hash before it.
-        blocks_per_chunk: Blocks that are stored together.
-        worker_kv_bytes_per_block: Bytes of a block in one worker, all layers.
+        tokens_per_hash: Number of tokens that a block hash adds to the hash before it.
+        blocks_per_chunk: Number of blocks that are stored together.
+        worker_kv_bytes_per_block: Bytes of a block in one worker, in all layers together.
         rank: Number of this worker; 0 in the scheduler's process.
         world_size: Number of workers.
-        tp_size: Workers that share every layer.
-        pp_size: Pipeline stages, each with a part of the layers.
-        pcp_size: Workers that split the prefill of a prompt.
-        dcp_size: Workers that split the decoding of a sequence.
-        data_parallel_rank: This engine's data-parallel rank; None if there is only one engine.
+        tp_size: Number of workers that share every layer.
+        pp_size: Number of pipeline stages, each with a part of the layers.
+        pcp_size: Number of workers that divide the prefill of a prompt.
+        dcp_size: Number of workers that divide the decoding of a sequence.
+        data_parallel_rank: This engine's data-parallel rank; None for a single engine.
     """
 
     engine_id: str
@@ -64,7 +65,7 @@ class EngineFacts:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk of the counting group."""
+        """Number of tokens of a chunk of the counting group."""
         tokens_per_block, _ = self.groups[self.group_ids.index(self.counting_group)]
         return tokens_per_block * self.blocks_per_chunk
 
@@ -78,7 +79,7 @@ def read_vllm_config(
 
     Args:
         vllm_config: vLLM's configuration.
-        kv_cache_config: Its KV cache groups.
+        kv_cache_config: vLLM's KV cache groups.
         groups: The groups that kvtier stores.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: PLC0415
@@ -126,7 +127,7 @@ def kv_dtype(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's
-    """Return this engine's data-parallel rank; None if there is only one engine.
+    """Return this engine's data-parallel rank; None for a single engine.
 
     For each rank of a dense model, vLLM sets the data-parallel size to 1 and keeps the rank's
     index. So the settings of rank 0 look like those of a single engine. Only the engine's name

@@ -1,14 +1,14 @@
 """The identity of a cache: the model and the engine's layout.
 
-:func:`declared_identity` returns the part that is known without an engine, as in
-``kvtier check``. :func:`fingerprint` adds what only an engine knows, such as its KV cache's
-layout.
+:func:`declared_identity` returns the part that is known without an engine, for ``kvtier
+check``. :func:`fingerprint` adds the part that only an engine knows, such as the layout of its
+KV cache.
 
-A local model is identified by its files. Settings are read whole. Weights are too large for
-that, and their sizes and dates do not suffice: fine-tunes of one architecture have equal sizes,
-and files in reproducibly built container images have equal dates. So blocks all over every
-weight file are read; training changes some of these blocks. The number of blocks is bounded,
-not the reading time, because the next start must read the same blocks.
+A local model is identified by its files. Files with settings are read whole. Weight files are
+too large for that, and their sizes and dates do not suffice: fine-tunes of one architecture
+have equal sizes, and files in reproducibly built container images have equal dates. So some
+blocks of every weight file are read; a training changes some of them. The limit is a number of
+blocks and not a time, because the next start must read the same blocks.
 
 In a Hugging Face cache, a weight file is a link to a blob that is named by its SHA-256. That
 name replaces the date, so a copy of the cache keeps the identity.
@@ -58,10 +58,10 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
 
     Args:
         config: The configuration.
-        model: The model's path or name; None leaves out the fields that depend on it.
+        model: The model's path or name; None to leave out the fields of the model.
 
     Raises:
-        ConfigError: The model's files cannot be looked at.
+        ConfigError: The model's files cannot be examined.
     """
     identity = config.identity
     fields: dict[str, str | int] = {
@@ -85,7 +85,7 @@ def model_identity(model: str) -> dict[str, str]:
         model: The model's path or name.
 
     Raises:
-        ConfigError: The model's files cannot be looked at.
+        ConfigError: The model's files cannot be examined.
     """
     try:
         files = model_files(Path(model))
@@ -98,14 +98,14 @@ def model_identity(model: str) -> dict[str, str]:
 
 
 def _canonical(model: str) -> str:
-    """Return ``model`` as a resolved path if it is local, else unchanged."""
+    """Return ``model`` as a resolved path if it is local; else unchanged."""
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def fingerprint(
     engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
 ) -> LayoutFingerprint:
-    """Return the full identity: all values that stored bytes depend on, apart from the key."""
+    """Return the full identity: all values on which a chunk's bytes depend, except its key."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     if engine.group_ids != tuple(range(len(engine.groups))):
         # Keys end with these numbers, so another group before them changes the meaning of all.
@@ -130,8 +130,8 @@ class ModelFiles(NamedTuple):
 
     Attributes:
         digest: Digest of the settings, and of the weights' sizes, samples, and dates or
-            SHA-256; empty if the model is not local.
-        has_weights: Whether the digest covers weights. If so, the identity does not need the
+            SHA-256; empty for a remote model.
+        has_weights: Whether the digest covers weights. If True, the identity does not need the
             model's path.
     """
 
@@ -143,7 +143,7 @@ def model_files(model: Path) -> ModelFiles:
     """Return the identity of a local model's files, independent of its path.
 
     Args:
-        model: A directory, a file such as a GGUF, or the name of a model that is not local.
+        model: A directory, a file such as a GGUF, or the name of a remote model.
     """
     if model.is_file():
         named = {f"model{model.suffix}": model}
@@ -196,7 +196,7 @@ def _blob(path: Path) -> str:
 
 
 def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of blocks to read: all, or the first, the last and some others."""
+    """Yield (start, length) of the blocks to read: all, or the first, last and some others."""
     last = nbytes - _BLOCK_NBYTES
     if nbytes <= blocks * _BLOCK_NBYTES:
         for start in range(0, nbytes, _BLOCK_NBYTES):
@@ -209,7 +209,7 @@ def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(path: Path, start: int, nbytes: int) -> bytes:
-    """Return the digest of a part of a file, or the error number if reading fails."""
+    """Return the digest of a part of a file, or the error number after a failure."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,12 +1,12 @@
 """Converts vLLM's KV cache groups to kvtier's: which are stored, and what a hit needs.
 
 The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when its blocks are
-freed. A platform or a model may derive a class with other rules. For example, a derived class
-may evict tokens from the middle of a prompt, and ``isinstance`` would still call it full
-attention. So classes are compared exactly, and an unknown class is refused at start.
+freed. A platform or a model may derive a class with other rules. For example, a subclass of
+full attention may evict tokens from the middle of a prompt. So classes are compared exactly and
+not by ``isinstance``, and an unknown class is refused at the start.
 
-Refused kinds of vLLM: ``RSWASpec`` and ``CrossAttentionSpec``, because no other request can use
-their KV, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its manager.
+Refused kinds of vLLM: ``RSWASpec`` and ``CrossAttentionSpec``, because their KV is useless for
+other requests, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its manager.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def require_known_specs(specs: Mapping[str, KVCacheSpec]) -> None:
 
 
 def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """Return the KV cache groups that kvtier stores: those with a prefix cache in vLLM.
+    """Return the KV cache groups that kvtier stores: those in vLLM's prefix cache.
 
     Raises:
         UnsupportedError: A kind is unknown, or a hit could end inside a row of several tokens.
@@ -101,7 +101,7 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
 
 
 def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
-    """Refuse layers with one row for several tokens if a hit could end inside a row.
+    """Refuse layers with rows of several tokens if a hit could end inside a row.
 
     vLLM keeps the tokens of an unfinished row in a buffer that kvtier does not store.
     """

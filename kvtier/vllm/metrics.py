@@ -1,7 +1,7 @@
 """Exports kvtier's figures in vLLM's ``/metrics``.
 
 vLLM carries a connector's statistics as plain data from the engine to its front ends, which
-build Prometheus metrics from them. Names, kinds and meanings come from
+convert them to Prometheus metrics. Names, kinds and meanings come from
 :mod:`kvtier.connector.metrics`.
 """
 
@@ -48,14 +48,14 @@ class KVTierStats(KVConnectorStats):
 
     @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Append the changes in ``other``, which come later or from another engine."""
+        """Append the changes in ``other``, which are later or of another engine."""
         if isinstance(other, KVTierStats):
             self.changes.extend(other.changes)
         return self
 
     @override
     def reduce(self) -> dict[str, int | float]:
-        """Return the growth of the counters that grew, for vLLM's log line."""
+        """Return the growth of the counters that changed, for vLLM's log line."""
         grown: dict[str, float] = {}
         for name, labels, value in self.changes:
             if METRICS[name].kind is Kind.COUNTER and value:
@@ -65,7 +65,7 @@ class KVTierStats(KVConnectorStats):
 
     @override
     def is_empty(self) -> bool:
-        """Return whether nothing changed."""
+        """Return whether there are no changes."""
         return not self.changes
 
 

@@ -1,12 +1,12 @@
 """Bytes of KV cache per token of a model, from its ``config.json``.
 
-Three shapes of attention matter. With *multi-head* attention (MHA) every query head has a key
+There are three kinds of attention. With *multi-head* attention (MHA) every query head has a key
 and a value head. With *grouped-query* attention (GQA, and MQA with a single group) several
 query heads share a key and a value head. With *multi-head latent* attention (MLA) all heads
 share one compressed latent and one rotary key, and there is no separate value.
 
-Tensor parallelism splits KV heads over ranks as long as there are enough heads. Beyond that,
-and always with MLA, ranks hold copies of the same bytes.
+Tensor parallelism divides the KV heads between ranks. If there are more ranks than heads, and
+always with MLA, several ranks have copies of the same bytes.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class ModelGeometry:
     Attributes:
         model: The model's type, as ``config.json`` names it.
         attention: How heads share keys and values.
-        layers: Layers that keep KV for every token.
-        query_heads: Attention heads.
-        kv_heads: Key-value heads; 1 for MLA, where all heads share the latent.
-        head_elements: Elements per token, layer and KV head: key plus value, or the latent.
+        layers: Number of layers that keep KV for every token.
+        query_heads: Number of attention heads.
+        kv_heads: Number of key-value heads; 1 for MLA, in which all heads share the latent.
+        head_elements: Number of elements per token, layer and KV head: key plus value, or the
+            latent.
         dtype: Element type that vLLM's ``auto`` chooses for this model.
-        notes: Sentences that name what the numbers exclude.
+        notes: Sentences about layers that the numbers exclude.
     """
 
     model: str
@@ -78,22 +79,22 @@ class ModelGeometry:
     notes: tuple[str, ...] = ()
 
     def token_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return the size of one token's KV in bytes, counted once for all ranks."""
+        """Return the bytes of one token's KV, counted once for all ranks."""
         return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
 
     def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return how many bytes each of ``tp`` ranks holds of one token.
+        """Return how many bytes of one token each of ``tp`` ranks has.
 
         Raises:
-            ConfigError: The heads cannot be split over so many ranks.
+            ConfigError: The heads cannot be divided between so many ranks.
         """
         return self.token_nbytes(dtype) * self.copies(tp) // tp
 
     def copies(self, tp: int) -> int:
-        """Return how many of the ``tp`` ranks hold the same byte of KV.
+        """Return how many of the ``tp`` ranks have the same byte of KV.
 
         Raises:
-            ConfigError: The heads cannot be split over so many ranks.
+            ConfigError: The heads cannot be divided between so many ranks.
         """
         if self.query_heads % tp:
             problem = f"{self.query_heads} attention heads cannot be split over {tp} ranks"
@@ -151,7 +152,7 @@ class _Fields:
         return value
 
     def optional(self, *names: str) -> int | None:
-        """Return the value of the first of ``names`` that is set; None if none is set."""
+        """Return the value of the first of ``names`` that is set; None if all are missing."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -221,7 +222,7 @@ def _head_dim(fields: _Fields, query_heads: int) -> int:
 
 
 def _layers(fields: _Fields) -> tuple[int, list[str]]:
-    """Return the number of layers that keep KV for every token, and notes on the others."""
+    """Return the number of layers with KV for every token, and notes on the other layers."""
     layers = fields.count("num_hidden_layers", "n_layer")
     kinds, notes = fields.values.get("layer_types"), []
     if isinstance(kinds, list) and kinds:

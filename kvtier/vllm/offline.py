@@ -1,8 +1,8 @@
-"""An engine in this process that computes prompts and generates nothing, for ``kvtier warmup``.
+"""An engine in this process that computes prompts but generates no text, for warm-ups.
 
 The engine has the arguments of ``vllm serve`` and is configured like a server's engine. So its
 chunks equal the chunks of a server with the same arguments. The engine's core runs in this
-process. So the core ends, and unlocks its caches, however the process ends.
+process. So even if this process is killed, the core ends too and unlocks its caches.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class EngineSetup:
 
     Attributes:
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
-        block_tokens: Tokens of a block, if known before the start.
-        most_tokens: Tokens of the longest prompt.
+        block_tokens: Number of tokens of a block, if known before the start.
+        most_tokens: Number of tokens of the longest permitted prompt.
         vocabulary: Number of token ids.
-        identity: The part of a store's identity that the arguments determine.
+        identity: The part of a namespace's identity that the arguments determine.
         lora_paths: Path of each LoRA adapter, by name.
     """
 
@@ -126,7 +126,7 @@ class EngineSetup:
         return list(rendered["prompt_token_ids"])
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
-        """Return a function that converts vLLM's key of a chunk to kvtier's, for an adapter."""
+        """Return a function that converts an adapter's chunk keys from vLLM's to kvtier's."""
         return self._adapters.of(self._loras[lora]).key
 
     def start(self) -> OfflineEngine:
@@ -183,12 +183,12 @@ class OfflineEngine:
     """A running engine, driven by one thread.
 
     Args:
-        engine: vLLM's engine, its core in this process.
+        engine: vLLM's engine, with its core in this process.
         loras: LoRA adapters by name.
 
     Attributes:
-        ram_chunks: Slots of the RAM tier.
-        max_requests: Requests that the engine runs at a time.
+        ram_chunks: Number of slots of the RAM tier.
+        max_requests: Largest number of requests that the engine runs at the same time.
         stores: The places where the tiers keep chunks.
     """
 
@@ -231,8 +231,8 @@ class OfflineEngine:
         """Run one step.
 
         Returns:
-            One tuple per prompt that ended: its line, its number of tokens, and how many of
-            these tokens came from a cache.
+            One tuple per prompt that ended: the prompt's line, its number of tokens, and the
+            number of these tokens that came from a cache.
         """
         ended = [each for each in self._engine.step() if each.finished]
         self._running.difference_update(each.request_id for each in ended)
@@ -247,7 +247,7 @@ class OfflineEngine:
         return bool(self._scheduler.has_requests() or self._unwritten)
 
     def unwritten_chunks(self) -> int:
-        """Return how many chunks in RAM are in use or not yet written to a slower tier."""
+        """Return how many chunks in RAM are in use or not yet in a slower tier."""
         return self._unwritten
 
     def abort(self) -> None:
@@ -298,7 +298,7 @@ def _make_parser() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def _of_vllm(error: Exception) -> str:
-    """Return an error that vLLM raised as one line."""
+    """Return vLLM's error as one line."""
     lines = str(error).splitlines()
     # The first line of pydantic's errors only counts them, and the last names a web page.
     if len(lines) > 1 and "validation error" in lines[0]:

@@ -65,7 +65,7 @@ def read_settings(engine: EngineFacts, entry_point: VllmEntryPoint) -> KvtierCon
 
     Args:
         engine: The engine.
-        entry_point: How vLLM loads kvtier.
+        entry_point: The entry point through which vLLM loads kvtier.
 
     Raises:
         ConfigError: vLLM's configuration names no file, or the file is invalid.
@@ -83,7 +83,7 @@ def read_settings(engine: EngineFacts, entry_point: VllmEntryPoint) -> KvtierCon
 def offer_region(
     engine: EngineFacts, settings: KvtierConfig, shape: SlotShape, *, content: str
 ) -> HostRegion:
-    """Create the RAM tier's memory in the first rank, or attach to it in the others.
+    """Create the RAM tier's memory in the first rank; attach to it in the others.
 
     Args:
         engine: The engine.
@@ -114,13 +114,13 @@ def open_device(
     *,
     content: str,
 ) -> DeviceEngine:
-    """Open a worker's :class:`DeviceEngine`, which copies between KV memory and the RAM tier.
+    """Open a worker's :class:`DeviceEngine`, which copies between KV memory and RAM slots.
 
     Args:
         engine: The engine.
         settings: kvtier's configuration.
         kv: The rank's KV memory.
-        shape: The size of a block in a slot, and this rank's share of it.
+        shape: The size of a block in a slot, and this rank's share of the block.
         content: Description of the slots' bytes.
 
     Raises:
@@ -159,7 +159,7 @@ def open_device(
 
 
 def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
-    """Log the size of a copy's contiguous ranges, and how to get longer ranges.
+    """Log the size of the contiguous ranges of a copy, and how to get longer ranges.
 
     Args:
         nbytes: Bytes of a range.
@@ -183,7 +183,7 @@ def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
 def require_same_file(
     geometry: RegionGeometry, engine: EngineFacts, settings: KvtierConfig
 ) -> None:
-    """Check that the workers created the RAM tier from the same configuration as ``settings``.
+    """Check that the workers created the RAM tier with the same settings.
 
     Raises:
         UnsupportedError: The shape of the RAM tier does not match ``settings``.
@@ -227,9 +227,9 @@ def open_cache(
     Args:
         engine: The engine.
         settings: kvtier's configuration.
-        groups: The part of a prefix that each KV cache group needs.
-        positions: Returns a request's chunks and the number of tokens up to the end of each
-            chunk; None if the entry point does not know the chunks.
+        groups: For each KV cache group, the part of a prefix that a hit needs.
+        positions: Returns a request's chunks, each with its end in tokens; None if the entry
+            point does not know the chunks.
 
     Raises:
         UnsupportedError: The workers read another configuration.

@@ -1,14 +1,14 @@
 """Finds the pages of vLLM's KV blocks in memory, and this rank's share of every slot.
 
-vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
-in one allocation. So one rule finds every kind of page: of attention, of recurrent states,
-padded pages, and pages of layers that lie side by side in a block.
+vLLM reports in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
+in an allocation. So one rule finds every kind of page: of attention, of recurrent states,
+padded pages, and pages of layers that are adjacent in a block.
 
 With tensor parallelism each rank keeps the KV of its own heads. If heads are the outermost
 dimension of a page, the concatenated pages of all ranks equal the page of an engine with one
-rank. A slot's bytes then need not depend on the number of ranks
-(:mod:`kvtier.memory.slot_layout`). Where layers come before heads (``LBHNC``, ``BLHNC``), a
-page is one layer of a block; where heads come before layers (``BHLNC``), it is all layers.
+rank. A slot's bytes are then independent of the number of ranks
+(:mod:`kvtier.memory.slot_layout`). If layers come before heads (``LBHNC``, ``BLHNC``), a page
+has one layer of a block. If heads come before layers (``BHLNC``), a page has all layers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _WITH_ANOTHER: Final = (-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """Size of a block in a slot, and this rank's share of it.
+    """Size of a block in a slot, and this rank's share of the block.
 
     Attributes:
         block_nbytes: Bytes of one block, summed over all ranks.
-        share: This rank's share of those bytes.
+        share: This rank's share of the block.
         is_portable: Whether engines with another number of ranks would store the same bytes.
     """
 
@@ -53,11 +53,11 @@ class SlotShape:
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str:
-    """Return the layout to ask vLLM for: the one with the longest contiguous ranges.
+    """Return the layout to request from vLLM: the one with the longest contiguous ranges.
 
-    If the attention backend does not allow it, vLLM warns and chooses a layout itself. Engines
-    on CPUs, on AMD's GPUs and with recurrent states never allow ``BHLNC``. They are asked for
-    ``LBHNC``, which any number of ranks can read too.
+    If the attention backend does not support this layout, vLLM warns and chooses another one.
+    Engines on CPUs, on AMD's GPUs and with recurrent states never support ``BHLNC``. For these
+    engines the result is ``LBHNC``, which any number of ranks can read too.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -76,7 +76,7 @@ def find_pages(
 
     Args:
         kv_caches: vLLM's KV memory by layer: a tensor or a list of tensors.
-        kv_cache_config: Where vLLM put each layer.
+        kv_cache_config: vLLM's placement of each layer.
         group_ids: The groups that are stored.
         layout: Order of the dimensions, such as ``LBHNC``.
 
@@ -115,9 +115,9 @@ def _parts(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield where each contiguous part of a block begins, and the layers in this part.
 
-    Where heads come before layers (``BHLNC``), the pages of all layers are one part. The layers
-    of a rank with one head could be separate parts. They are one part too, so that all ranks
-    have the same parts.
+    If heads come before layers (``BHLNC``), the pages of all layers are one part. The layers of
+    a rank with one head could be separate parts, but are one part too, so that all ranks have
+    the same parts.
     """
     layers = [layer for layer in placed.layers if layer in specs]
     if layers:
@@ -131,7 +131,7 @@ def _parts(
 
 
 def _joins_layers(layout: str) -> bool:
-    """Return whether each head's layers are side by side in a block."""
+    """Return whether the layers of each head are adjacent in a block."""
     return 0 <= layout.find("H") < layout.find("L")
 
 
@@ -143,7 +143,7 @@ def share_slots(
     group_ids: tuple[int, ...],
     layout: str,
 ) -> SlotShape:
-    """Return the size of a block in this engine's slots, and this rank's share of it.
+    """Return the size of a block in this engine's slots, and this rank's share of the block.
 
     All ranks get the same result, except for ``share``.
     """
@@ -179,7 +179,7 @@ def _view(
 
 
 def _page_nbytes(spec: KVCacheSpec) -> int:
-    """Return how many bytes a page has without its padding."""
+    """Return the bytes of a page without its padding."""
     unpadded = getattr(spec, "unpadded_page_size_bytes", None)
     if unpadded is not None:
         return int(unpadded)
@@ -229,7 +229,7 @@ def _layer_share(
         layer: The layer's name.
         spec: The layer's kind.
         cache: The layer's KV memory.
-        joined_layers: Number of layers of each head that are side by side in a block.
+        joined_layers: Number of layers of each head that are adjacent in a block.
 
     Raises:
         UnsupportedError: The bytes depend on the number of ranks; the message says why.
@@ -258,7 +258,7 @@ def _has_heads_outermost(
     spec: Any,  # noqa: ANN401 - one of vLLM's kinds
     joined_layers: int,
 ) -> bool:
-    """Return whether a block is all bytes of the first head, then of the second, and so on."""
+    """Return whether a block has all bytes of the first head, then of the second, and so on."""
     if not isinstance(cache, torch.Tensor) or cache.dim() != 4:
         return False
     heads, head = cache.shape[1], cache[0, 0]

@@ -1,9 +1,9 @@
 """Registers the connector's name with vLLM, in every process of vLLM.
 
 ``--kv-transfer-config`` names the connector's module; that is enough for a single connector.
-With ``MultiConnector``, vLLM's front end rebuilds the statistics of each connector. It looks up
-the connector's class by name only. An unregistered name ends the server at its first request.
-vLLM calls every entry point of ``vllm.general_plugins`` when a process starts.
+With ``MultiConnector``, vLLM's front end rebuilds the statistics of each connector. The front
+end looks up the connector's class by its name, and an unregistered name ends the server at the
+first request. vLLM calls every entry point of ``vllm.general_plugins`` when a process starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Engines that kvtier refuses at start, each with the reason and a remedy.
+"""The engines that kvtier refuses at the start, each with the reason and a remedy.
 
-Some engines would store wrong KV. In some engines a request could not use the KV of another
-request; vLLM turns prefix caching off for most of these, but still calls connectors. In other
-engines the processes would wait for each other until a timeout.
+Some engines would store wrong KV. In some engines a request cannot use the KV of another
+request; vLLM disables prefix caching for most of these engines, but still calls connectors. In
+other engines the processes would wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = get_logger(__name__)
 
 
 def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
-    """Refuse engines that kvtier cannot store correctly, before allocating memory.
+    """Refuse engines that kvtier cannot store correctly, before memory is allocated.
 
     Raises:
         UnsupportedError: kvtier does not support the engine's parallelism or layout.
-        ConfigError: The engine's chunk size is not the one in the file, or a tier is smaller
-            than a chunk.
+        ConfigError: The engine's chunk size differs from the one in the file, or a tier is
+            smaller than a chunk.
     """
     if engine.pp_size > 1 or engine.pcp_size > 1 or engine.dcp_size > 1:
         raise UnsupportedError(
@@ -76,7 +76,7 @@ def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - v
 
 
 def warn_of_restarts(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
-    """Warn of settings of vLLM that do not suit a cache that survives a restart."""
+    """Warn of vLLM's settings that do not suit a cache that survives a restart."""
     if len(config.tiers) == 1:
         return
     _warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -102,7 +102,7 @@ def _warn_of_weak_hashes(algorithm: str) -> None:
 def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
     """Warn if a later start may load other weights under the same model name.
 
-    That happens when the branch of a model on a hub moves.
+    This happens when the branch of a model on a hub moves.
     """
     # Some releases of vLLM replace the revision by an object that holds the given text.
     revision = getattr(model.revision, "initial", model.revision)
@@ -119,7 +119,7 @@ def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: AN
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
     """Refuse layers if vLLM sets their scales to 1 in its first forward pass.
 
-    Chunks may have been loaded before that pass; they would lose their scales.
+    Chunks that were loaded before this pass would lose their scales.
     """
     for name, layer in layers.items():
         if str(getattr(layer, "kv_cache_dtype", "")).endswith("_per_token_head"):
@@ -158,8 +158,8 @@ def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vL
 
     An engine in its own process sleeps only when its connector has no work left. An engine in
     its caller's process does not wait for the connector. There the reset of the cache before
-    the sleep waits for stores, but only for the stores of a worker in the same process. If
-    there are several workers, each has its own process.
+    the sleep waits for stores, but only for those of a worker in the same process. Several
+    workers have one process each, so such engines are refused.
     """
     in_process = variable("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
     if model.enable_sleep_mode and engine.world_size > 1 and in_process:

@@ -2,8 +2,8 @@
 
 This entry point is for setups that name an offloading spec. vLLM's own scheduler and worker
 sides call kvtier's manager and worker. vLLM's sides cannot report a failed load, and they store
-wrong KV in some configurations. So this entry point serves models with one KV cache group of
-full attention and without LoRA adapters, and refuses all others with a pointer to
+wrong KV in some configurations. So this entry point serves only models with one KV cache group
+of full attention and without LoRA adapters. For other models its error recommends
 ``KVTierConnector``.
 
 vLLM's worker side asserts that every job succeeded. So every store is reported as a success;
@@ -83,8 +83,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             ``kv_connector_extra_config`` is the path of kvtier's own file.
 
     Raises:
-        ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
-        UnsupportedError: This entry point does not serve such an engine.
+        ConfigError: The file is missing or wrong, or does not fit vLLM's settings.
+        UnsupportedError: This entry point does not support the engine.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -107,7 +107,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """Return every metric kvtier may report."""
+        """Return every metric that kvtier may report."""
         return {name: _definition(metric) for name, metric in METRICS.items()}
 
     @override
@@ -121,10 +121,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return a worker; the first rank creates the memory, the others attach.
+        """Return a worker. The first rank creates the memory; the others attach.
 
         Raises:
-            UnsupportedError: This entry point does not serve such an engine.
+            UnsupportedError: This entry point does not support the engine.
         """
         if self._worker is not None:
             raise UnsupportedError("this process still has the worker of another engine")
@@ -212,7 +212,7 @@ class _SlotLoadStoreSpec(LoadStoreSpec):
 
 
 class _Manager(OffloadingManager):
-    """The manager that vLLM's scheduler calls; no method raises.
+    """The manager that vLLM's scheduler calls. Its methods never raise.
 
     vLLM looks chunks up one by one, so the hits of a request are collected until the step ends.
     """
@@ -231,13 +231,13 @@ class _Manager(OffloadingManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Start following a request."""
+        """Start to follow a request."""
         self._cache.begin_request(req_context)
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget a request; its loads and stores in flight continue."""
+        """Forget a request. Its loads and stores in flight continue."""
         self._started.discard(req_context.req_id)
         self._continued.discard(req_context.req_id)
         self._cache.end_request(req_context)
@@ -297,12 +297,12 @@ class _Manager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make each of ``keys`` a hit if every worker recorded that its bytes are whole."""
+        """Make those of ``keys`` hits whose bytes all workers recorded as whole."""
         self._cache.complete_store(list(keys), req_context)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Close a scheduling step: start promotions and demotions."""
+        """Close a scheduling step, and start promotions and demotions."""
         for req_id in context.preempted_req_ids:
             self._started.discard(req_id)
         started = set(context.new_req_ids)
@@ -335,7 +335,7 @@ class _Manager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what changed since the last call; vLLM asks once after each step."""
+        """Return the changes since the last call; vLLM calls this once after each step."""
         changes = self._reporter.take()
         if not changes:
             return None
@@ -374,7 +374,7 @@ class _Worker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Start copying blocks to RAM slots."""
+        """Start to copy blocks to RAM slots."""
         self._submit(job_id, Purpose.STORE, src_spec, dst_spec)
         return True
 
@@ -386,7 +386,7 @@ class _Worker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        """Start copying RAM slots to blocks."""
+        """Start to copy RAM slots to blocks."""
         self._submit(job_id, Purpose.LOAD, dst_spec, src_spec)
         return True
 

@@ -1,14 +1,14 @@
-"""Turns vLLM's ``SchedulerOutput`` into a ``Step`` of the connector's scheduler side.
+"""Converts vLLM's ``SchedulerOutput`` to a ``Step`` of the connector's scheduler side.
 
 **Reused blocks.** A store must end before another request writes to the blocks that the store
-reads. So a step lists all blocks that requests got since the step before: those of scheduled
-requests, those of requests that wait for a load of this or another connector, blocks that are
-cleared, and blocks that are copied into. vLLM has no single list of these blocks.
+reads. So a step lists all blocks that requests got since the previous step: those of scheduled
+requests, those of requests that wait for a load of this or another connector, cleared blocks,
+and targets of block copies. vLLM has no single list of these blocks.
 
-**Writes before the flush.** Model Runner V2 clears blocks, copies into others, and moves
-recurrent states from block to block before it calls ``handle_preemptions``. A store that reads
-such a block copies wrong KV. So a step also lists these blocks as ``overwritten``, and stores
-that read them fail.
+**Writes before the flush.** Model Runner V2 clears and copies blocks, and moves recurrent
+states between blocks, before it calls ``handle_preemptions``. A store that reads an overwritten
+block copies wrong KV. So a step also lists these blocks as ``overwritten``, and stores that
+read them fail.
 
 **Boundary states.** If a model keeps recurrent states, vLLM lists each state at a block
 boundary, and its block, in the step that computes the state. With several speculative tokens
@@ -58,7 +58,7 @@ class StepReader:
         """Return whether the step only generates one token for each request.
 
         In such a step no request starts or is preempted, and no block is allocated, cleared or
-        copied. Most steps of a busy engine are like that.
+        copied. Most steps of a busy engine are of this kind.
         """
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         return not (
@@ -110,7 +110,7 @@ class StepReader:
         )
 
     def _moved_into(self, output: SchedulerOutput) -> Iterator[int]:
-        """Yield the blocks that a step allocates for recurrent states."""
+        """Yield the blocks that a step allocates for moved recurrent states."""
         for group, tokens_per_block in self._moving.items():
             for new in output.scheduled_new_reqs:
                 yield from new.block_ids[group][new.num_computed_tokens // tokens_per_block :]
@@ -142,7 +142,7 @@ class StepReader:
 
 
 def _moving_states(kv_cache_config: KVCacheConfig) -> dict[int, int]:
-    """Return the block size in tokens of each group that moves states between blocks."""
+    """Return the tokens per block of each group that moves states between blocks."""
     specs: Iterator[tuple[int, Any]] = (
         (number, group.kv_cache_spec)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)

@@ -1,8 +1,8 @@
 """The differences between supported vLLM releases, and the names that kvtier requires.
 
-A release is recognised by its features, never by its version string: forks and nightlies carry
-any version. A vLLM that lacks a required name is refused at start; the error lists the missing
-names.
+A release is recognised by its features, never by its version string, because forks and
+nightlies may have any version. A vLLM that lacks a required name is refused at the start; the
+error lists the missing names.
 
 =======  ================================================================================
 release  what it added, and what kvtier does without it

@@ -1,4 +1,4 @@
-"""Warm-up: computes known prompts, stores their KV, and reports which prompts a store has."""
+"""Warm-up: computes known prompts, stores their KV, and reports which prompts are stored."""
 
 from __future__ import annotations
 

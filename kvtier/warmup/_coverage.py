@@ -1,4 +1,4 @@
-"""Computes how many tokens of a prompt a store holds, from its index and the prompt's tokens.
+"""Computes how many tokens of a prompt are stored, from an index and the prompt's tokens.
 
 The *coverage* of a prompt is the number of tokens that an engine could load instead of compute.
 """
@@ -41,8 +41,8 @@ NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
 class StoredKeys:
     """The keys in one index, as sorted 64-bit hashes: 8 bytes a chunk.
 
-    Two keys may have the same hash. Then an absent chunk counts as stored, which happens about
-    once in 10**12 prompts.
+    Two keys may have the same hash. An absent chunk then counts as stored: about once in 10**12
+    prompts.
     """
 
     def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
@@ -56,7 +56,7 @@ class StoredKeys:
 
         Args:
             space: The namespace.
-            with_adapters: Whether keys keep the digest of their LoRA adapter.
+            with_adapters: Whether keys include the digest of their LoRA adapter.
 
         Raises:
             ConfigError: The index cannot be read.
@@ -84,11 +84,12 @@ class StoredKeys:
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """How the engines of a namespace make keys of prompts.
+    """How the engines of a namespace make the keys of a prompt's chunks.
 
     Attributes:
-        groups: For each KV cache group, its number in keys, and the chunks that it reads.
-        tokens_per_hash: Tokens that a block hash covers beyond the hash before it.
+        groups: For each KV cache group: its number in keys, and the part of a prefix that it
+            reads.
+        tokens_per_hash: Number of tokens that a block hash adds to the hash before it.
         algorithm: The engines' ``--prefix-caching-hash-algo``.
         seed: The engines' ``PYTHONHASHSEED``; empty if it is not set.
     """
@@ -119,7 +120,7 @@ class KeyRules:
 
     @property
     def chunks_per_token(self) -> float:
-        """Return the chunks of one token, summed over all KV cache groups."""
+        """Return the number of chunks per token, summed over all KV cache groups."""
         return sum(1 / reach.chunk_tokens for _, reach in self.groups)
 
 
@@ -128,15 +129,16 @@ class PromptCoverage:
     """The coverage of one prompt.
 
     Attributes:
-        line: Number of the prompt's line.
+        line: Number of the prompt's line, from 1.
         tokens: Number of the prompt's tokens.
-        tail_tokens: Tokens after the prompt's last whole chunk.
-        reusable_tokens: Tokens that could be loaded if all chunks of the prompt were stored.
-        hit_tokens: Tokens that can be loaded.
-        tier_tokens: The part of ``hit_tokens`` from each tier, by name.
-        key_hashes: Hash of each chunk that the prompt needs to be stored; none if the prompt is
-            shorter than a chunk.
-        is_missing: For each of these chunks, whether it is not stored.
+        tail_tokens: Number of tokens after the prompt's last whole chunk.
+        reusable_tokens: Number of tokens that could be loaded if all chunks of the prompt were
+            stored.
+        hit_tokens: Number of tokens that can be loaded now.
+        tier_tokens: How many of the ``hit_tokens`` each tier provides, by name.
+        key_hashes: Key hashes of the chunks that a warm-up stores for the prompt; none if the
+            prompt is shorter than a chunk.
+        is_missing: For each of these chunks, whether it is missing now.
         is_stored: Whether a warm-up would add nothing for this prompt.
     """
 
@@ -157,13 +159,14 @@ class Coverage:
 
     Attributes:
         prompts: Number of prompts.
-        whole: Prompts whose chunks are all stored.
-        partly: Prompts with some, but not all, reusable tokens stored.
-        short: Prompts that are too short: they have no whole chunk, so nothing can be stored.
-        tokens: Tokens of all prompts.
-        reusable_tokens: Tokens that could be loaded if all chunks of the prompts were stored.
-        hit_tokens: Tokens that can be loaded.
-        tier_tokens: The part of ``hit_tokens`` from each tier, by name.
+        whole: Number of prompts with all chunks stored.
+        partly: Number of prompts with some, but not all, reusable tokens stored.
+        short: Number of prompts without a whole chunk, which cannot be stored.
+        tokens: Number of tokens of all prompts.
+        reusable_tokens: Number of tokens that could be loaded if all chunks of the prompts were
+            stored.
+        hit_tokens: Number of tokens that can be loaded now.
+        tier_tokens: How many of the ``hit_tokens`` each tier provides, by name.
     """
 
     prompts: int = 0
@@ -177,7 +180,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Return the share of the reusable tokens that can be loaded; 0 if there are none."""
+        """Return ``hit_tokens / reusable_tokens``; 0 without reusable tokens."""
         return self.hit_tokens / self.reusable_tokens if self.reusable_tokens else 0.0
 
     def add(self, prompt: PromptCoverage) -> None:
@@ -214,14 +217,14 @@ class _Found:
 
 
 class CoverageReader:
-    """Looks prompts up in the stores of an engine.
+    """Looks prompts up in the indexes of an engine's persistent tiers.
 
     Args:
-        rules: How the engine makes keys.
+        rules: The rules by which the engine makes keys.
         stores: The keys of each persistent tier, by name, fastest first.
         lora_paths: Path of each LoRA adapter, by name, as in the engine's arguments.
-        name_chunk: Returns, for a LoRA adapter's name, the function that adds the adapter's
-            digest to a key; None if the keys in ``stores`` have no such digests.
+        name_chunk: Takes the name of a LoRA adapter and returns a function that adds the
+            adapter's digest to a key; None if the keys in ``stores`` have no such digests.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class CoverageReader:
         return keys
 
     def _wanted(self, keys: Sequence[Sequence[ChunkKey]], best: int) -> npt.NDArray[np.intp]:
-        """Return the positions of the chunks to store, in all groups' keys put together."""
+        """Return the positions of the chunks to store, in the list of all groups' keys."""
         wanted: list[int] = []
         first = 0
         for (_, reach), group in zip(self._groups, keys, strict=True):
@@ -301,8 +304,8 @@ class CoverageReader:
     def _is_stored(self, missing: npt.NDArray[np.bool_], *, hit: int, best: int) -> bool:
         """Return whether a warm-up would add nothing for a prompt.
 
-        Of sliding windows and recurrent states, an engine stores only the chunks that a hit
-        needs. It may leave out the last token at which a hit could end.
+        For sliding windows and recurrent states, an engine stores only the chunks that a hit
+        needs. It may leave out the chunks for the last token at which a hit could end.
         """
         if all(reach.reach is Reach.PREFIX for _, reach in self._groups):
             return not missing.any()
@@ -314,7 +317,7 @@ class CoverageReader:
         in_tier: Sequence[npt.NDArray[np.bool_]],
         hit: int,
     ) -> dict[str, int]:
-        """Return how many of the ``hit`` tokens come from each tier, by the counting group."""
+        """Return how many of the ``hit`` tokens each tier provides, by the counting group."""
         first = sum(map(len, keys[: self._counted]))
         size = self._groups[self._counted][1].chunk_tokens
         left = np.ones(hit // size, dtype=np.bool_)
@@ -330,12 +333,12 @@ class CoverageReader:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The stores of an engine that are on this machine, and how the engine makes keys.
+    """An engine's namespaces on this machine, one per persistent tier, and its key rules.
 
     Attributes:
         spaces: The engine's namespace in each persistent tier, by the tier's name.
-        rules: How the engine makes keys.
-        capacity_chunks: Chunks that the largest of the tiers holds.
+        rules: The rules by which the engine makes keys.
+        capacity_chunks: Number of chunks that the largest of the tiers holds.
         slot_nbytes: Bytes of a slot; 0 if unknown.
         lora_paths: Path of each LoRA adapter, by name.
         name_chunk: As for :class:`CoverageReader`.

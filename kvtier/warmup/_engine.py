@@ -21,30 +21,30 @@ class WarmupEngine(Protocol):
     """A running engine, driven by one thread."""
 
     ram_chunks: int
-    """Slots of the RAM tier."""
+    """Number of slots of the RAM tier."""
     max_requests: int
-    """Requests that it runs at a time."""
+    """Largest number of requests that the engine runs at the same time."""
 
     @property
     def stores(self) -> Sequence[StoreInfo]:
-        """The places where the tiers keep chunks."""
+        """Return the engine's namespaces on this machine."""
 
     def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
-        """Queue a prompt; return why the engine refuses it, or an empty text."""
+        """Queue a prompt; return the reason if the engine refuses it, else an empty text."""
 
     def step(self) -> Sequence[tuple[int, int, int]]:
         """Run one step.
 
         Returns:
-            One tuple per prompt that ended: its line, its number of tokens, and how many of
-            these tokens came from a cache.
+            One tuple per prompt that ended: the prompt's line, its number of tokens, and the
+            number of these tokens that came from a cache.
         """
 
     def has_work(self) -> bool:
         """Return whether the engine has a prompt to compute or a chunk to move."""
 
     def unwritten_chunks(self) -> int:
-        """Return how many chunks a slower tier must still receive."""
+        """Return the number of chunks that a slower tier must still receive."""
 
     def abort(self) -> None:
         """Drop all queued and running prompts."""
@@ -58,7 +58,7 @@ class EngineSetup(PromptLimits, Protocol):
 
     Attributes:
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
-        block_tokens: Tokens of a block, if known before the start.
+        block_tokens: Number of tokens of a block, if known before the start.
     """
 
     algorithm: str
@@ -66,7 +66,7 @@ class EngineSetup(PromptLimits, Protocol):
 
     @property
     def identity(self) -> Fields:
-        """The part of a store's identity that the arguments determine."""
+        """The part of a namespace's identity that the arguments determine."""
 
     def tokens_of_text(self, text: str) -> Sequence[int]:
         """Return the token ids of a text."""
@@ -80,7 +80,7 @@ class EngineSetup(PromptLimits, Protocol):
         """Return the token ids of a conversation."""
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
-        """Return a function that converts vLLM's key of a chunk to kvtier's, for an adapter."""
+        """Return a function that converts an adapter's chunk keys from vLLM's to kvtier's."""
 
     def start(self) -> WarmupEngine:
         """Start the engine. This call blocks."""
@@ -96,7 +96,7 @@ OpenEngine = Callable[[str, Sequence[str], Mapping[str, Any] | None], EngineSetu
 def open_vllm(
     model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
 ) -> EngineSetup:
-    """Return vLLM's engine for ``arguments`` of ``vllm serve``. Importing vLLM takes seconds.
+    """Return vLLM's engine for arguments of ``vllm serve``. Importing vLLM takes seconds.
 
     Raises:
         ConfigError: vLLM is not installed, or refuses the arguments.
@@ -117,12 +117,12 @@ def to_prompt(number: int, line: PromptLine, setup: Callable[[], EngineSetup]) -
     """Return the prompt in a line, as token ids.
 
     Args:
-        number: Number of the line.
-        line: Its content.
-        setup: Returns the engine; called only if the line needs it.
+        number: Number of the line, from 1.
+        line: Content of the line.
+        setup: Returns the engine; called only if the line needs the engine.
 
     Raises:
-        ConfigError: The engine makes no tokens of the line.
+        ConfigError: The engine cannot convert the line to tokens.
     """
     if line.prompt_token_ids is not None:
         return line.with_tokens(number, line.prompt_token_ids)

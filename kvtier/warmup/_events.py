@@ -27,12 +27,13 @@ class WarmupOptions:
 
     Attributes:
         budget_bytes: Bytes that may be written to each tier; None for no limit.
-        skip_bad_lines: Whether to skip lines that are no usable prompts; else they are fatal.
-        new_cache: Whether a new cache may be filled although the store has a cache of the same
-            model with other settings.
-        dry_run: Whether to choose the prompts, but compute nothing.
-        retain_s: Time for which the prompts' chunks are not evicted, within the tiers'
-            ``retain_quota``; None to leave them to the eviction policy.
+        skip_bad_lines: Whether to skip lines without a usable prompt. If False, such a line is
+            an error.
+        new_cache: Whether to fill a new cache even if the cache directory has a cache of the
+            same model with other settings.
+        dry_run: Whether to only choose the prompts, and compute none.
+        retain_s: Seconds during which the prompts' chunks are protected from eviction, within
+            the tiers' ``retain_quota``; None to leave them to the eviction policy.
         servers: Addresses of running servers to warm up in place; empty to start an engine.
     """
 
@@ -46,7 +47,7 @@ class WarmupOptions:
 
 @dataclass(frozen=True, slots=True)
 class LineSkipped:
-    """Event: a line of the file was skipped, because it is no usable prompt."""
+    """Event: a line of the file was skipped, because it has no usable prompt."""
 
     bad: BadLine
 
@@ -56,13 +57,14 @@ class Planned:
     """Event: the prompts to compute were chosen.
 
     Attributes:
-        prompts: Prompts to compute.
-        tokens: Tokens to compute, if every shared prefix is computed once.
+        prompts: Number of prompts to compute.
+        tokens: Number of tokens to compute, if every shared prefix is computed once.
         nbytes: Bytes to write to each tier; None if a chunk's size is unknown.
-        stored: Prompts that are stored already.
-        shared: Prompts whose chunks are all in other prompts of the file.
-        short: Prompts shorter than one chunk, which no tier stores.
-        left_out: Prompts for which the budget or the capacity has no room.
+        stored: Number of prompts that are stored already.
+        shared: Number of prompts whose missing chunks all belong to earlier prompts of the
+            file.
+        short: Number of prompts shorter than one chunk, which no tier stores.
+        left_out: Number of prompts that do not fit into the budget or the capacity.
         before: How many tokens of the prompts could be loaded before the warm-up.
     """
 
@@ -81,11 +83,11 @@ class Progress:
     """Event: progress of the computation.
 
     Attributes:
-        prompts: Prompts computed so far.
-        tokens: Planned tokens that were computed or loaded so far.
-        planned_tokens: Tokens that were planned.
-        tokens_per_s: Rate so far; 0 if unknown.
-        unwritten_chunks: Chunks that a persistent tier must still receive.
+        prompts: Number of prompts computed so far.
+        tokens: Number of planned tokens computed or loaded so far.
+        planned_tokens: Number of planned tokens.
+        tokens_per_s: Tokens per second so far; 0 if unknown.
+        unwritten_chunks: Number of chunks that a persistent tier must still receive.
     """
 
     prompts: int
@@ -97,12 +99,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Chunks of a tier that were read and compared with their checksums.
+    """The check of a tier's chunks: each was read and compared with its checksum.
 
     Attributes:
         tier: Name of the tier.
-        chunks: Chunks that were read.
-        bad: Chunks that do not match their checksums.
+        chunks: Number of chunks that were read.
+        bad: Number of chunks with wrong checksums.
     """
 
     tier: str
@@ -112,11 +114,12 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The time that the stored prompts save each time that every prompt is used once.
+    """The time that the stored prompts save if every prompt is used once.
 
     Attributes:
-        compute_s: Time to compute the tokens that can be loaded, at the rate of this warm-up.
-        load_s: Time to load them, at the measured rate of the disk.
+        compute_s: Seconds to compute the tokens that can be loaded, at the rate of this
+            warm-up.
+        load_s: Seconds to load these tokens, at the measured rate of the disk.
     """
 
     compute_s: float
@@ -128,17 +131,17 @@ class WarmupReport:
     """The result of a warm-up.
 
     Attributes:
-        planned: The prompts that were to be computed.
-        prompts: Prompts that were computed.
+        planned: The plan: which prompts to compute.
+        prompts: Number of computed prompts.
         failed: Prompts that the engine refused, each with its line and the reason.
-        computed_tokens: Tokens that were computed.
-        seconds: Time of the computation.
-        coverage: How many tokens of the prompts can be loaded now; None if the stores are on
+        computed_tokens: Number of computed tokens.
+        seconds: Seconds that the computation took.
+        coverage: How many tokens of the prompts can be loaded now; None if the caches are on
             another machine.
         nbytes_per_token: Bytes of stored KV per token.
-        verified: The chunks that were read and compared, per tier.
-        saving: Expected saving; None if nothing was measured.
-        retained_chunks: Chunks protected from eviction for the requested time.
+        verified: The result of the checksum check, per tier.
+        saving: Expected saving; None without a measurement.
+        retained_chunks: Number of chunks protected from eviction for the requested time.
     """
 
     planned: Planned
@@ -154,7 +157,7 @@ class WarmupReport:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every planned prompt is stored, and no chunk is bad."""
+        """Return whether every planned prompt is stored and no chunk has a wrong checksum."""
         if self.failed or any(each.bad for each in self.verified):
             return False
         stored = self.planned.before.whole + self.prompts

@@ -1,9 +1,9 @@
 """Feeds prompts to engines no faster than their slower tiers can write the chunks.
 
-A chunk that waits for a disk takes a slot in RAM. If all slots waited, the engine could store
-nothing, and the KV that it computes meanwhile would be lost. So a prompt is sent only if its
-chunks and the chunks that are not written yet fit in half of RAM. A prompt is also sent if no
-other prompt is running and every chunk is written.
+A chunk that waits for a disk occupies a slot in RAM. If all slots had such chunks, the engine
+could not store new KV, and that KV would be lost. So a prompt is sent only if its chunks and
+all unwritten chunks fit in half of the RAM slots. A prompt is also sent if no other prompt is
+running and every chunk is written.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ STALL_S: Final = 300.0
 
 
 class Target(Protocol):
-    """One engine that a warm-up fills."""
+    """One engine that a warm-up fills with chunks."""
 
     @property
     def ram_chunks(self) -> int:
-        """Slots of the RAM tier."""
+        """Number of slots of the RAM tier."""
 
     @property
     def most_requests(self) -> int:
-        """Prompts to send at a time."""
+        """Largest number of prompts to run at the same time."""
 
     @property
     def prompt_timeout_s(self) -> float:
@@ -46,21 +46,21 @@ class Target(Protocol):
 
     @property
     def unwritten_chunks(self) -> int:
-        """Chunks that a slower tier must still receive."""
+        """Number of chunks that a slower tier must still receive."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether every chunk is written, if no prompt is running."""
+        """Whether every chunk is written. Meaningful only while no prompt is running."""
 
     async def compute(self, prompt: Prompt) -> int:
-        """Compute a prompt; return how many of its tokens came from no cache.
+        """Compute a prompt; return the number of its tokens that came from no cache.
 
         Raises:
             ConfigError: The engine refuses the prompt.
         """
 
     async def work(self) -> None:
-        """Let the engine work for a moment, and update ``unwritten_chunks``."""
+        """Let the engine run for a moment, and update ``unwritten_chunks``."""
 
 
 @dataclass(slots=True)
@@ -71,8 +71,8 @@ class FillState:
         prompts: Number of prompts that ended.
         tokens: Number of tokens that these prompts added.
         computed_tokens: Number of tokens that the engines computed.
-        failed: Prompts that an engine refused.
-        seconds: Time since the start.
+        failed: Prompts that an engine refused, with the reasons.
+        seconds: Seconds since the start.
     """
 
     prompts: int = 0
@@ -88,11 +88,11 @@ async def fill(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[Progress, None]:
-    """Let each engine compute its prompts, until all their chunks are written.
+    """Let each engine compute its prompts, until their chunks are all written.
 
     Args:
-        plans: Each engine with its prompts, in order.
-        state: This call updates it.
+        plans: Each engine, with its prompts in order.
+        state: The progress; this call updates it.
         clock: Returns seconds on a monotonic clock.
 
     Yields:
@@ -126,7 +126,7 @@ async def fill(
 async def _feed(
     target: Target, works: deque[Work], state: FillState, clock: Callable[[], float]
 ) -> None:
-    """Send ``works`` to one engine while there is room, and wait until all is written."""
+    """Send ``works`` to one engine while there is room; wait until every chunk is written."""
     running: dict[asyncio.Task[int], Work] = {}
     moved_s, unwritten = clock(), target.unwritten_chunks
     try:

@@ -61,7 +61,7 @@ ALGORITHMS: Final[dict[str, tuple[Callable[[object], bytes], Callable[[bytes], b
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Values besides tokens that must be equal for prompts to share blocks.
+    """Values besides tokens that must be equal if prompts are to share blocks.
 
     Attributes:
         lora: Name of the LoRA adapter; empty for none.
@@ -84,16 +84,16 @@ class Scope:
 
 
 class BlockHasher:
-    """Hashes the blocks of prompts; consecutive prompts share the work on a common prefix.
+    """Hashes the blocks of prompts; consecutive prompts reuse hashes of their common prefix.
 
     Args:
-        tokens_per_hash: Tokens that a hash covers beyond the hash before it.
+        tokens_per_hash: Number of tokens that a hash adds to the hash before it.
         algorithm: One of :data:`ALGORITHMS`.
         seed: The engine's ``PYTHONHASHSEED``; empty if it has none.
 
     Raises:
-        ConfigError: vLLM's hashes change at every start, because they depend on a random seed;
-            or a package is missing.
+        ConfigError: vLLM's hashes depend on a random seed, so they change at every start. Or a
+            package is missing.
     """
 
     def __init__(

@@ -31,23 +31,23 @@ __all__ = ["WarmupJob"]
 
 
 class _Site(Protocol):
-    """The engines of a warm-up."""
+    """The engines that compute the prompts of a warm-up."""
 
     async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
         """Return the prompt in a line; raises ConfigError if no engine can compute it."""
 
     def stores(self) -> Sequence[Stores]:
-        """Return the stores of each engine, as far as they are known yet; blocks."""
+        """Return the known namespaces of each engine; blocks."""
 
     def targets(self) -> AbstractAsyncContextManager[Sequence[Target]]:
-        """Open the engines, and close them afterwards."""
+        """Open the engines, and close them at the end."""
 
 
 class WarmupJob:
-    """Computes the prompts of a file and stores their KV; iterate it once for its events.
+    """Computes the prompts of a file and stores their KV. Iterate it once for its events.
 
-    Prompts that are stored already are not computed again. So a job that was interrupted, even
-    by SIGKILL, goes on where it stopped when another job begins with the same arguments.
+    Stored prompts are not computed again. So after an interruption, even by SIGKILL, another
+    job with the same arguments continues where this job stopped.
 
     Args:
         file: The configuration of kvtier.
@@ -55,12 +55,12 @@ class WarmupJob:
         prompts: A file with one prompt a line.
         arguments: The other arguments of ``vllm serve``.
         options: Settings of the warm-up.
-        open_engine: Returns the engine.
+        open_engine: Opens the engine.
         open_client: Opens a client that sends requests to servers.
 
     Cancellation:
-        No more prompts are computed. Before the cancellation continues, the computed chunks
-        are written, for at most ``transfer.close_timeout``, and the engine ends.
+        The job computes no further prompt. It writes the computed chunks, for at most
+        ``transfer.close_timeout``, and ends the engine. Then the cancellation continues.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -86,8 +86,8 @@ class WarmupJob:
         """Run the job and yield its events; :class:`Finished` is the last one.
 
         Raises:
-            ConfigError: A file or an argument is wrong, or the engine would fill a cache that
-                the deployment does not read.
+            ConfigError: A file or an argument is wrong, or the engine would fill another cache
+                than the deployment's.
             KvtierError: The engine cannot start, or makes no progress.
         """
         pool = IoPool(1, name="kvtier-warmup")
@@ -160,7 +160,7 @@ class WarmupJob:
 def _report(
     site: _Site, prompts: Sequence[Prompt], planned: Planned, state: FillState
 ) -> WarmupReport:
-    """Return what is stored now; blocks."""
+    """Return which prompts are stored now, as a report; blocks."""
     coverage, ranks = Coverage(), dict[int, int]()
     readable = [stores for stores in site.stores() if stores.spaces]
     for stores in readable:

@@ -63,14 +63,14 @@ _OF_TERMINAL: Final = {signal.SIGINT, signal.SIGHUP}
 
 
 class OfflineSite:
-    """The engine of a warm-up, with the deployment's arguments and a changed configuration.
+    """The engine of a warm-up: the deployment's arguments, and a changed configuration.
 
     Args:
         file: The configuration of kvtier.
         model: The model, as in ``vllm serve MODEL``.
         arguments: The other arguments of ``vllm serve``.
         options: Settings of the warm-up.
-        open_engine: Returns the engine.
+        open_engine: Opens the engine.
         pool: One thread for blocking calls.
 
     Raises:
@@ -103,13 +103,14 @@ class OfflineSite:
         self._is_open = self._has_run = False
 
     def check(self) -> None:
-        """Compare the settings with the deployment's cache, as far as known before a start.
+        """Compare the settings that are known before the start with the deployment's cache.
 
-        Importing vLLM takes seconds. A dry run needs it for arguments, texts and new caches.
+        Importing vLLM takes seconds. A dry run imports vLLM only for arguments, texts and new
+        caches.
 
         Raises:
-            ConfigError: An argument is wrong, or the engine would fill a cache that the
-                deployment does not read.
+            ConfigError: An argument is wrong, or the engine would fill another cache than the
+                deployment's.
         """
         self._require_same_identity()
         if self._arguments or not self._options.dry_run:
@@ -148,10 +149,10 @@ class OfflineSite:
     # -- stores --------------------------------------------------------------------------------
 
     def stores(self) -> list[Stores]:
-        """Return the stores that the engine uses, or would use; blocks.
+        """Return the namespaces that the engine uses, or would use; blocks.
 
         Raises:
-            ConfigError: Several namespaces fit; only a running engine knows its own.
+            ConfigError: Several namespaces fit, so only a running engine can find its own.
         """
         spaces = self._spaces if self._has_run else self._declared_spaces()
         return [self._stores(spaces)]
@@ -207,7 +208,7 @@ class OfflineSite:
         """Check that the engine uses the deployment's cache in each tier.
 
         Raises:
-            ConfigError: It would fill another one.
+            ConfigError: The engine would fill another cache.
         """
         if not self._options.new_cache:
             for tier, path in self._tiers:
@@ -219,10 +220,10 @@ class OfflineSite:
 
     @contextlib.asynccontextmanager
     async def targets(self) -> AsyncIterator[list[_Target]]:
-        """Start the engine, and end it afterwards.
+        """Start the engine, and end it at the end.
 
         Raises:
-            ConfigError: The engine would fill a cache that the deployment does not read.
+            ConfigError: The engine would fill another cache than the deployment's.
         """
         started: list[WarmupEngine] = []
         try:
@@ -252,11 +253,11 @@ class OfflineSite:
         """Verify and retain the chunks, and return ``report`` with the results.
 
         Args:
-            report: What was computed and stored.
+            report: The report of the computed and stored prompts.
             ranks: Rank of each chunk to retain, by the hash of its key.
 
         Raises:
-            ConfigError: A store cannot be read or changed.
+            ConfigError: A cache cannot be read or changed.
         """
         verified = [
             verify_since(name, space, self._newest[name])
@@ -274,7 +275,7 @@ class OfflineSite:
         return [tier for tier, _ in self._tiers if isinstance(tier, NvmeTierConfig)]
 
     def _saving(self, report: WarmupReport) -> Saving | None:
-        """Return the time that loading saves; None if nothing was computed or measured."""
+        """Return the time that loading saves; None without a measurement."""
         coverage = report.coverage
         if coverage is None or not coverage.hit_tokens or not report.computed_tokens:
             return None
@@ -335,10 +336,10 @@ class _Target:
 
 
 def _start(setup: EngineSetup) -> WarmupEngine:
-    """Start the engine, whose processes do not get the signals of the terminal.
+    """Start the engine; its processes do not get the terminal's signals.
 
-    So vLLM's workers still run when this process lets the engine write what is computed. They
-    set handlers of their own, but they inherit blocked signals.
+    Ctrl-C then reaches only this process, and the workers can still write the computed chunks.
+    The workers set their own handlers but inherit the blocked signals.
     """
     resource_tracker.ensure_running()  # its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_TERMINAL)
@@ -351,17 +352,17 @@ def _start(setup: EngineSetup) -> WarmupEngine:
 def _write_settings(
     config: KvtierConfig, resources: contextlib.ExitStack, *, may_remove: bool
 ) -> dict[str, Any]:
-    """Write the configuration of a warm-up's engine to a file that ends with this process.
+    """Write the configuration of a warm-up's engine to a file; delete it with this process.
 
-    The engine writes every chunk to every tier at once. It loads every stored chunk, so that
-    nothing is computed twice. It does not record requests. These changes do not affect the
-    identity of a store, so the deployment's engines read the chunks.
+    This engine writes every chunk to every tier at once. It loads every stored chunk, so that
+    it computes no chunk twice. It does not record requests. These changes do not affect the
+    identity of a namespace, so the deployment's engines read the chunks.
 
     Args:
         config: The user's configuration.
         resources: Closes the file.
         may_remove: Whether the engine may remove a cache of another identity, if the user's
-            file allows it. If False, wrong arguments cannot remove the deployment's cache.
+            file allows it. False protects the deployment's cache from wrong arguments.
 
     Returns:
         The value of vLLM's ``--kv-transfer-config`` that makes vLLM read the file.
@@ -379,7 +380,7 @@ def _write_settings(
 
 
 def _refusing(tier: TierConfig) -> TierConfig:
-    """Return ``tier`` changed so that opening it never removes another cache's chunks."""
+    """Return a copy of ``tier`` that never removes another cache's chunks when it opens."""
     if not isinstance(tier, NvmeTierConfig):
         return tier
     return tier.model_copy(update={"on_mismatch": "refuse", "keep_for_s": _ALWAYS_S})

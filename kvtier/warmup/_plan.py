@@ -1,4 +1,4 @@
-"""Chooses the prompts that a warm-up computes: those not stored yet, while there is room."""
+"""Chooses the prompts that a warm-up computes: unstored prompts, while there is room."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Work:
 
     Attributes:
         prompt: The prompt.
-        chunks: Number of chunks that it adds.
-        tokens: Number of tokens that it adds.
+        chunks: Number of chunks that the prompt adds.
+        tokens: Estimated number of tokens that the prompt adds.
     """
 
     prompt: Prompt
@@ -34,12 +34,12 @@ def plan_prompts(
 ) -> list[Work]:
     """Choose the prompts that one engine computes.
 
-    Chunks that are stored already must stay stored, so they count against the capacity too.
+    The prompts' stored chunks must stay stored, so they count against the capacity too.
 
     Args:
         prompts: The prompts, in the order in which to compute them.
-        stores: The engine's stores.
-        planned: This call adds the choice to it.
+        stores: The engine's namespaces.
+        planned: This call adds the chosen prompts to these sums.
         budget_bytes: Bytes that may be written to each tier; None for no limit.
 
     Raises:
@@ -64,13 +64,13 @@ def plan_prompts(
 
 @dataclass(slots=True)
 class _Choice:
-    """The prompts that were chosen so far, and the room that is left.
+    """The chosen prompts, and the remaining room.
 
     Attributes:
-        planned: Counts the prompts.
-        capacity_chunks: Chunks that a tier holds.
-        budget_chunks: Chunks that may still be written to a tier.
-        wanted: Hashes of the chunks that must be stored in the end.
+        planned: The sums over the prompts so far.
+        capacity_chunks: Number of chunks that a tier can hold.
+        budget_chunks: Number of chunks that may still be written to a tier.
+        wanted: Key hashes of all chunks that must be stored at the end.
         work: The prompts to compute.
     """
 
@@ -81,7 +81,7 @@ class _Choice:
     work: list[Work] = field(default_factory=list)
 
     def add(self, prompt: Prompt, found: PromptCoverage) -> None:
-        """Choose or leave out the next prompt."""
+        """Choose the next prompt, or leave it out."""
         planned = self.planned
         planned.before.add(found)
         hashes = found.key_hashes.tolist()
@@ -105,7 +105,7 @@ class _Choice:
 
 
 def _new_tokens(found: PromptCoverage, new_chunks: int) -> int:
-    """Return how many tokens of a prompt are computed if it adds ``new_chunks`` chunks."""
+    """Estimate how many tokens of a prompt its ``new_chunks`` new chunks need to compute."""
     whole = found.tokens - found.tail_tokens
     return whole * new_chunks // len(found.key_hashes) + found.tail_tokens
 
@@ -114,7 +114,7 @@ def cover(prompts: Sequence[Prompt], stores: Stores, total: Coverage) -> dict[in
     """Add the coverage of ``prompts`` to ``total``.
 
     Returns:
-        The rank of each chunk that a prompt needs, by the hash of its key.
+        The rank of each chunk of the prompts, by the hash of the chunk's key.
     """
     reader, ranks = stores.reader(), dict[int, int]()
     for prompt in prompts:

@@ -97,9 +97,9 @@ class Prompt:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return a key for sorting, by which each shared prefix is computed once.
+        """Return a sort key that puts prompts with a common prefix next to each other.
 
-        Prompts with a common prefix follow each other, and a prompt comes before the prompts
+        In this order each shared prefix is computed once. A prompt comes before the prompts
         that continue it.
         """
         return self.priority, self.lora, self.cache_salt, self.tokens, self.line
@@ -107,7 +107,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no usable prompt.
+    """A line without a usable prompt.
 
     Attributes:
         line: The line's number, from 1.
@@ -142,7 +142,8 @@ def check_prompt(prompt: Prompt, limits: PromptLimits) -> None:
     """Check that an engine with these ``limits`` can compute ``prompt``.
 
     Raises:
-        ConfigError: The prompt is empty or too long, or a token or its adapter is unknown.
+        ConfigError: The prompt is empty or too long, or one of its tokens or its adapter is
+            unknown.
     """
     if not prompt.tokens:
         raise ConfigError("empty: the tokenizer makes no token of it; remove the line")
@@ -167,8 +168,9 @@ async def load_prompts(
 
     Args:
         path: The file.
-        to_prompt: Returns the prompt in a line; raises ConfigError if it is not usable.
-        on_bad: Called with each line that is no usable prompt; None if such a line is fatal.
+        to_prompt: Returns the prompt in a line; raises ConfigError if the line has none.
+        on_bad: Called with each line that has no usable prompt; None if such a line is an
+            error.
 
     Raises:
         ConfigError: The file cannot be read or has no usable prompt, or a line is bad.
@@ -190,7 +192,7 @@ async def load_prompts(
 
 
 async def _read(path: Path) -> AsyncGenerator[tuple[int, bytes], None]:
-    """Yield each line of a file and its number; ignore blank lines at the end."""
+    """Yield each line of a file with its number; ignore blank lines at the end."""
     source = printable(str(path))
     blank: list[int] = []
     try:
@@ -230,7 +232,7 @@ def _parse(line: bytes) -> PromptLine:
 
 
 def _problem(error: ValidationError) -> str:
-    """Return the first problem of a line as text."""
+    """Return a text about the first problem of a line."""
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "extra_forbidden":
         name, known = str(first["loc"][0]), list(PromptLine.model_fields)

@@ -1,4 +1,4 @@
-"""A warm-up by running servers: every engine behind them computes every prompt."""
+"""A warm-up by running servers, in which every engine computes every prompt."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ class _Figures:
     """The figures of one engine in a server's ``/metrics``.
 
     Attributes:
-        ram: Name of the RAM tier; empty before the engine's first report.
+        ram: Name of the RAM tier; empty until the engine's first report.
         stores: Directory of the engine's namespace, by the name of each tier that has one.
-        dirty: Chunks that a slower tier must still receive, by tier.
-        capacity: Slots, by tier.
+        dirty: Number of chunks that a slower tier must still receive, by tier.
+        capacity: Number of slots, by tier.
     """
 
     ram: str = ""
@@ -130,17 +130,17 @@ class _Figures:
 
     @property
     def ram_chunks(self) -> int:
-        """Slots of the RAM tier; 0 before the engine's first report."""
+        """Number of slots of the RAM tier; 0 until the engine's first report."""
         return int(self.capacity.get(self.ram, 0))
 
     @property
     def unwritten_chunks(self) -> int:
-        """Chunks that a slower tier must still receive."""
+        """Number of chunks that a slower tier must still receive."""
         return int(sum(self.dirty.values()))
 
     @property
     def store_chunks(self) -> float:
-        """Slots of the largest tier with a directory; infinite if there is none."""
+        """Number of slots of the largest tier with a directory; infinite if there is none."""
         return max((self.capacity.get(tier, 0) for tier in self.stores), default=math.inf)
 
 
@@ -154,7 +154,8 @@ class _Server:
         model: The name of the model in requests.
         most_tokens: Number of tokens of the longest prompt that the server accepts.
         lora_paths: Path of each LoRA adapter, by name.
-        vocabulary: 0, because a server does not say how many token ids there are.
+        vocabulary: 0, which stands for unknown, because a server does not report the number of
+            token ids.
     """
 
     client: HttpClient
@@ -193,7 +194,7 @@ class _Server:
         return tokens
 
     async def compute(self, prompt: Prompt, rank: str) -> int:
-        """Compute a prompt in engine ``rank``; return how many tokens were not cached."""
+        """Compute a prompt in engine ``rank``; return the number of its uncached tokens."""
         body = {
             "model": prompt.lora or self.model,
             "prompt": list(prompt.tokens),
@@ -247,7 +248,7 @@ class _Engine:
             self._ended.set()
 
     async def work(self) -> None:
-        """Wait for the end of a prompt, but not for long; read the figures if they are old."""
+        """Wait briefly for the end of a prompt; read the figures again if they are old."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await self._ended.wait()
@@ -260,7 +261,7 @@ class _Engine:
             self.unwritten_chunks, self._moved_s = figures.unwritten_chunks, self._looked_s
 
     def stores(self) -> Stores:
-        """Return the engine's namespaces that are on this machine; blocks."""
+        """Return the engine's namespaces on this machine; blocks."""
         found = {tier: readable(path) for tier, path in self._figures.stores.items()}
         spaces = {tier: spaces[0] for tier, spaces in found.items() if spaces}
         space = next(iter(spaces.values()), None)
@@ -279,7 +280,7 @@ class ServerSite:
 
     Args:
         servers: The servers.
-        engines: The engines behind them, before their first step perhaps.
+        engines: The engines behind the servers; some may not have run a step yet.
     """
 
     def __init__(self, servers: Sequence[_Server], engines: Sequence[_Engine]) -> None:
@@ -315,7 +316,7 @@ class ServerSite:
         return prompt
 
     def stores(self) -> list[Stores]:
-        """Return the stores of each engine, as far as it has reported them; blocks."""
+        """Return the known namespaces of each engine; blocks."""
         return [engine.stores() for engine in self._engines]
 
     @contextlib.asynccontextmanager
@@ -323,10 +324,10 @@ class ServerSite:
         """Yield the engines, each with its first report.
 
         An engine reports its tiers only after its first step. So this method first sends a
-        prompt to those that have not.
+        prompt to each engine without a report.
 
         Raises:
-            ConfigError: An engine has no kvtier.
+            ConfigError: An engine runs without kvtier.
         """
         assert self._first is not None, "a file has a prompt"
         first = self._first

@@ -1,4 +1,4 @@
-"""The stores that a warm-up fills: finds the deployment's, verifies and retains chunks."""
+"""The namespaces that a warm-up fills: finds the deployment's, checks and retains chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
     """Return the tiers that keep chunks on this machine, each with its directory.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No tier does.
     """
     tiers = [(tier, store.path) for tier in config.tiers if (store := tier.local_directory())]
     if not tiers:
@@ -56,15 +56,15 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
 def namespaces_of_model(
     directory: Path, model: str | None, name: str | None = None
 ) -> list[StoredNamespace]:
-    """Return the namespaces of ``model`` in the store at ``directory``.
+    """Return the namespaces of ``model`` in the cache directory at ``directory``.
 
     Args:
-        directory: A store or a namespace in it.
-        model: The engine's ``--model``, or the name of ``identity.name``; None for all.
+        directory: A cache directory, or a namespace in one.
+        model: The engine's ``--model``, or the value of ``identity.name``; None for all.
         name: Return only the namespace of this name.
 
     Raises:
-        ConfigError: There is none, or the model's files cannot be read.
+        ConfigError: No namespace fits, or the model's files cannot be read.
     """
     spaces = find_namespaces(directory, name)
     if model is None:
@@ -86,7 +86,7 @@ def _is_of(space: StoredNamespace, model: str) -> bool:
 
 
 def readable(path: Path) -> list[StoredNamespace]:
-    """Return the namespaces at ``path``; none if it is absent or of another kind of tier."""
+    """Return the namespaces at ``path``; none if absent or of another kind of tier."""
     try:
         return find_namespaces(path)
     except ConfigError:
@@ -94,12 +94,12 @@ def readable(path: Path) -> list[StoredNamespace]:
 
 
 def find_fitting(path: Path, identity: Fields) -> list[StoredNamespace]:
-    """Return the namespaces that an engine of ``identity``, or of a part of it, might use."""
+    """Return the namespaces that an engine might use, given its identity or a part of it."""
     return [space for space in readable(path) if not _difference(space, identity)]
 
 
 def _difference(space: StoredNamespace, identity: Fields) -> str:
-    """Return the settings of ``identity`` that are others in ``space``, as text."""
+    """Return, as text, the settings that differ between ``identity`` and ``space``."""
     known = dict(identity)
     if len(space.layout.fingerprint.groups) > 1:
         known.pop("tokens_per_hash", None)  # vLLM chooses it, whatever --block-size says
@@ -113,13 +113,13 @@ def require_same_identity(
 
     Args:
         tier: Name of the tier.
-        path: Its directory.
+        path: The tier's directory.
         identity: The engine's identity, or the known part of it.
-        own: The namespace that the running engine uses; None if none runs.
+        own: The namespace of the running engine; None if no engine runs.
 
     Raises:
-        ConfigError: Another namespace has chunks of the same model, and the engine's own has
-            none; the message names the settings that differ.
+        ConfigError: Another namespace has chunks of the same model, and the engine's own
+            namespace has no chunk. The message names the settings that differ.
     """
     if find_fitting(path, identity) if own is None else _has_chunks(own):
         return
@@ -145,7 +145,7 @@ def _has_chunks(space: StoredNamespace) -> bool:
 
 
 def newest_generation(space: StoredNamespace) -> int:
-    """Return the logical time when the newest chunk of ``space`` was stored."""
+    """Return the logical time of the last store in ``space``."""
     with explained(space), IndexReader(space) as reader:
         return reader.latest_generation()
 
@@ -160,7 +160,7 @@ def verify_since(tier: str, space: StoredNamespace, generation: int) -> Verified
 def retain(
     tier: NvmeTierConfig, space: StoredNamespace, ranks: Mapping[int, int], *, seconds: float
 ) -> int:
-    """Protect chunks from eviction for a time, within the quota of ``tier``.
+    """Protect chunks from eviction for a time, within the tier's quota.
 
     Args:
         tier: The tier.
@@ -170,7 +170,7 @@ def retain(
         seconds: Time from now until the chunks may be evicted.
 
     Returns:
-        The number of chunks that are retained.
+        The number of retained chunks.
 
     Raises:
         ConfigError: The namespace is in use or cannot be changed.
@@ -192,15 +192,15 @@ def retain(
 def load_seconds(
     config: KvtierConfig, nbytes: Mapping[str, float], *, seconds: float
 ) -> float | None:
-    """Measure the disks, and return the time to load some bytes from each tier.
+    """Measure the disks, and return the seconds to load the given bytes from all tiers.
 
     Args:
         config: The configuration of the tiers.
         nbytes: Bytes to load, by the tier's name.
-        seconds: Time to measure each direction of each disk.
+        seconds: Duration of the measurement in each direction of each disk.
 
     Returns:
-        The time; None if a disk cannot be measured.
+        The sum over the tiers; None if a disk cannot be measured.
     """
     load_s = 0.0
     for tier in config.tiers:

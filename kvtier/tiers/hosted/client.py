@@ -69,7 +69,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
     Args:
         options: Options of the hosted tier.
         context: The tier's context; ``memory`` is required.
-        host: The process; this object owns it from now on.
+        host: The host process; owned by this object.
         opened: The host's report on the open tier.
     """
 
@@ -119,7 +119,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
 
     @property
     def host_pid(self) -> int | None:
-        """Process id of the host; None while there is none."""
+        """Process id of the host; None without a host."""
         return None if self._host is None else self._host.process.pid
 
     @override
@@ -221,8 +221,8 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call.
 
-        Sending uses with the next call saves a message per job. If no call follows within a
-        second, a timer sends the uses, so that their times in the index are about right.
+        A use that waits for the next call saves a message per job. If no call follows within a
+        second, a timer sends the uses, so that the index has roughly correct times.
         """
         lost = self._connection is not None and not self._connection.usable
         if self._host is not None and not lost:  # a new host does not need this frame
@@ -312,7 +312,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
 
         Raises:
             ClosedError: The tier was closed; :meth:`aclose` does the reset.
-            TierUnavailableError: There is no host and none can be started, or the reset failed.
+            TierUnavailableError: No host runs and none can be started, or the reset failed.
         """
         if self._ready is not None:
             return self._ready
@@ -329,7 +329,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         """Return a usable connection; start a new host if the last one died.
 
         Raises:
-            TierUnavailableError: There is no host and none can be started.
+            TierUnavailableError: No host runs and none can be started.
         """
         if self._connection is not None and self._connection.usable:
             return self._connection
@@ -348,13 +348,13 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         return connection
 
     async def _connect_to_close(self) -> Connection | None:
-        """Return the connection for closing the tier; None if there is nothing to close.
+        """Return the connection for closing the tier; None if nothing must be closed.
 
         If a reset is due and no host runs, a new host is started. A connection whose reset
         hangs is returned without waiting for that reset.
 
         Raises:
-            TierUnavailableError: There is no host and none can be started.
+            TierUnavailableError: No host runs and none can be started.
         """
         connection = self._connection
         if connection is not None and (connection.usable or not self._reset_due):
@@ -367,7 +367,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             return await self._reach_host()
 
     async def _close(self, connection: Connection) -> None:
-        """Do a reset if one is due, close the tier, and wait until its host has ended.
+        """Do a reset if one is due, close the tier, and wait until the host has ended.
 
         Raises:
             TimeoutError: The reset or the close took too long.
@@ -398,11 +398,11 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         raise TierUnavailableError(self.name, "it is closed")
 
     def _is_over(self) -> bool:
-        """Return whether the tier is closed and no reset is due, so that it needs no host."""
+        """Return whether no host is needed any more: the tier is closed and no reset is due."""
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:
-        """Replace a host that died, and ignore the chunks that the new host recovers.
+        """Replace a host that died; ignore the chunks that the new host recovers.
 
         A series of failures is logged once; every caller gets the reason of its own failure.
         """
@@ -425,7 +425,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         return self._host
 
     def _queue(self, op: str, slots: Sequence[int]) -> None:
-        """Queue a frame that gets no answer; the next call sends the frame."""
+        """Queue a frame that gets no answer; the next call sends it."""
         self._queue_frame(Frame({"op": op}, np.asarray(slots, dtype=np.int64).tobytes()))
 
     def _queue_frame(self, frame: Frame) -> None:
@@ -446,7 +446,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             self._call_soon(self._loop.call_later, _QUEUE_DELAY_S, self._send_queued_now)
 
     def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """Call ``callback`` on the tier's loop; do nothing if there is none or it is closed."""
+        """Call ``callback`` on the tier's loop, unless the loop is missing or closed."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(callback, *args)

@@ -2,8 +2,8 @@
 
 In an engine that runs Python code, each turn of the loop costs time: whenever the loop waits or
 makes a system call, it releases the interpreter lock and gets it back 5 ms later. So a call is
-sent when it is made, not when it is awaited, and the callback that gets an answer's bytes
-handles the answer.
+sent at once, before the caller awaits it. The callback that receives an answer's bytes handles
+the answer.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Connection(asyncio.Protocol):
         return not self._gone
 
     async def open(self) -> None:
-        """Begin to listen for answers on the running loop.
+        """Start to listen for answers on the running loop.
 
         Cancellation:
             Deferred until the connection listens, because other tasks may use the connection.
-            That takes one turn of the loop.
+            This takes one turn of the loop.
         """
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
 
         Args:
             op: The operation.
-            make: Returns a frame for a given header.
+            make: Takes a header and returns a frame with it.
 
         Raises:
             KvtierError: The tier's error, or TierUnavailableError if the host is gone.
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         return wait_uncancelled(answer)
 
     async def close_tier(self, *, reset: bool) -> None:
-        """Close the tier in the host, which then ends.
+        """Close the tier in the host; the host then ends.
 
         Args:
             reset: Whether to reset the tier first.
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         await answer
 
     async def aclose(self) -> None:
-        """Close the socket and wait until the host has ended; give up if the host is stuck."""
+        """Close the socket and wait until the host has ended, at most for a time limit."""
         # Not close(), which waits until the host, which may hang, has read everything.
         self._transport.abort()
         self._mark_gone()
@@ -129,9 +129,9 @@ class Connection(asyncio.Protocol):
             await self.wait_ended()
 
     async def wait_ended(self) -> None:
-        """Wait until the host has ended; the connection must be lost or closed already.
+        """Wait until the host has ended. The connection must be lost or closed already.
 
-        The deadline counts from the end of the connection, however often this is called.
+        The deadline counts from the end of the connection. Repeated calls do not extend it.
 
         Raises:
             TierUnavailableError: The host has not ended and keeps its files open.

@@ -1,8 +1,8 @@
 """Frames: the messages between an engine and the host of its tier.
 
 A frame has two lengths, a JSON object and packed arrays. The JSON has single values, the arrays
-have one value per chunk. Both ends are the same version of kvtier on the same machine, so there
-is no negotiation, and no frame is ever stored.
+have one value per chunk. Both ends are the same version of kvtier on the same machine, and
+frames are never stored. So the format needs no version.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Frame:
 
 
 class FrameParser:
-    """Splits a stream of bytes into frames; each direction of a connection needs a parser."""
+    """Splits a stream of bytes into frames. Each direction of a connection has a parser."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -116,7 +116,7 @@ class Batch:
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
-    """Return the length of ``keys`` (a list if lengths differ) and the concatenated keys."""
+    """Return the length of ``keys`` (a list if lengths differ), and the joined keys."""
     widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
     return (list(map(len, keys)) if width is None else width), b"".join(keys)
@@ -135,7 +135,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_part_hashes(kept: StoredPartHashes) -> Frame:
-    """Return a frame with part hashes; ``parts`` in its header is the hashes per chunk."""
+    """Return a frame with part hashes; ``parts`` in its header counts them per chunk."""
     header = {"op": "part_hashes", "parts": kept.hashes.shape[1]}
     return Frame(header, b"".join((kept.slots.tobytes(), kept.hashes.tobytes())))
 
@@ -150,7 +150,7 @@ def decode_part_hashes(frame: Frame) -> StoredPartHashes:
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Encode ``outcomes`` as one word if all are DONE, otherwise as one byte per outcome."""
+    """Encode ``outcomes`` as one word if all are DONE, else as one byte per outcome."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return _ALL_DONE, b""
     return "", bytes([_CODES[outcome] for outcome in outcomes])
@@ -166,9 +166,9 @@ def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
 def encode_error(error: BaseException) -> dict[str, str]:
     """Encode an error for :func:`decode_error`.
 
-    An error that is no KvtierError becomes a KvtierError with the class name in its message.
-    The engine's process may not know the class of a plugin's KvtierError. So the error gets the
-    nearest base class that is in :mod:`kvtier.errors` and whose attributes the error has.
+    Any other exception becomes a KvtierError with the class name in its message. The engine's
+    process may not know the class of a plugin's KvtierError. So such an error gets its nearest
+    base class in :mod:`kvtier.errors`, provided that it has the attributes of that class.
     """
     if not isinstance(error, KvtierError):
         return {"kind": "KvtierError", "text": f"{type(error).__name__}: {error}"}

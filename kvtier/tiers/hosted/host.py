@@ -1,9 +1,9 @@
 """The host: the process of a hosted tier, started by :class:`~kvtier.tiers.hosted.HostedTier`.
 
-It inherits two descriptors, the socket to the engine and the shared memory, and gets the
-engine's process id as an argument. It ends when the engine asks it to, closes the socket or
-dies. It ignores signals that a terminal or a supervisor sends to the whole process group,
-because the engine still demotes chunks after such a signal.
+The host inherits two descriptors, the socket to the engine and the shared memory. It gets the
+engine's process id as an argument. The host ends when the engine sends a close frame, closes
+the socket or dies. It ignores signals that a terminal or a supervisor sends to the whole
+process group, because the engine still demotes chunks after such a signal.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _LogToEngine(logging.Handler):
 
 
 class _Server:
-    """Answers frames about one open tier."""
+    """Answers the frames about one open tier."""
 
     def __init__(self, tier: StorageTier, memory: memoryview, send: Send) -> None:
         self._tier = tier
@@ -116,7 +116,7 @@ class _Server:
         self._calls: set[asyncio.Task[None]] = set()
 
     def take(self, frame: Frame) -> None:
-        """Handle ``frame``; calls that take time run in tasks of their own."""
+        """Handle ``frame``; slow calls run in their own tasks."""
         match frame.header["op"]:
             case "forget":
                 self._tier.forget(np.frombuffer(frame.arrays, dtype=np.int64).tolist())
@@ -266,7 +266,7 @@ def _log_to_engine(send: Send) -> None:
 def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
     """Close ``transport`` when the engine dies, even if another process holds the socket.
 
-    Only the transport may end the stream, because data after the end is an error.
+    Only the transport may end the stream, because data after the end of a stream is an error.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -287,7 +287,7 @@ def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
 
 
 def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
-    """Poll for the engine's death, which changes this process's parent."""
+    """Poll for the engine's death, after which this process has another parent."""
     if os.getppid() != engine_pid:
         transport.abort()
         return
@@ -320,7 +320,7 @@ async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> No
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:
-    """Yield frames with the recovered chunks; small frames avoid fragmenting the heap."""
+    """Yield frames with the recovered chunks; small ones, which do not fragment the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)
@@ -352,7 +352,7 @@ async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame 
 
 
 def main() -> None:
-    """Serve the engine that started this process until the engine closes the tier or ends."""
+    """Serve the engine that started this process; return when it closes the tier or ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format=_STDERR)

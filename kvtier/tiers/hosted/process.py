@@ -45,7 +45,8 @@ class Opened(NamedTuple):
         recovered: Frames with the recovered chunks, least recently used first.
         part_hashes: A frame with the recovered part hashes, if there are any.
         slot_file: The tier's slot file, if it has one.
-        retained: Time before which a chunk must not be evicted, by slot.
+        retained: End of the protection from eviction of the chunk in a slot, in seconds since
+            the epoch, by slot.
     """
 
     capacity_slots: int
@@ -60,8 +61,8 @@ class HostProcess:
     """A running host that has its tier open.
 
     Attributes:
-        process: The process.
-        connection: The socket to it.
+        process: The operating system's process.
+        connection: The socket to the host.
         parser: Parser of the frames from the socket.
     """
 
@@ -111,8 +112,8 @@ class HostProcess:
         """Make the host open its tier and wait until the tier is open. This call blocks.
 
         Args:
-            opening: Options and context, as JSON.
-            clock: Seconds that never go backwards.
+            opening: Options and context of the tier, as JSON.
+            clock: Returns seconds; monotonic.
 
         Raises:
             KvtierError: The error that opening the tier raised in the host.
@@ -176,7 +177,7 @@ def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) ->
 
 @contextlib.contextmanager
 def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
-    """End ``host`` if the ``with`` body raises; an error can then name the host's exit code."""
+    """End ``host`` if the ``with`` body raises, and name the host's exit code in the error."""
     try:
         yield
     except BaseException:
@@ -188,7 +189,7 @@ def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
     """Return the memory that contains all buffers.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The context has no shared memory.
     """
     if context.memory is None:
         raise ConfigError(
@@ -216,7 +217,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> bytes:
     """Return the next bytes; empty at the end of the stream.
 
     Raises:
-        TimeoutError: Nothing came in time.
+        TimeoutError: No bytes came in time.
         OSError: The other end is gone.
     """
     if timeout_s <= 0:  # a socket does not wait at all with a timeout of 0
@@ -244,7 +245,7 @@ def _took_too_long(process: subprocess.Popen[bytes]) -> str:
 
 
 def relog(frame: Frame) -> None:
-    """Log a record of the host with its original time, place and process id."""
+    """Log a record of the host, with its original time, place and process id."""
     record = logging.makeLogRecord(frame.header["record"])
     logger = get_logger(frame.header["module"])
     if logger.isEnabledFor(record.levelno):
@@ -252,7 +253,7 @@ def relog(frame: Frame) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait a while for ``process`` to end, then kill ``process``. This call blocks.
+    """Wait for ``process`` to end, and kill it after a time limit. This call blocks.
 
     A process that is stuck in a system call survives the kill.
     """
@@ -265,12 +266,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 async def aend(process: subprocess.Popen[bytes]) -> bool:
-    """Wait a while for ``process`` to end, then kill it. Awaits on the event loop.
+    """Wait on the event loop for ``process`` to end, and kill it after a time limit.
 
-    No thread is used, because the engine's threads may be closed by now or hang on a disk.
+    This function uses no thread, because the engine's threads may be closed or hang on a disk.
 
     Returns:
-        Whether the process ended; False means that it is stuck in a system call.
+        Whether the process ended. If not, it is stuck in a system call.
     """
     if await _has_ended_within(process, _EXIT_TIMEOUT_S):
         return True

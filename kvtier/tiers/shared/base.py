@@ -1,13 +1,13 @@
 """The contract of a shared tier.
 
 A shared tier keeps chunks that many engines store and load: a pool of other hosts' memory, an
-object store, a shared directory. It is addressed by key. Its capacity and its evictions are the
-service's own, and other engines add and remove chunks at any time. So a chunk that was there a
-moment ago may be missing, and a missing chunk is no failure.
+object store, a shared directory. Chunks are addressed by key. The service decides its capacity
+and its evictions, and other engines add and remove chunks at any time. So any chunk may
+disappear at any time, and a missing chunk is no failure.
 
 A *value* is what the service keeps for a key: the chunk's bytes, followed by their proof.
-:class:`~kvtier.tiers.shared.keyed_tier.KeyedTier` makes the proof of each value that it puts,
-and verifies the proof of each value that it gets. A shared tier only moves bytes.
+:class:`~kvtier.tiers.shared.keyed_tier.KeyedTier` makes the proof of each value to put, and
+verifies the proof of each value that was read. A shared tier only moves bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Value(NamedTuple):
     """The buffers of one value; the service keeps their bytes one after the other.
 
     Attributes:
-        payload: The bytes of the chunk, at a page boundary of the shared memory.
+        payload: The bytes of the chunk, aligned to 4096 bytes in the shared memory.
         proof: :data:`~kvtier.tiers.shared.proof.PROOF_NBYTES` bytes.
     """
 
@@ -45,9 +45,9 @@ class SharedContext:
     Attributes:
         payload_nbytes: Bytes of one chunk, a multiple of 4096.
         pool: Threads for the tier's blocking calls. Owned by the caller.
-        memory: The memory that contains all payloads, as this process maps it. A tier whose
-            client registers memory does so once, when it opens. None if payloads may be in any
-            memory.
+        memory: The memory that contains all payloads, as this process maps it. If the tier's
+            client registers memory, it does so once, when the tier opens. None if payloads may
+            be in any memory.
     """
 
     payload_nbytes: int
@@ -61,20 +61,20 @@ class SharedTier(ABC):
     Keys are text of at most 200 characters: letters, digits, ``-``, and ``/`` between two other
     characters. All coroutines run on one event loop and must not block it: blocking calls go
     through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call must end
-    within bounded time although the service hangs, because its buffers stay in use until then.
+    within bounded time even if the service hangs: the call's buffers stay in use until it ends.
     """
 
     Options: ClassVar[type[SharedTierConfig]]
-    """Type of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
+    """Model of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
     point in the group ``kvtier.shared_tiers``, or its class as ``module:Class``."""
 
     @classmethod
     @abstractmethod
     def open(cls, options: SharedTierConfig, context: SharedContext) -> Self:
-        """Return a client of the service. This call blocks, for some seconds at most.
+        """Return a client of the service. This call blocks for some seconds at most.
 
-        If the service is not reachable now, return a client all the same: its calls fail until
-        the service is reachable.
+        If the service is not reachable now, this method returns a client too. Its calls fail
+        until the service is reachable.
 
         Args:
             options: An instance of :attr:`Options`.
@@ -86,7 +86,7 @@ class SharedTier(ABC):
 
     @abstractmethod
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return for each key whether the service has a value of it.
+        """Return for each key whether the service has its value.
 
         Raises:
             Exception: The service did not answer.
@@ -96,11 +96,12 @@ class SharedTier(ABC):
         """
 
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return like :meth:`contains` which keys the service has, perhaps not exactly.
+        """Return which leading keys of a prompt the service has.
 
-        The keys are the consecutive chunks of one prompt. An engine needs the first ones, and
-        usually stored them all or none behind some point. So a tier for which each key costs a
-        request may ask about few keys and infer the others. A wrong answer costs a miss.
+        Unlike the answer of :meth:`contains`, this answer may be a guess. The keys are the
+        consecutive chunks of one prompt. Engines store a prompt's chunks in order, so usually
+        all chunks up to some point are stored and no later ones. If each key costs a request, a
+        tier may ask about few keys and infer the others. A wrong answer costs a miss.
 
         Raises:
             Exception: The service did not answer.
@@ -112,8 +113,8 @@ class SharedTier(ABC):
         """Read the value of each key into its buffers.
 
         Returns:
-            For each key: DONE, MISSING if the service has no value of this size, or FAILED. The
-            content of a buffer is undefined unless its outcome is DONE.
+            For each key: DONE, MISSING if the service has no value of the buffers' size, or
+            FAILED. The content of a buffer is undefined unless its outcome is DONE.
 
         Raises:
             Exception: The service did not answer; every chunk counts as failed.
@@ -124,10 +125,10 @@ class SharedTier(ABC):
 
     @abstractmethod
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
-        """Store the value of each key, in place of an earlier value.
+        """Store the value of each key, and replace an earlier value.
 
-        A value that was put once is visible whole or not at all. While a value is replaced,
-        others may get mixed bytes, which its proof detects. The service may evict any value.
+        A new value is visible whole or not at all. While a value is replaced, others may get
+        mixed bytes, which the proof detects. The service may evict any value.
 
         Returns:
             For each key: DONE, FAILED, or REFUSED if the service has no room.

@@ -17,9 +17,9 @@ class FileEntry(NamedTuple):
     """A file of a folder.
 
     Attributes:
-        name: Its name.
-        nbytes: Its size.
-        modified_ns: When it was last written or touched, by the file server's clock.
+        name: Name of the file.
+        nbytes: Size of the file in bytes.
+        modified_ns: Time of the last write or touch in nanoseconds, by the file server's clock.
     """
 
     name: str
@@ -28,7 +28,7 @@ class FileEntry(NamedTuple):
 
 
 class DirIo(BlockIo):
-    """The system calls of a shared directory, one method each, so that tests can make any fail.
+    """The system calls of a shared directory, one method each. A test can make any fail.
 
     The process's umask decides the modes of new files and folders. Every method raises
     :class:`OSError`.
@@ -36,7 +36,7 @@ class DirIo(BlockIo):
 
     @override
     def open(self, path: Path, flags: int) -> int:
-        """Open ``path``, which must not be a symbolic link."""
+        """Open ``path``; fail if it is a symbolic link."""
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     @override
@@ -65,7 +65,7 @@ class DirIo(BlockIo):
         destination.hardlink_to(source)
 
     def list_files(self, folder: Path) -> list[FileEntry]:
-        """Return the regular files of ``folder``, without those removed meanwhile."""
+        """Return the regular files of ``folder``, except those removed meanwhile."""
         files = []
         with os.scandir(folder) as entries:
             for entry in entries:

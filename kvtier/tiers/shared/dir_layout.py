@@ -2,18 +2,16 @@
 
 ::
 
-    DIRECTORY/
-        kvtier-shared-dir.json      the marker: the format and the number of folders
-        00a7/                       a folder, numbered by the hash of the keys in it
-            KEY.kv                  a value; each slash of the key is written as an underscore
-            .4f0c62...tmp           a value that is being written
+    DIRECTORY/ kvtier-shared-dir.json the marker: the format and the number of folders 00a7/ a
+        folder; the hash of a key selects its folder KEY.kv a value; each slash of the key is
+        written as an underscore .4f0c62...tmp a value that is being written
 
-The marker tells a mounted directory from the empty mount point that is left when the file
-system is unmounted. Without it, a chunk would be written to the disk below, and every chunk
-would count as missing.
+The marker shows that the directory is mounted. After an unmount, the empty mount point has no
+marker. Without this check, kvtier would write chunks to the disk below the mount point, and
+every chunk of the shared directory would count as missing.
 
 The number of folders is fixed when the marker is made. Each folder has the same share of the
-capacity, so an engine can keep the capacity by looking at single folders
+capacity, so an engine can enforce the capacity folder by folder
 (:mod:`kvtier.tiers.shared.dir_room`).
 """
 
@@ -60,11 +58,11 @@ _OTHERS_WRITE: Final = 0o002
 
 
 class _Marker(NamedTuple):
-    """The marker as it was read.
+    """The marker as read from its file.
 
     Attributes:
-        place: File system and number of the directory.
-        version: File system, number and time of the marker.
+        place: Device number and inode number of the directory.
+        version: Device number, inode number and time of modification of the marker.
         folders: Number of folders.
     """
 
@@ -74,11 +72,11 @@ class _Marker(NamedTuple):
 
 
 class DirLayout:
-    """Paths of a shared directory's values. The methods may block, except ``path_of``.
+    """Paths of a shared directory's values. All methods except ``path_of`` may block.
 
     Args:
         options: The tier's options.
-        value_nbytes: Bytes of one file.
+        value_nbytes: Size of one value's file in bytes.
         io: System calls.
 
     Attributes:
@@ -123,7 +121,7 @@ class DirLayout:
         return self.folder_of(key) / (key.replace("/", "_") + VALUE)
 
     def prepare(self) -> None:
-        """Create the directory and its marker unless they exist, or do nothing if prepared.
+        """Create the directory and its marker if missing; later calls do nothing.
 
         Raises:
             ConfigError: The directory cannot be used; the message says what to do.
@@ -143,7 +141,7 @@ class DirLayout:
         self._marker = marker
 
     def check(self) -> None:
-        """Check that the directory is mounted, and read its marker if that was replaced.
+        """Check that the directory is mounted; read a replaced marker again.
 
         Raises:
             TierUnavailableError: The file system does not work now, or is not mounted.
@@ -174,7 +172,7 @@ class DirLayout:
                 )
 
     def _read_marker(self) -> _Marker | None:
-        """Return the marker; None if there is none."""
+        """Return the marker, or None if the directory has none."""
         path = self._path / MARKER
         try:
             status = self._io.status(path)
@@ -200,7 +198,7 @@ class DirLayout:
         return folders
 
     def _make_marker(self) -> _Marker:
-        """Create the marker, or read the one that another engine creates meanwhile."""
+        """Create the marker, or read the marker that another engine creates meanwhile."""
         folders = 1
         share = self._options.capacity_bytes // (_VALUES_PER_FOLDER * self._value_nbytes)
         while 2 * folders <= min(share, _MOST_FOLDERS):
@@ -222,7 +220,7 @@ class DirLayout:
         return marker
 
     def _publish(self, temporary: Path) -> None:
-        """Make ``temporary`` the marker unless there is one."""
+        """Rename ``temporary`` to the marker unless a marker exists."""
         try:
             self._io.link(temporary, self._path / MARKER)
         except FileExistsError:
@@ -247,7 +245,7 @@ class DirLayout:
         """Return whether the directory's files can be read with O_DIRECT.
 
         Raises:
-            ConfigError: They cannot, and the options require it.
+            ConfigError: O_DIRECT does not work, and the options require it.
         """
         if self._options.direct_io == "off":
             return False

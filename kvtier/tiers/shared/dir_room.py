@@ -1,16 +1,16 @@
 """Keeps the folders of a shared directory within their shares of the capacity.
 
-Every engine does it alike, for the folders into which it writes. No engine is needed: if no
-engine writes, no folder grows. Two engines may evict from a folder at the same time: both
-choose the same files, and a file that is gone already is no failure. So there is no lock that
-an engine could hold when it dies.
+Every engine does so for the folders into which it writes; a folder without writers does not
+grow. Two engines may evict from a folder at the same time: both choose the same files, and an
+already removed file is no failure. So the directory needs no lock, which a dead engine might
+hold.
 
-An engine lists a folder before its first put, and estimates what is in it afterwards: the bytes
-that it listed, and the bytes that it has put since. If the folder grew faster than that between
-the last two listings, others write to it too, and the estimate grows faster as well. It lists
-the folder again after its first put, when it has put twice as much, and so on, later whenever
-the folder has grown by a twentieth of its share. If the folder is nearly full then, its least
-recently used values are removed. A put that does not fit meanwhile is refused.
+An engine lists a folder before its first put. Afterwards it estimates the folder's size: the
+listed bytes plus the bytes that it has put since. If the folder grew faster between the last
+two listings, other engines write to it too, and the estimate grows at that rate. The engine
+lists the folder again after its first put, then each time its puts double, at the latest when
+the folder grew by 1/20 of its share. If the folder is nearly full, the engine removes its least
+recently used values. A put that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _STALE_NS: Final = 3600 * 10**9
 
 
 class _OneThread(Executor):
-    """Runs one call at a time on a daemon thread, which a hanging file server may keep."""
+    """Runs one call at a time on a daemon thread, which a hanging file server may block."""
 
     def __init__(self) -> None:
         self._calls = TimedCalls(name="kvtier-shared-dir")
@@ -68,12 +68,12 @@ class _OneThread(Executor):
 
 @dataclass(slots=True)
 class _Folder:
-    """The size of a folder, as far as this engine knows.
+    """What this engine knows about the size of a folder.
 
     Attributes:
-        listed_nbytes: Bytes of its files after the last listing.
-        put_nbytes: Bytes that this engine has put since.
-        put_before_nbytes: Bytes that this engine had put before the last listing.
+        listed_nbytes: Bytes of the folder's files after the last listing.
+        put_nbytes: Bytes that this engine has put since the last listing.
+        put_before_nbytes: Bytes that this engine put before the last listing.
         writing_nbytes: Bytes that this engine is putting now.
         growth: Bytes by which the folder grows per byte that this engine puts.
     """
@@ -85,11 +85,11 @@ class _Folder:
     growth: float = 1.0
 
     def estimate(self) -> float:
-        """Return how many bytes the folder probably has."""
+        """Return the estimated size of the folder in bytes."""
         return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
 
     def is_due(self, share_nbytes: int) -> bool:
-        """Return whether the folder is to be listed again.
+        """Return whether this engine must list the folder again.
 
         Args:
             share_nbytes: Bytes that the folder may have.
@@ -98,7 +98,7 @@ class _Folder:
         return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
-        """Learn how fast the folder grows from a new listing.
+        """Update the growth after a new listing.
 
         Args:
             found_nbytes: Bytes of all files.
@@ -128,7 +128,7 @@ class DirRoom:
         self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
 
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
-        """Return for each value whether it may be put; call :meth:`finish` for those later.
+        """Return for each value whether it may be put. Then call :meth:`finish` for those.
 
         A value whose folder cannot be listed in time may not.
 
@@ -150,7 +150,7 @@ class DirRoom:
         return [folder in self._folders and self._admit(folder, nbytes) for folder in folders]
 
     def finish(self, path: Path, nbytes: int, *, was_put: bool) -> None:
-        """Note the end of a put that was admitted."""
+        """Record the end of an admitted put."""
         folder = self._folders[path]
         folder.writing_nbytes -= nbytes
         folder.put_nbytes += nbytes if was_put else 0
@@ -158,7 +158,7 @@ class DirRoom:
             _ = self._list_soon([path])
 
     async def aclose(self) -> None:
-        """Stop, without waiting for a call that hangs. Idempotent."""
+        """Stop, without a wait for a call that hangs. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -174,7 +174,7 @@ class DirRoom:
         return fits
 
     def _list_soon(self, folders: Sequence[Path]) -> asyncio.Task[None]:
-        """Return the task that lists ``folders`` and evicts from them."""
+        """Schedule ``folders`` for listing and eviction; return the task that does it."""
         self._due.update(dict.fromkeys(folders))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._keep_due())

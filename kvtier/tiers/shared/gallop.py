@@ -1,13 +1,14 @@
-"""Finds how many leading keys of a chain a service has, with few questions.
+"""Finds how many leading keys of a chain a service has, with few requests.
 
-The chunks of a prompt form a chain: an engine stores each one after its predecessors. So a
-service usually has all chunks up to some point and no later ones. A galloping search finds the
-point. Its first round asks about positions whose distances grow exponentially, the first and
-the last position among them: one round finds a chain that is absent, short or complete. The
-later rounds divide the rest evenly, as a binary search does with one question at a time.
+The chunks of a prompt form a chain: an engine stores each chunk after the chunks before it. So
+a service usually has all chunks up to some point and no later ones. A galloping search finds
+the point. The first round asks about positions at exponentially growing distances, including
+the first and the last position. So one round suffices for an absent, a short or a complete
+chain. Each later round divides the remaining range evenly, like a binary search with several
+requests per round.
 
-A service that evicts may have a hole in a chain. The search then returns a position up to
-which each answer was "yes". A chunk in the hole is a miss when it is read.
+A service that evicts may have a hole in a chain. The search then returns a position before
+which all answers were "yes". A read of a chunk in the hole is a miss.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ AT_ONCE: Final = 8
 async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
     """Return how many leading keys of a chain of ``count`` keys the service has.
 
-    Asks at most ``at_once`` questions in each of ``2 + log(count) / log(at_once + 1)`` rounds.
+    Sends at most ``at_once`` requests, each about one key, in each of ``2 + log(count) /
+    log(at_once + 1)`` rounds.
 
     Args:
         count: Number of keys.
-        ask: Asks about ascending positions from 0 to ``count - 1``.
-        at_once: Questions of one round, which ``ask`` may send in parallel.
+        ask: Returns for each of some ascending positions, from 0 to ``count - 1``, whether the
+            service has the key.
+        at_once: Number of requests of one round, which ``ask`` may send in parallel.
     """
     present, absent = 0, count
     positions = _exponential(count, at_once)
@@ -48,7 +51,7 @@ async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
 
 
 def _exponential(count: int, at_once: int) -> list[int]:
-    """Return positions from 0 to ``count - 1`` whose distances grow."""
+    """Return positions from 0 to ``count - 1`` at exponentially growing distances."""
     if count <= at_once:
         return list(range(count))
     steps = max(at_once - 1, 1)

@@ -1,13 +1,13 @@
 """Makes a storage tier of a shared tier.
 
 The manager addresses chunks by slot, and a shared tier by key. :class:`KeyedTier` joins them:
-its slots hold no bytes. A slot is the manager's note that the service had a chunk when this
-engine last stored it or asked for it. So all that the manager does with a tier works for a
-shared tier too, and evicting a chunk from a slot only forgets the note.
+its slots hold no bytes. A slot only records that the service had a chunk when this engine last
+stored the chunk or asked for it. So the manager treats a shared tier like any other tier. To
+evict a chunk from a slot only deletes the record.
 
 Two things differ from a tier with slots of its own. The manager does not know what other
-engines stored, so it asks (:meth:`KeyedTier.find`). And a chunk may be gone when it is read,
-which is :attr:`Outcome.MISSING <kvtier.types.Outcome.MISSING>`.
+engines stored, so it asks (:meth:`KeyedTier.find`). And a chunk may be missing when it is read;
+its outcome is then :attr:`Outcome.MISSING <kvtier.types.Outcome.MISSING>`.
 
 **Keys.** A value's key is ``FINGERPRINT/GROUP-HASH``: engines with another model or layout have
 other keys. After a reset, the weights may have changed, so the engine uses
@@ -148,9 +148,9 @@ class KeyedTier(StorageTier, KeyFinder):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Put the chunks that the service lacks, or had with wrong bytes.
+        """Put the chunks that the service lacks, or whose value has wrong bytes.
 
-        See :meth:`kvtier.tiers.base.StorageTier.write`; a service may evict what it accepted.
+        See :meth:`kvtier.tiers.base.StorageTier.write`; a service may evict accepted chunks.
         """
         self._require_open()
         check_batch(self, keys, slots, sources)
@@ -200,15 +200,15 @@ class KeyedTier(StorageTier, KeyFinder):
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
-        """Do nothing: a slot holds no bytes, and wrong values are overwritten when possible."""
+        """Do nothing: the next :meth:`write` of the key replaces a wrong value."""
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
-        """Do nothing: the service orders its values by its own rules."""
+        """Do nothing: the service has its own eviction order."""
 
     @override
     async def reset(self) -> None:
-        """Read and write under a new epoch from now on; other engines keep their values."""
+        """Use keys of a new epoch from now on; other engines keep their values."""
         self._begin_epoch()
 
     @override
@@ -233,7 +233,7 @@ class KeyedTier(StorageTier, KeyFinder):
         return outcomes
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
-        """Return the keys of the values of the chunks ``keys``."""
+        """Return the keys in the service of the values of the chunks ``keys``."""
         return [value_key(self._space, key) for key in keys]
 
     def _begin_epoch(self) -> None:
@@ -259,14 +259,14 @@ def value_key(space: str, key: ChunkKey) -> str:
     """Return the key of a chunk's value in a shared tier.
 
     Args:
-        space: The layout's fingerprint, and the epoch after a reset.
-        key: The chunk's key.
+        space: The layout's fingerprint; after a reset, the fingerprint and the epoch.
+        key: The chunk's key in the engine.
     """
     return f"{_FORMAT}-{space}/{group_of(key)}-{hash_part(key).hex()}"
 
 
 def _values(payloads: Sequence[memoryview]) -> list[Value]:
-    """Return values of ``payloads`` with new buffers for the proofs."""
+    """Return values that consist of ``payloads`` and new buffers for the proofs."""
     proofs = memoryview(bytearray(PROOF_NBYTES * len(payloads)))
     return [
         Value(payload, proofs[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES])

@@ -1,12 +1,13 @@
 """A shared tier in a Mooncake Store: memory of many hosts, pooled by a master.
 
 The client moves bytes between the engine's memory and other hosts' memory without a copy. Its
-calls block and cannot be cancelled. Each ends within bounded time, because every step of it has
-a timeout (:mod:`kvtier.tiers.shared.mooncake_client`) and few transfers are in flight.
+calls block and cannot be cancelled. Each call ends within bounded time, because each of its
+steps has a timeout (:mod:`kvtier.tiers.shared.mooncake_client`) and few transfers are in
+flight.
 
-A value is a chunk's bytes and then its proof. Mooncake uses the memory of a removed value again
-at once, also while another engine reads that value. The reader then gets a mixture of values,
-and the proof detects it.
+A value is a chunk's bytes and then its proof. Mooncake reuses the memory of a removed value at
+once, even while another engine reads the value. The reader then gets a mixture of values, and
+the proof detects it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ARENA_NBYTES: Final = _CALL_CHUNKS * PROOF_NBYTES
 
 
 class _Part(NamedTuple):
-    """The part of a batch that one call moves: its keys are distinct."""
+    """The part of a batch that one call moves. Its keys are distinct."""
 
     first: int
     keys: list[str]
@@ -51,7 +52,7 @@ class _Part(NamedTuple):
 
 
 class _Arenas:
-    """Memory for the proofs of a few calls, leased by call."""
+    """Memory for the proofs of a few calls, leased to one call at a time."""
 
     def __init__(self, memory: memoryview) -> None:
         self._free: asyncio.Queue[memoryview] = asyncio.Queue()
@@ -60,7 +61,7 @@ class _Arenas:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[memoryview]:
-        """Wait for memory for one call, and lease it."""
+        """Wait for memory for one call's proofs, and lease it."""
         arena = await self._free.get()
         try:
             yield arena
@@ -75,7 +76,7 @@ class MooncakeTier(SharedTier):
         options: The tier's options.
         context: The size of a chunk, threads and memory.
         client: The blocking client; owned by this object.
-        proofs: Memory for the proofs of all calls, known to the client.
+        proofs: Memory for the proofs of all calls, registered with the client.
     """
 
     Options: ClassVar[type[SharedTierConfig]] = MooncakeTierConfig
@@ -149,8 +150,8 @@ class MooncakeTier(SharedTier):
         """Move a batch in several calls.
 
         Raises:
-            TierUnavailableError: The service did not answer a call. Calls that had not begun
-                then are left out.
+            TierUnavailableError: The service did not answer a call. The remaining calls are
+                then not made.
         """
         outcomes = [Outcome.FAILED] * len(keys)
         errors: list[TierUnavailableError] = []
@@ -195,7 +196,7 @@ class MooncakeTier(SharedTier):
 
 
 def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
-    """Split a batch. The client mixes up equal keys of one call, so they go to several."""
+    """Split a batch so that keys are distinct, because the client mixes up equal keys."""
     first = 0
     while first < len(keys):
         end = first
@@ -208,7 +209,7 @@ def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
 
 
 def _proofs_in(arena: memoryview, part: _Part) -> list[memoryview]:
-    """Return the places of the proofs of ``part`` in ``arena``."""
+    """Return the memory of each proof of ``part`` in ``arena``."""
     return [arena[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES] for at in range(len(part.keys))]
 
 

@@ -1,14 +1,15 @@
 """Blocking calls to a Mooncake Store, with bounded times.
 
-The client library has no deadline for a call. It has one for each step: the answer of the
-master, a connection, and 64 KiB of progress of a transfer.
+The client library has no deadline for a whole call. It has a deadline for each step: the
+master's answer, a connection, and each 64 KiB of a transfer.
 
-One limit remains. After 60 s the library returns from a transfer that still makes progress, and
-a thread of its own continues to use the buffers. Only closing the client ends that thread. So a
-call that fails so late closes the client before it returns, and the next call connects again.
+One limit remains. After 60 s the library returns from a transfer that still makes progress,
+while one of its threads continues to use the buffers. Only closing the client ends that thread.
+So a call that fails after 60 s closes the client before it returns, and the next call connects
+again.
 
-The library reconnects by itself after its first connection, also to a master that was started
-again. Before it, :meth:`MooncakeClient.connect` tries again with back-off. Both ``setup`` and
+After its first connection the library reconnects by itself, also to a restarted master. Until
+the first connection, :meth:`MooncakeClient.connect` retries with back-off. Both ``setup`` and
 ``close`` of the library hold the interpreter's lock, for seconds if the master does not answer.
 """
 
@@ -65,11 +66,11 @@ def address_of(buffer: memoryview) -> int:
 
 
 class MooncakeClient:
-    """A client that connects when it is needed. Its methods block; threads may share it.
+    """A client that connects at the first call. Its methods block; threads may share it.
 
     Args:
         options: The tier's options.
-        regions: Memory that contains all buffers, to be registered with each connection.
+        regions: Memory that contains all buffers; each new connection registers it.
 
     Raises:
         ConfigError: The client library is not installed.
@@ -92,13 +93,14 @@ class MooncakeClient:
         """Connect to the master unless there is a connection.
 
         Raises:
-            TierUnavailableError: The master is not reachable, or was not a moment ago.
+            TierUnavailableError: The master is not reachable, or an attempt a moment ago
+                failed.
         """
         with self._changed:
             self._connected()
 
     def contains(self, keys: list[str]) -> list[bool]:
-        """Return for each key whether the store has it.
+        """Return for each key whether the service has its value.
 
         Raises:
             TierUnavailableError: The master did not answer.
@@ -116,10 +118,10 @@ class MooncakeClient:
         sizes: list[list[int]],
         value_nbytes: int,
     ) -> list[Outcome]:
-        """Read values of ``value_nbytes`` bytes into several buffers each.
+        """Read values of ``value_nbytes`` bytes, each into several buffers.
 
         Raises:
-            TierUnavailableError: Nobody answered.
+            TierUnavailableError: The service did not answer.
         """
 
         def get(store: Store) -> list[int]:
@@ -137,10 +139,10 @@ class MooncakeClient:
     def put(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[Outcome]:
-        """Store the values of ``keys``, in place of earlier values.
+        """Store the values of ``keys``, and replace earlier values.
 
         Raises:
-            TierUnavailableError: Nobody answered.
+            TierUnavailableError: The service did not answer.
         """
 
         def put(store: Store) -> list[int]:
@@ -161,7 +163,7 @@ class MooncakeClient:
             self._disconnect()
 
     def _transfer(self, transfer: Callable[[Store], list[int]]) -> list[int]:
-        """Return the result codes of ``transfer`` when its buffers are no longer in use."""
+        """Run ``transfer``; return its result codes once its buffers are unused."""
         with self._connection() as store:
             begun_s = time.monotonic()
             codes = transfer(store)
@@ -188,9 +190,9 @@ class MooncakeClient:
                 self._changed.notify_all()
 
     def _abandon(self) -> None:
-        """Close the connection, so that an abandoned transfer ends.
+        """Close the connection to end an abandoned transfer.
 
-        Called in a call. Waits for the other calls, which end by themselves.
+        Call it within :meth:`_connection`. It waits until all other running calls have ended.
         """
         with self._changed:
             self._abandoned += 1
@@ -221,7 +223,7 @@ class MooncakeClient:
         """Return a new client of the library.
 
         Raises:
-            OSError: The master is not reachable, or the library refuses.
+            OSError: The master is not reachable, or the library refuses a setting.
         """
         options = self._options
         host = _reachable_from(options.master)
@@ -256,7 +258,7 @@ class MooncakeClient:
 
 
 def _nbytes(replica: Replica) -> int | None:
-    """Return the size of a copy of a value; None if it is not in memory."""
+    """Return the bytes of one copy of a value; None if the copy is not in memory."""
     if not replica.is_memory_replica():
         return None
     return replica.get_memory_descriptor().buffer_descriptor.size
@@ -275,7 +277,7 @@ def _put(code: int) -> Outcome:
 
 
 def _reachable_from(master: str) -> str:
-    """Return this host's address on the way to ``master``.
+    """Return this host's address in connections to ``master``.
 
     Raises:
         OSError: The master's port is not open.

@@ -33,13 +33,13 @@ class Replica(Protocol):
 
 
 class Replication(Protocol):
-    """How a value is stored."""
+    """The settings of a value's copies."""
 
     replica_num: int
 
 
 class Store(Protocol):
-    """A client. Results are one code for each key; negative codes are errors."""
+    """The library's client. Results are one code per key; negative codes are errors."""
 
     def setup(self, config: dict[str, str]) -> int: ...
     def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
@@ -70,7 +70,7 @@ class Library(Protocol):
 
 
 def load_library(options: MooncakeTierConfig) -> Library:
-    """Return the library after giving it the times of ``options``.
+    """Set the timeouts of ``options`` in the library, and return the library.
 
     Raises:
         ConfigError: The library is not installed.
@@ -87,7 +87,7 @@ def load_library(options: MooncakeTierConfig) -> Library:
 
 
 def _variables(options: MooncakeTierConfig) -> dict[str, str]:
-    """Return the library's settings. It has no other way to set them."""
+    """Return the library's settings, as environment variables."""
     milliseconds = str(math.ceil(options.request_timeout_s * 1000))
     seconds = str(math.ceil(options.request_timeout_s))
     return {

@@ -1,14 +1,15 @@
 """A shared tier in an object store: S3, Google Cloud Storage, Azure, or a directory.
 
-One object has one value. Objects are read and written whole, many at the same time. A lifecycle
-rule of the bucket, or its time to live, is the eviction: kvtier deletes no object.
+Each object has one value. Objects are read and written whole, many at the same time. A
+lifecycle rule or a time to live of the bucket removes old objects; kvtier deletes no object.
 
-**Time.** Each request ends within ``request_timeout``: an attempt may take three quarters of
-it, and errors are retried in its first fifth. After a failed request, a batch starts no other
-one. So a batch ends about one timeout after the service stops answering.
+**Time.** Each request ends within ``request_timeout``: an attempt may take 3/4 of that time,
+and errors are retried in the first 1/5. After a failed request, a batch starts no further
+request. So a batch ends about one timeout after the service stops answering.
 
 **Copies.** obstore sends payload and proof from the caller's buffers. It reads a response into
-memory of its own; no client of it can fill a buffer. So each chunk that is read is copied once.
+its own memory, because it cannot fill a caller's buffer. So each chunk that is read is copied
+once.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk
 
 
 class ObjectTier(SharedTier):
-    """A prefix of a bucket.
+    """Keeps values as objects under one prefix of a bucket.
 
     Args:
         options: Options of the tier.
         context: The size of a chunk.
-        store: The bucket and the prefix.
+        store: obstore's client of the bucket, limited to the prefix.
     """
 
     Options: ClassVar[type[SharedTierConfig]] = ObjectTierConfig
@@ -89,8 +90,8 @@ class ObjectTier(SharedTier):
         """Return a client of the bucket; see :meth:`SharedTier.open`.
 
         Raises:
-            ConfigError: The package obstore is missing, a setting is wrong, there is no such
-                bucket, or the service refuses the credentials.
+            ConfigError: The package obstore is missing, a setting is wrong, the bucket does not
+                exist, or the service refuses the credentials.
         """
         assert isinstance(options, ObjectTierConfig)
         _check_access(options, _open(options, min(options.request_timeout_s, _PROBE_S)))
@@ -136,7 +137,7 @@ class ObjectTier(SharedTier):
         self._closed = True
 
     async def _has(self, key: str) -> bool:
-        """Return whether there is an object of the right size, so a damaged one is replaced."""
+        """Return whether the object exists with the right size; otherwise it is replaced."""
         import obstore  # noqa: PLC0415 - an optional extra
 
         try:
@@ -178,7 +179,7 @@ class ObjectTier(SharedTier):
         turns: asyncio.Semaphore,
         request: Callable[[int], Awaitable[Outcome]],
     ) -> list[Outcome]:
-        """Return the outcome of each of ``count`` requests; FAILED for those not started."""
+        """Return the outcomes of ``count`` requests; FAILED for requests that did not start."""
         outcomes = [Outcome.FAILED] * count
         error = await _in_parallel(outcomes, request, turns, at_once=self._connections)
         if error is not None and set(outcomes) == {Outcome.FAILED}:
@@ -209,13 +210,13 @@ async def _in_parallel(
     *,
     at_once: int,
 ) -> Exception | None:
-    """Replace each of ``results`` by that of ``request``, and start none after an error.
+    """Send all requests and put their results into ``results``; stop after an error.
 
     Returns:
-        The first error.
+        The first error; after it, no further request starts.
 
     Cancellation:
-        Deferred until the requests that were started have ended.
+        Deferred until the started requests have ended.
     """
     errors: list[Exception] = []
     numbers = iter(range(len(results)))
@@ -237,7 +238,7 @@ async def _in_parallel(
 
 
 async def _whole(answer: Awaitable[T]) -> T:
-    """Wait for an answer of obstore, whose requests use the caller's buffers until it comes.
+    """Wait for obstore's answer; until then, the request uses the caller's buffers.
 
     Cancellation:
         Deferred until the request has ended.
@@ -255,7 +256,7 @@ async def _whole(answer: Awaitable[T]) -> T:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Return the types of the errors that obstore raises."""
+    """Return the types of errors that obstore raises."""
     from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
 
     return (BaseError, OSError, ValueError)
@@ -292,7 +293,7 @@ def _open(options: ObjectTierConfig, timeout_s: float) -> ObjectStore:
 
 
 def _check_access(options: ObjectTierConfig, store: ObjectStore) -> None:
-    """Send one request, and log a warning if the service does not answer.
+    """Send one request; log a warning if the service does not answer.
 
     Raises:
         ConfigError: The service refuses the request.
@@ -309,7 +310,7 @@ def _check_access(options: ObjectTierConfig, store: ObjectStore) -> None:
 
 
 def _remedy(error: Exception, url: str) -> str:
-    """Return what a user can do if the service refused a request, else an empty text."""
+    """Return a remedy if the service refused a request, else an empty text."""
     text = str(error)
     if _NO_CREDENTIALS.search(text):
         example = _CREDENTIALS[url.partition(":")[0]]

@@ -1,9 +1,9 @@
-"""The proof of a value in a shared tier: what makes its bytes trustworthy.
+"""The proof of a value in a shared tier, by which an engine verifies the value's bytes.
 
-Others write to the service too, and it may return the bytes of another key, a part of a value,
-or damaged bytes. The proof follows the chunk's bytes. It has a hash of the value's full key,
-which contains the layout fingerprint and the epoch, the number of bytes, and a hash of the
-bytes. A value without a matching proof is a miss.
+A service may return the bytes of another key, a part of a value, or damaged bytes. The proof
+follows the chunk's bytes. It has a hash of the value's full key, the number of bytes, and a
+hash of the bytes. The full key contains the layout's fingerprint and the epoch. A value without
+a matching proof is a miss.
 
 A proof detects accidents, not attacks: every writer to the service can make proofs.
 """
@@ -37,5 +37,5 @@ def make_proof(key: str, payload: memoryview) -> bytes:
 
 
 def is_proof_of(proof: memoryview, key: str, payload: memoryview) -> bool:
-    """Return whether ``proof`` is the proof of ``payload`` under ``key``."""
+    """Return whether ``proof`` fits the bytes ``payload`` and the key ``key``."""
     return proof == make_proof(key, payload)

@@ -1,11 +1,12 @@
 """A shared tier in a directory that many engines or hosts mount.
 
 A value is one file: the chunk's bytes, then its proof, padded to a page. An engine writes it
-under a temporary name and renames it, so that others see it whole or not at all. Nothing waits
-for the disk: after a loss of power a file may have wrong bytes, and then its proof fails.
+under a temporary name and renames it, so that others see the file whole or not at all. A write
+does not wait for the disk. After a power loss a file may have wrong bytes, and then its proof
+fails.
 
-A file server that hangs keeps a thread of the pool until the system call returns. It is the
-engine's deadlines that let requests continue.
+A hanging file server blocks a thread of the pool until the system call returns. Requests
+continue after the engine's deadlines.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class SharedDirTier(SharedTier):
         return tier
 
     def prepare(self, *, timeout_s: float = _OPEN_S) -> None:
-        """Prepare the directory, unless it is not reachable now. This call blocks.
+        """Prepare the directory if it is reachable now. This call blocks.
 
         Args:
             timeout_s: Longest wait for the file system.
@@ -178,13 +179,13 @@ class SharedDirTier(SharedTier):
             await self._pool.run(self._layout.prepare, priority=int(Purpose.FIND))
 
     async def _check(self, purpose: Purpose) -> None:
-        """Raise TierUnavailableError if values are missing because the directory is."""
+        """Raise TierUnavailableError if values are missing because of an unmount."""
         await self._pool.run(self._layout.check, priority=int(purpose))
 
     async def _split(
         self, call: Callable[[T], R], items: Sequence[T], *, purpose: Purpose
     ) -> list[R]:
-        """Call ``call`` for each of ``items``, on all threads of the pool."""
+        """Call ``call`` for each of ``items``, in all threads of the pool."""
         count = len(items)
         parts = min(count, 2 * self._pool.threads)
         groups = [
@@ -281,7 +282,7 @@ class _ValueFiles:
             self._io.close(fd)  # a file server may report only now that the disk is full
 
     def _create(self, path: Path, flags: int) -> int:
-        """Create a file, and its folder if that is missing."""
+        """Create a file, and its folder if missing."""
         try:
             return self._io.open(path, flags)
         except FileNotFoundError:
@@ -294,7 +295,7 @@ class _ValueFiles:
         return os.O_DIRECT if self._layout.direct and is_aligned(value.payload) else 0
 
     def _page(self) -> memoryview:
-        """Return a page of this thread, for a proof and its padding."""
+        """Return this thread's page, for a proof and its padding."""
         if not hasattr(self._of_thread, "page"):
             self._of_thread.page = aligned_buffer(PAGE_NBYTES)
         page: memoryview = self._of_thread.page

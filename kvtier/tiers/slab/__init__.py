@@ -10,27 +10,27 @@
                                       metadata; removal log
                        lock           name of the holder, for people
 
-**Why it cannot serve wrong bytes.** A payload is written first, and its row is committed after.
-In between, and after a crash at any point, the disk may be in one of three states:
+**Why it cannot serve wrong bytes.** A payload is written first, and its row is committed
+afterwards. Between these steps, and after a crash, a slot may be in one of three states:
 
-* A row has no payload, because a later chunk was being written over the payload.
-* A payload has no row.
-* A payload is incomplete.
+* A row without its payload, because a later chunk was being written over the payload.
+* A payload without a row.
+* An incomplete payload.
 
-The last two are harmless. The first is detected, because every read compares the bytes with the
-row's checksum. The key is part of the checksum, so a whole payload in the wrong slot does not
-verify either. Hence nothing needs to be synced or deleted in a certain order: a read returns
-the stored bytes or a miss.
+The last two states are harmless. The first state is detected, because every read compares the
+bytes with the row's checksum. The key is part of the checksum, so a whole payload in the wrong
+slot fails the check too. Hence no write or deletion must be synced in a certain order: a read
+returns the stored bytes or a miss.
 
 **Why it is fast.** The main cost is not the system call, but the wait for the interpreter lock
 after the call. In a busy engine that wait may last the switch interval, 5 ms. So the unit of
-work is a piece: consecutive slots, one vectored call, all their checksums, one trip through the
-thread pool. The index follows the same rule: a batch is one SQL statement, and batches that
-arrive during a commit are committed together.
+work is a piece: consecutive slots, which one thread of the pool moves in one vectored call and
+hashes. The index follows the same rule: a batch is one SQL statement, and batches that arrive
+during a commit are committed together.
 
-**Why a full disk is no surprise.** ``slots.bin`` is allocated whole when the tier is opened,
-and namespaces of other models are removed first. So ``capacity`` is a cap across model
-upgrades.
+**Why the disk does not fill up later.** ``slots.bin`` is allocated whole when the tier is
+opened, and namespaces of other models are removed first. So ``capacity`` limits the files of
+all models together.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ IOV_MAX: Final = 1024
 
 
 class BlockIo:
-    """The system calls of the slab tier, one method each, so that tests can make any call fail.
+    """The system calls of the slab tier, one method each. A test can make any call fail.
 
     Every method raises :class:`OSError`.
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Open ``path``, which must not be a symbolic link; a new file has mode 0600."""
+        """Open ``path``; fail if it is a symbolic link. A new file has mode 0600."""
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if flags & os.O_CREAT:
             try:
@@ -72,11 +72,11 @@ class BlockIo:
         os.ftruncate(fd, nbytes)
 
     def sync_data(self, fd: int) -> None:
-        """Wait until the written bytes survive loss of power."""
+        """Wait until the written bytes would survive a power loss."""
         os.fdatasync(fd)
 
     def sync(self, fd: int) -> None:
-        """Wait until the file, or the directory's entries, survive loss of power."""
+        """Wait until the file, or the directory's entries, would survive a power loss."""
         os.fsync(fd)
 
     def lock(self, fd: int) -> None:
@@ -110,7 +110,7 @@ class BlockIo:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Return ``nbytes`` bytes of new memory at a page boundary, which is in no core dump."""
+    """Return ``nbytes`` bytes of new memory at a page boundary, excluded from core dumps."""
     mapping = mmap.mmap(-1, nbytes)
     mapping.madvise(mmap.MADV_DONTDUMP)
     return memoryview(mapping)
@@ -166,8 +166,9 @@ def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) 
 def _whole_pages(count: int) -> int:
     """Round ``count`` bytes down to whole pages, because O_DIRECT continues only at a page.
 
-    The rest is transferred again. A count below one page is returned unchanged: only a buffered
-    call transfers so little, and a buffered call can continue anywhere.
+    The bytes after the last whole page are transferred again. A count below one page is
+    returned unchanged: only a buffered call transfers so few bytes, and it can continue at any
+    byte.
     """
     return (count - count % PAGE_NBYTES) or count
 

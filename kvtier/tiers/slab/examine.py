@@ -1,7 +1,7 @@
 """Examine a cache for a command that runs without an engine.
 
-The examination makes the same plan as a start (:mod:`kvtier.tiers.slab.start_plan`). Nothing
-here writes into the cache. An engine that starts during the examination waits for a moment.
+The examination makes the same plan as a start (:mod:`kvtier.tiers.slab.start_plan`). This
+module only reads the cache. An engine that starts during the examination waits for a moment.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _PATIENCE: Final = Patience(timeout_s=0.5)
 
 
 def examine_slab(options: TierConfig, identity: Fields) -> TierExamination:
-    """Report what an engine that starts with ``options`` would find at ``options.path``.
+    """Report what an engine with ``options`` would find at ``options.path`` at its start.
 
-    Blocks for half a second at most.
+    This call blocks for half a second at most.
 
     Args:
         options: A :class:`kvtier.config.NvmeTierConfig`.
-        identity: The known part of the engine's identity. The namespace that matches it counts
-            as the engine's own; if several match, the one used last.
+        identity: The known part of the engine's identity. The matching namespace counts as the
+            engine's own; of several, the most recently used one.
 
     Raises:
         ConfigError: The cache cannot be examined.
@@ -89,7 +89,7 @@ def examine_slab(options: TierConfig, identity: Fields) -> TierExamination:
 
 
 def _neighbours(root: Path, found: Sequence[Found]) -> list[Neighbour]:
-    """Return the namespaces among ``found``."""
+    """Return the usable namespaces among ``found``."""
     neighbours = list[Neighbour]()
     with root_locked(root, _PATIENCE):
         for each in found:
@@ -124,7 +124,7 @@ def _own(neighbours: Sequence[Neighbour], identity: Fields) -> Neighbour | None:
 def _opening(
     own: Neighbour | None, options: NvmeTierConfig, identity: Fields
 ) -> tuple[int, Opening]:
-    """Return the engine's number of slots (0 if unknown) and the namespace to open."""
+    """Return the engine's number of slots, 0 if unknown, and the namespace to open."""
     slots, nbytes = 0, options.capacity_bytes
     if own is not None and own.layout is not None:
         slots = options.capacity_bytes // own.layout.slot_nbytes

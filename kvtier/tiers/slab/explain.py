@@ -54,5 +54,5 @@ def explained(space: StoredNamespace) -> Iterator[None]:
 
 
 def missing_cache(path: object) -> str:
-    """Return the message that a file or directory of a cache does not exist."""
+    """Return the message for a missing file or directory of a cache."""
     return f"{path} is missing; an engine would start with an empty cache"

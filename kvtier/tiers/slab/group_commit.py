@@ -1,9 +1,9 @@
 """Group commit: a thread that writes the index, with one commit for many changes.
 
 Changes that arrive during a commit share the next commit. Rows are committed immediately,
-because writers wait for them. No caller waits for uses and removals, and a crash may lose them.
-They are committed about once a second, because a commit of rows alone is one statement, and
-each further statement may wait for the interpreter lock.
+because writers wait for them. Uses and removals are committed about once a second, so that most
+commits are a single statement: each further statement may wait for the interpreter lock. No
+caller waits for uses and removals, and a crash may lose them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupCommit:
     Args:
         database: The open index; until :meth:`stop` only this object's thread uses it.
         name: The tier's name, for messages and the thread's name.
-        clock: First tick of the logical clock that orders rows and uses.
+        clock: First value of the logical clock that orders rows and uses.
         on_commit: Called after each commit in this object's thread; must not raise.
     """
 
@@ -96,12 +96,12 @@ class GroupCommit:
         """Durably delete all rows, committed or pending.
 
         Args:
-            after_reset: Whether to record a reset with the deletion, so that no other engine
-                serves later rows.
+            after_reset: Whether to record a reset too, so that no other engine serves later
+                rows.
 
         Raises:
             ClosedError: This object was closed.
-            sqlite3.Error: Rows may still be in the index. Nothing else is committed until a
+            sqlite3.Error: Rows may still be in the index. No other change is committed until a
                 later attempt succeeds.
 
         Cancellation:
@@ -125,7 +125,7 @@ class GroupCommit:
             self._wakeup.notify()
 
     def use_nowait(self, slots: Sequence[int]) -> None:
-        """Record that ``slots`` were used now; committed within a second or so."""
+        """Record that ``slots`` were used now. The uses are committed in about a second."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.add_uses(slots, self._clock)
@@ -134,7 +134,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Keep the part hashes of each slot's chunk; committed within a second or so."""
+        """Keep the part hashes of each slot's chunk. They are committed in about a second."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.part_hashes.update(zip(slots, hashes, strict=True))
@@ -142,7 +142,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def log_removal_nowait(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
-        """Log that the marked keys were removed for ``reason``; committed in a second or so."""
+        """Log that the marked keys were removed for ``reason``. Committed in about a second."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.add_removals(reason, key_marks)
@@ -180,7 +180,7 @@ class GroupCommit:
             self._on_commit()
 
     def _records_wait_s(self) -> float | None:
-        """Return how many seconds pending records may wait; None if there are no records."""
+        """Return how many seconds pending records may wait; None without records."""
         records = self._pending.records
         if not records:
             return None
@@ -189,7 +189,7 @@ class GroupCommit:
         return max(self._records_due_s - time.monotonic(), 0)
 
     def _take(self) -> Change:
-        """Return the change to commit next; keep records pending that are not due."""
+        """Return the change to commit next; keep pending records that are not due."""
         with_records = self._closed or self._records_wait_s() == 0
         taken, self._pending, self._due = self._pending, Change(), False
         if with_records:
@@ -216,7 +216,7 @@ class GroupCommit:
                 waiter.set_exception(error)
 
     def _log_switch(self, error: Exception | None) -> None:
-        """Log when the index begins to fail or recovers, but not every failure."""
+        """Log when the index starts to fail and when it recovers, but not each failure."""
         if error is not None and self._healthy:
             logger.warning("tier %s: the index takes no changes: %s", self._name, error)
         elif error is None and not self._healthy:

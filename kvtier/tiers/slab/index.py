@@ -1,12 +1,13 @@
 """The index on disk: which slot holds which chunk.
 
-It is a table in SQLite, keyed by slot. A new chunk's row replaces the row of the slot's old
-chunk, so an eviction costs nothing here. Every access is one statement for many rows, because
-each step of a statement releases the interpreter lock and may wait 5 ms to get it back.
+The index is a table in SQLite with the slot as its key. A new chunk's row replaces the row of
+the slot's old chunk, so an eviction needs no statement of its own. Every access is one
+statement for many rows, because each step of a statement releases the interpreter lock and may
+wait 5 ms to get it back.
 
-A logical clock (``generation``, ``last_use``) gives the order. ``stored_at``, ``used_at``
-(seconds since the epoch, 0 if unknown) and ``hits`` (how often a chunk was loaded) are for
-people. Nothing depends on them, so a wall clock that goes backwards harms nothing.
+A logical clock (``generation``, ``last_use``) orders the rows. ``stored_at`` and ``used_at``
+(seconds since the epoch, 0 if unknown) and ``hits`` (number of loads of a chunk) are for
+people. No decision depends on them, so a wall clock that goes backwards is harmless.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class IndexSpec:
 
 
 class PackedRows(NamedTuple):
-    """Rows of the index in the packed form that a statement returns.
+    """Rows of the index, packed as a statement returns them.
 
     Attributes:
         row_count: Number of rows.
@@ -131,7 +132,7 @@ class PackedRows(NamedTuple):
 
 @dataclass(slots=True)
 class LazyRecords:
-    """Uses and removals of chunks; a crash loses the uncommitted ones.
+    """Uses and removals of chunks. A crash loses the uncommitted ones.
 
     Attributes:
         uses: Logical time of each used slot's last use.
@@ -154,7 +155,7 @@ class LazyRecords:
         self.hits.update(slots)
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Discard uncommitted uses and hashes of ``slots``: they belong to former chunks."""
+        """Discard uncommitted uses and hashes of ``slots``; they belong to former chunks."""
         if self.uses or self.part_hashes:
             for slot in slots:
                 self.uses.pop(slot, None)
@@ -171,11 +172,11 @@ class LazyRecords:
 class Change:
     """A change of the index, applied in this order: clear, rows, records.
 
-    ``clear`` is committed by itself; rows and records are one transaction.
+    ``clear`` is a transaction by itself; rows and records are one transaction.
 
     Attributes:
         clear: Whether to delete all older rows, durably.
-        after_reset: Whether ``clear`` also records a reset, so that no other engine serves
+        after_reset: Whether ``clear`` also records a reset, so that other engines do not serve
             later rows.
         rows: New row of each slot; None deletes the slot's row.
         records: Uses and removals.
@@ -187,7 +188,7 @@ class Change:
     records: LazyRecords = field(default_factory=LazyRecords)
 
     def statements(self, now: int) -> Iterator[Statement]:
-        """Yield the statements that change rows, usually at most three.
+        """Yield the statements that change rows; usually three or fewer.
 
         Args:
             now: Seconds since the epoch.
@@ -276,7 +277,7 @@ class IndexDatabase:
             self.log_removals(RemovalReason.BEYOND, b"".join(marks))
 
     def retained(self) -> dict[int, int]:
-        """Return the slots that :meth:`retain` keeps, each with the time until when."""
+        """Return the slots that :meth:`retain` protects, each with the protection's end."""
         if not self._has_retained:
             return {}
         return dict(self._connection.execute(_RETAINED, (_now(),)).fetchall())
@@ -302,7 +303,8 @@ class IndexDatabase:
     def load_part_hashes(self, capacity_slots: int, parts: int) -> StoredPartHashes:
         """Return the part hashes of the chunks that have ``parts`` hashes each.
 
-        This call also creates the table of part hashes, so later changes can contain hashes.
+        This call also creates the table of part hashes, so that later changes can contain
+        hashes.
 
         Raises:
             IndexDamagedError: The rows cannot be read.
@@ -318,7 +320,7 @@ class IndexDatabase:
         return int(counted[0])
 
     def apply(self, change: Change) -> None:
-        """Commit ``change``; if this method raises, only ``change.clear`` may be committed."""
+        """Commit ``change``. If this method raises, at most ``change.clear`` is committed."""
         if self._clear_is_due:
             self.clear()
         if self._reset_record_is_due:
@@ -338,8 +340,9 @@ class IndexDatabase:
         The deletion survives a power loss under both ``durability`` settings.
 
         Args:
-            after_reset: Whether to record a reset in the same transaction, so that no other
-                engine serves later rows. Otherwise an earlier record of a reset is deleted.
+            after_reset: Whether to record a reset in the same transaction, so that other
+                engines do not serve later rows. Otherwise an earlier record of a reset is
+                deleted.
         """
         record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
@@ -355,7 +358,7 @@ class IndexDatabase:
         self._clear_is_due = False
 
     def clear_later(self) -> None:
-        """Delete all rows before the next change; that change fails if the deletion fails."""
+        """Delete all rows before the next change. That change fails if the deletion fails."""
         self._clear_is_due = True
 
     def log_removals(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
@@ -369,7 +372,7 @@ class IndexDatabase:
         return bool(self._connection.execute(_RESET_RECORD).fetchone())
 
     def record_reset(self) -> None:
-        """Record a reset, with its time as unknown.
+        """Record a reset; its time counts as unknown.
 
         The record survives a power loss under both ``durability`` settings.
         """
@@ -378,12 +381,12 @@ class IndexDatabase:
         self._reset_record_is_due = False
 
     def record_reset_later(self) -> None:
-        """Record a reset before the next change; that change fails if this write fails."""
+        """Record a reset before the next change. That change fails if this write fails."""
         self._reset_record_is_due = True
 
     @property
     def log_nbytes(self) -> int:
-        """Bytes of the write-ahead log; 0 if the log is absent or not accessible."""
+        """Bytes of the write-ahead log; 0 if the log is missing or not accessible."""
         try:
             return self._log_path.stat().st_size
         except OSError:  # a failure here must not fail a commit
@@ -428,7 +431,7 @@ class IndexDatabase:
 
     @contextlib.contextmanager
     def _durably(self) -> Iterator[None]:
-        """Make commits in the body survive loss of power."""
+        """Make commits in the body survive a power loss."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             yield

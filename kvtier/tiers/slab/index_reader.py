@@ -1,13 +1,13 @@
-"""Read the index of a namespace from outside, whether or not an engine has it open.
+"""Read the index of a namespace from outside, even while an engine has it open.
 
-Nothing here writes into the cache or disturbs an engine. Not every SQLite reader is harmless.
-So there are three ways to open the index:
+This module neither writes into the cache nor disturbs an engine. Because some SQLite readers
+create files, there are three ways to open the index:
 
-* **An engine has it open**: read-only, with the side files that the engine made.
-* **No engine, empty log**: as immutable. A plain reader would create side files, which changes
-  the directory and fails on a read-only file system.
-* **No engine, a crash left a log**: as a private copy. Reading the log in place would rebuild
-  the side file that a later recovery starts from.
+* **An engine has it open**: read-only, with the engine's side files.
+* **No engine, empty log**: as immutable. An ordinary reader would create side files, which
+  changes the directory and fails on a read-only file system.
+* **No engine, a crash left a log**: as a private copy. An ordinary reader would rebuild the
+  side file from which a later recovery starts.
 
 An engine may start at any time, so the state is checked before every query.
 """
@@ -87,17 +87,17 @@ _Parameters = Sequence[int | str]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the index; the chunk's bytes are not verified.
+    """One row of the index. The chunk's bytes may be damaged.
 
     Attributes:
         slot: The chunk's slot.
-        key: Its key.
-        checksum: Its checksum, unsigned.
-        generation: Logical time when it was stored; unique.
-        last_use: Logical time of the last use.
-        stored_at: When it was stored, in seconds since the epoch; 0 if unknown.
-        used_at: When it was last used, in seconds since the epoch; 0 if unknown.
-        hits: How often it was loaded from this tier.
+        key: The chunk's key.
+        checksum: The chunk's checksum, unsigned.
+        generation: Logical time of the store; unique.
+        last_use: Logical time of the chunk's last use.
+        stored_at: Time of the store in seconds since the epoch; 0 if unknown.
+        used_at: Time of the last use in seconds since the epoch; 0 if unknown.
+        hits: Number of loads of the chunk from this tier.
     """
 
     slot: int
@@ -112,7 +112,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of an index; times are seconds since the epoch, 0 if unknown."""
+    """Totals of an index. Times are seconds since the epoch, 0 if unknown."""
 
     chunks: int
     hits: int
@@ -126,7 +126,7 @@ class IndexReader:
 
     Its methods raise :class:`IndexDamagedError` for an unusable index, :class:`sqlite3.Error`
     and :class:`OSError` when the machine fails, and :class:`ConfigError` if a copy is needed
-    and the disk has no room for it. They also raise what :func:`holder_of` raises.
+    and the disk has no room for it. They also raise the errors of :func:`holder_of`.
 
     Args:
         space: The namespace.
@@ -183,7 +183,7 @@ class IndexReader:
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
     def retained(self, at: int) -> tuple[int, int]:
-        """Return how many chunks are kept from eviction after ``at``, and until when.
+        """Return the number of chunks protected from eviction after ``at``, and the latest end.
 
         Args:
             at: Seconds since the epoch.
@@ -224,7 +224,7 @@ class IndexReader:
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
 
     def first_use(self) -> int:
-        """Return the logical time of the oldest last use; 0 if there is no chunk."""
+        """Return the logical time of the oldest last use; 0 without chunks."""
         rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
         return int(rows[0][0] or 0)
 
@@ -234,7 +234,7 @@ class IndexReader:
         return int(rows[0][0])
 
     def latest_generation(self) -> int:
-        """Return the logical time when the newest chunk was stored; -1 if there is none."""
+        """Return the logical time of the last store; -1 without chunks."""
         rows = self._query("SELECT CAST(max(generation) AS INTEGER) FROM chunks")
         return -1 if rows[0][0] is None else int(rows[0][0])
 
@@ -256,7 +256,7 @@ class IndexReader:
         return self._entries("substr(hex(key), 1, ?) = ?", (len(digits), digits.upper()))
 
     def entries_unused_since(self, at: int) -> list[Entry]:
-        """Return the rows with a known last store or use, if it was before ``at``."""
+        """Return the rows last stored and last used before ``at``; omit unknown times."""
         return self._entries("stored_at > 0 AND max(stored_at, used_at) < ?", (at,))
 
     def _entries(self, where: str, parameters: _Parameters) -> list[Entry]:
@@ -289,7 +289,7 @@ class IndexReader:
         return self._open_at(uri)
 
     def _open_copy(self) -> sqlite3.Connection:
-        """Open a copy of the index and delete the copy, so that a kill leaves no files."""
+        """Open a copy of the index. Its name is removed at once, so a kill leaves no file."""
         with contextlib.ExitStack() as stack:
             directory = _make_scratch(self._path, stack)
             for name in (INDEX, WAL):
@@ -309,7 +309,8 @@ def count_chunks(space: StoredNamespace) -> int | None:
     """Return the number of chunks that the next start finds in an idle namespace.
 
     Returns:
-        The number; 0 if the index is missing or records a reset; None if it cannot be read.
+        The number of chunks; 0 if the index is missing or records a reset; None if it cannot be
+            read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -324,7 +325,7 @@ def find_other_version(space: StoredNamespace) -> str:
     """Check that this version of kvtier wrote the index of ``space``, an idle namespace.
 
     Returns:
-        A message if another version wrote the index; else empty.
+        A message if another version wrote the index; else an empty text.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -337,7 +338,7 @@ def find_other_version(space: StoredNamespace) -> str:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Create a directory for a copy of ``index``; ``stack`` deletes the directory.
+    """Create a directory for a copy of ``index``, which ``stack`` deletes.
 
     Raises:
         ConfigError: The directory cannot be created.

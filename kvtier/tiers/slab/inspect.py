@@ -1,6 +1,7 @@
-"""Find the namespaces in a cache directory from outside, and the engines that have them open.
+"""Find the namespaces in a cache directory, and the engines that have them open.
 
-Nothing here writes into the cache or disturbs an engine. :mod:`.index_reader` reads an index.
+This module neither writes into the cache nor disturbs an engine. :mod:`.index_reader` reads an
+index.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _AT_ONCE: Final = Patience(timeout_s=0)
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace: one model's cache, a directory in a cache directory.
+    """A namespace: the directory with one model's cache, within a cache directory.
 
     Attributes:
-        directory: Its directory.
+        directory: The namespace's directory.
         layout: Content of its ``layout.json``.
     """
 
@@ -66,7 +67,7 @@ class StoredNamespace:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it has neither an index nor slots, because its first start did not end."""
+        """Whether it has neither index nor slots, because its first start was interrupted."""
         return not self.index_path.exists() and not (self.directory / SLOTS).exists()
 
 
@@ -78,7 +79,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
         name: Return only the namespace of this name; None returns all.
 
     Raises:
-        ConfigError: There is no namespace; the message says which path to give instead.
+        ConfigError: No namespace was found; the message says which path to give instead.
     """
     with _readable(path):
         candidates = _candidates(path)
@@ -97,7 +98,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Convert errors of reading ``path`` in the body into a ConfigError with a remedy."""
+    """Convert errors of reading ``path`` in the body into ConfigErrors with a remedy."""
     try:
         yield
     except PermissionError as error:
@@ -154,8 +155,8 @@ def _shown(path: Path) -> str:
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
     """Return the text of a namespace's lock file; None if no process has the namespace open.
 
-    The namespace's lock is tested while the lock of the cache directory is held. So an engine
-    that starts at this moment waits, and does not fail.
+    The caller gets the answer under the lock of the cache directory. So an engine that starts
+    at this moment waits, and does not fail.
 
     Raises:
         ConfigError: A process held the directory's lock for longer than ``patience``.
@@ -166,7 +167,7 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
 
 
 def present_holder(directory: Path) -> str | None:
-    """Return what :func:`holder_of` returns, for a caller with the cache directory's lock.
+    """Like :func:`holder_of`, for a caller that holds the cache directory's lock.
 
     Raises:
         OSError: The files cannot be read.
@@ -198,7 +199,7 @@ def index_nbytes(space: StoredNamespace) -> int:
 
 @contextlib.contextmanager
 def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
-    """Hold a shared lock of ``directory`` in the body; yield whether it was taken in time."""
+    """Hold a shared lock of ``directory`` in the body; yield False if it timed out."""
     fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))

@@ -1,7 +1,7 @@
-"""Location check: warns when the paths of open files no longer lead to them.
+"""Location check: warns when the paths of open files lead to other files.
 
-Open files keep working when their directory is moved or replaced. But the next engine opens the
-paths anew, and would find something else.
+Open files keep working when their directory is moved or replaced. But the next engine would
+open other files at these paths.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _INTERVAL_S: Final = 1.0
 
 
 class LocationCheck:
-    """Logs when the path of an open file leads elsewhere, and when the path is right again.
+    """Logs when the path of an open file leads elsewhere, and when it is right again.
 
     Args:
         tier: The tier's name, for messages.
-        paths: Paths of the files, which were just opened.
-        is_removed: Returns whether the first file has no directory entry left, so that nobody
-            can move it back; may raise :class:`OSError`.
+        paths: Paths of the just opened files.
+        is_removed: Returns whether the first file has lost its last directory entry, so that it
+            cannot be moved back; may raise :class:`OSError`.
         clock: Returns seconds.
     """
 
@@ -57,7 +57,7 @@ class LocationCheck:
             self.check()
 
     def check(self) -> None:
-        """Check the paths now, and log what changed."""
+        """Check the paths now, and log changes."""
         files = self._files.items()
         missing = next((path for path, file in files if not _leads_to(path, file)), None)
         if self._missing is None and missing is not None:
@@ -88,14 +88,14 @@ class LocationCheck:
         )
 
     def leave_out(self, path: Path) -> None:
-        """Stop checking ``path``, which is moved away on purpose."""
+        """Stop checking ``path``, which is moved on purpose."""
         # A new dictionary, because another thread may be iterating over the old one.
         files = self._files.items()
         self._files = {at: file for at, file in files if at != path.absolute()}
 
 
 def _leads_to(path: Path, file: tuple[int, int]) -> bool:
-    """Return whether ``path`` leads to ``file``; True if the disk fails to answer."""
+    """Return whether ``path`` leads to ``file``; True if the disk does not answer."""
     try:
         return _identity(path) == file
     except (FileNotFoundError, NotADirectoryError):

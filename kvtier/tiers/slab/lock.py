@@ -1,13 +1,13 @@
 """Locks of namespaces and cache directories.
 
-A namespace's lock is a kernel lock on its open directory, so the lock ends with its holder,
-however the holder ends. The lock is not on a file in the directory, because deleting such a
-file would let a second engine in. The file ``lock`` only names the holder for people. It names
-the engine, not the engine's I/O process. When an engine is killed, its I/O process finishes its
-calls; a restart waits for that.
+A namespace's lock is a kernel lock on its open directory, so the kernel releases it even if the
+holder is killed. A lock on a file in the directory would be unsafe: after a deletion of the
+file, a second engine could lock a new one. The file ``lock`` only names the holder for people.
+It names the engine, even if the engine's I/O process holds the lock. After an engine was
+killed, its I/O process finishes its calls; a restart waits for that.
 
 ``kvtier cache`` holds the lock while it changes a namespace. The file then names a tool, so an
-engine that needs the room knows that no other engine serves from the namespace.
+engine that needs the room can wait for the tool.
 
 The cache directory has a lock too. It is held for a moment while a namespace is opened. Every
 wait for a lock has a deadline, because a stopped process keeps its locks.
@@ -63,7 +63,7 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
 
     def attempts(self) -> Iterator[None]:
-        """Yield before each attempt; end when the time is up."""
+        """Yield before each attempt; end when the time is over."""
         deadline_s = self.clock() + self.timeout_s
         yield
         while self.clock() < deadline_s:
@@ -71,7 +71,7 @@ class Patience:
             yield
 
     def take(self, lock: Callable[[], None]) -> bool:
-        """Call ``lock`` until it succeeds or the time is up; return whether it succeeded.
+        """Call ``lock`` until it succeeds or the time is over; return whether it succeeded.
 
         Raises:
             OSError: ``lock`` raised an error other than BlockingIOError.
@@ -133,7 +133,7 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
 def passing_holder(directory: Path) -> str:
     """Return the text of a lock file if its holder is temporary; else an empty string.
 
-    Such a holder is a tool, or the I/O process of an engine that seems to have died.
+    A temporary holder is a tool, or the I/O process of a probably dead engine.
 
     Raises:
         OSError: The file cannot be read.
@@ -156,8 +156,8 @@ def _holder_text(owner_pid: int, *, tool: bool) -> str:
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
     """Write the holder's name into the lock file of ``directory``, which the caller has locked.
 
-    The file's modification time is when an engine last opened the namespace. A tool preserves
-    this time.
+    The file's modification time is the time when an engine last opened the namespace. A tool
+    preserves this time.
 
     Args:
         directory: The locked directory.
@@ -182,7 +182,7 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
 
 
 def read_holder(directory: Path) -> str:
-    """Return the printable text of the lock file of ``directory``; empty if there is no file.
+    """Return the printable text of the lock file of ``directory``; empty without a file.
 
     Raises:
         OSError: The file cannot be read.
@@ -195,7 +195,7 @@ def read_holder(directory: Path) -> str:
 
 
 def last_opened(directory: Path) -> int:
-    """Return when an engine last opened ``directory``, in nanoseconds since the epoch.
+    """Return the time when an engine last opened ``directory``, in ns since the epoch.
 
     Raises:
         OSError: The file system failed.
@@ -207,7 +207,7 @@ def last_opened(directory: Path) -> int:
 
 
 def _is_alive(holder: str) -> bool:
-    """Return whether ``holder`` may still be running; True if the text cannot be parsed."""
+    """Return whether ``holder`` may still run; True if the text cannot be parsed."""
     named = _HOLDER.match(holder)
     if named is None or named[2] != socket.gethostname():
         return True

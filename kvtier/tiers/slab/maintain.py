@@ -50,8 +50,8 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
         patience: How long to wait for readers, which hold the lock for a moment.
 
     Raises:
-        ConfigError: The namespace is in use, just being opened, another user's, or writable for
-            others.
+        ConfigError: The namespace is in use, is just being opened, belongs to another user, or
+            is writable for others.
         OSError: The file system failed.
     """
     if problem := find_foreign_file(space.directory):
@@ -117,18 +117,18 @@ def drop_chunks(
 def retain_chunks(
     space: StoredNamespace, entries: Sequence[Entry], until: int, *, quota_chunks: int
 ) -> int:
-    """Keep ``entries`` from eviction until a time; the caller has locked ``space``.
+    """Protect ``entries`` from eviction until a time; the caller has locked ``space``.
 
-    Chunks that are retained already count against the quota.
+    Chunks that are protected already count against the quota.
 
     Args:
         space: The namespace.
         entries: The rows to retain, the most important first.
         until: Seconds since the epoch.
-        quota_chunks: Chunks that may be retained in all.
+        quota_chunks: Largest number of protected chunks of the namespace.
 
     Returns:
-        The number of ``entries`` that are now retained until ``until``.
+        The number of ``entries`` that are now protected until ``until``.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -147,12 +147,13 @@ def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> Co
 
     Args:
         space: The namespace.
-        on_progress: Called regularly while this runs; SQLite does not report how much is left.
+        on_progress: Called regularly while this runs; SQLite does not report the remaining
+            work.
 
     Raises:
         IndexDamagedError: The index cannot be used.
         OSError: The file system failed.
-        sqlite3.Error: The index cannot be written, for lack of room for example.
+        sqlite3.Error: The index cannot be written, for example on a full disk.
     """
     before_nbytes = index_nbytes(space)
     with _index(space, on_progress) as database:

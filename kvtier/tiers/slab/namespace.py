@@ -1,7 +1,7 @@
 """A namespace: one model's cache, with its files, its layout and its lock.
 
-kvtier follows, overwrites and removes only what it made. A symbolic link or a foreign file in
-place of one of its files is an error with a remedy.
+kvtier overwrites and removes only its own files. A symbolic link or a foreign file in place of
+such a file is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ _OPENER: Final = "another process that is still opening it (try again)"
 
 
 class LayoutVersionError(ValueError):
-    """A ``layout.json`` is of another version of kvtier."""
+    """Another version of kvtier wrote the ``layout.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Meaning of the bytes in a namespace; the content of ``layout.json``.
+    """The settings that give the bytes in a namespace their meaning; saved as ``layout.json``.
 
     Attributes:
-        fingerprint: Settings that a chunk's bytes depend on.
+        fingerprint: The settings that a chunk's bytes depend on.
         slot_nbytes: Bytes of one slot.
     """
 
@@ -107,8 +107,8 @@ class Layout:
         """Parse the text of ``layout.json``.
 
         Raises:
-            LayoutVersionError: Another version of kvtier wrote it.
-            ValueError: It is not a layout.
+            LayoutVersionError: Another version of kvtier wrote the text.
+            ValueError: The text is not a layout.
         """
         try:
             content = json.loads(text)
@@ -136,7 +136,7 @@ class Namespace:
     """A namespace, locked by this object.
 
     Attributes:
-        directory: Its directory.
+        directory: The namespace's directory.
     """
 
     def __init__(self, directory: Path, lock_fd: int, io: BlockIo) -> None:
@@ -148,12 +148,12 @@ class Namespace:
     def open(
         cls, tier: str, root: Path, layout: Layout, io: BlockIo, *, owner_pid: int
     ) -> Self:
-        """Open the namespace of ``layout`` below ``root``; create it if it is absent.
+        """Open the namespace of ``layout`` below ``root``; create it if missing.
 
         The lock names ``owner_pid`` as its holder.
 
         Raises:
-            CacheLockedError: It is open already, in this process or another.
+            CacheLockedError: The namespace is open already, in this process or another.
             CacheDamagedError: The directory is foreign, or has another layout.
             OSError: The file system failed.
         """
@@ -194,22 +194,22 @@ class Namespace:
 
     @property
     def slots_nbytes(self) -> int:
-        """Bytes of the slot file; 0 if there is none."""
+        """Bytes of the slot file; 0 if it is missing."""
         return nbytes_of(self.slots_path)
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the index without its log; 0 if there is none."""
+        """Bytes of the index without its log; 0 if it is missing."""
         return nbytes_of(self.index_path)
 
     def set_index_aside(self) -> Path:
-        """Rename a damaged index over any earlier damaged index; return the new path.
+        """Rename a damaged index, in place of an earlier one; return the new path.
 
-        The new names survive loss of power.
+        The new names survive a power loss.
 
         Raises:
-            OSError: The file system failed; part of the index may have its old name after a
-                restart.
+            OSError: The file system failed; after a restart, some of the index's files may have
+                their old names.
         """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
@@ -222,7 +222,7 @@ class Namespace:
         return self.directory / DAMAGED
 
     def sync(self) -> None:
-        """Wait until the names of the files and directories survive loss of power.
+        """Wait until the names of the files and directories would survive a power loss.
 
         Syncing a file does not sync its name or the directories above it. If the path of
         the cache directory has symbolic links, their targets are synced.
@@ -235,10 +235,10 @@ class Namespace:
             _sync_directory(self._io, directory)
 
     def remove(self) -> None:
-        """Remove kvtier's files, and the directory if it is empty then.
+        """Remove kvtier's files, and then the directory if it is empty.
 
-        The slot file is truncated first, because an open file keeps its disk room after its
-        removal.
+        The slot file is truncated first, because a removed file keeps its disk room while a
+        process has it open.
         """
         self._truncate_slots()
         for name in FILES:
@@ -309,7 +309,7 @@ class Namespace:
 
 
 def _make_root(tier: str, root: Path, io: BlockIo) -> None:
-    """Create ``root`` unless it is a directory already."""
+    """Create ``root`` unless it is already a directory."""
     try:
         io.make_directory(root)
     except FileExistsError:
@@ -354,15 +354,15 @@ def _no_directory(tier: str, root: Path) -> str:
 
 
 def has_namespace_name(path: Path) -> bool:
-    """Return whether ``path`` is named like a namespace."""
+    """Return whether ``path`` has a name like that of a namespace."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def find_foreign_file(directory: Path) -> str:
-    """Return a message if another user owns or can write to a namespace's files; else empty.
+    """Return a message if another user owns or may write a namespace's files; else empty.
 
     Raises:
-        OSError: Permission is missing to look at a file.
+        OSError: The permission to examine a file is missing.
     """
     paths = (directory, *(directory / name for name in FILES))
     return find_foreign_owner(paths) or find_writable(paths)
@@ -381,9 +381,9 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
 
     Raises:
         OSError: ``directory`` is not a directory, or its files cannot be read.
-        LayoutVersionError: Another version of kvtier wrote its ``layout.json``.
-        ValueError: Its ``layout.json`` is not one of kvtier's.
-        CacheDamagedError: It has foreign files.
+        LayoutVersionError: Another version of kvtier wrote the namespace's ``layout.json``.
+        ValueError: The ``layout.json`` is not from kvtier.
+        CacheDamagedError: The namespace has foreign files.
     """
     _require_own_files("", directory)
     return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))

@@ -1,7 +1,7 @@
 """Find and describe the namespaces in a cache directory, for engines and commands.
 
-A starting engine locks the namespaces that it finds, but ``kvtier check`` locks none. So the
-callers check whether a namespace is locked, and this module only reads the files.
+A starting engine locks the namespaces that it finds, but ``kvtier check`` locks none. So this
+module only reads files, and its callers check the locks.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A directory that is named like a namespace.
+    """A directory with a name like that of a namespace.
 
     Attributes:
         directory: The directory.
-        layout: Its layout; None if it has no layout of this version.
-        is_other_version: Whether another version of kvtier made it.
-        problem: Why this user cannot use it, although it looks like a namespace; else empty.
+        layout: The namespace's layout; None if it has no layout of this version.
+        is_other_version: Whether another version of kvtier made the namespace.
+        problem: The reason why this user cannot use the directory, although it looks like a
+            namespace; else empty.
     """
 
     directory: Path
@@ -79,14 +80,17 @@ class Neighbour:
     """A namespace in the cache directory of a starting engine.
 
     Attributes:
-        directory: Its directory.
-        state: Whether the namespace is open, and by what.
-        layout: Its layout; None if another version of kvtier made the namespace.
-        slots_nbytes: Bytes of the slot file; 0 if there is none.
+        directory: The namespace's directory.
+        state: Whether a process has the namespace open, and which kind of process.
+        layout: The namespace's layout; None if another version of kvtier made it.
+        slots_nbytes: Bytes of the slot file; 0 if it is missing.
         chunks: Number of chunks; None if unknown.
-        last_opened: When an engine last opened it, in nanoseconds since the epoch.
-        last_used_s: When it was last written or copied here, in seconds since the epoch.
-        holder: Human-readable name of the process that has it open; empty if none has.
+        last_opened: Time when an engine last opened the namespace, in nanoseconds since the
+            epoch.
+        last_used_s: Time of the last write to the namespace, or of its copy to this place, in
+            seconds since the epoch.
+        holder: Human-readable name of the process that has the namespace open; empty if it is
+            idle.
     """
 
     directory: Path
@@ -118,19 +122,18 @@ class Neighbour:
 
 
 def find_directories(root: Path, io: BlockIo) -> list[Found]:
-    """Return the directories in ``root`` that are named like namespaces."""
+    """Return the directories in ``root`` that have names like those of namespaces."""
     return [_look_at(path, io) for path in root.iterdir() if has_namespace_name(path)]
 
 
 def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
-    """Return the known facts about a namespace; chunks are counted only if it is idle.
+    """Return the known facts about a namespace; count its chunks only if it is idle.
 
     Args:
         found: The namespace.
-        is_locked: Whether another process has it locked.
-        patient: Whether a holder that is not among the visible processes counts as the I/O
-            process of a dead engine. If False, such a holder counts as an engine, because it
-            may run in another container.
+        is_locked: Whether another process has locked the namespace.
+        patient: Whether an invisible holder counts as the I/O process of a dead engine. If
+            False, it counts as an engine, because it may run in another container.
 
     Raises:
         OSError: The namespace's files cannot be accessed.
@@ -159,7 +162,7 @@ def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbou
 
 
 def unusable(found: Sequence[Found]) -> Iterator[Remark]:
-    """Yield a remark on each directory that takes disk space but cannot be used."""
+    """Yield a remark on each unusable directory that takes disk space."""
     for each in found:
         if each.problem:
             problem = (
@@ -187,7 +190,7 @@ def _look_at(directory: Path, io: BlockIo) -> Found:
 
 
 def _times_of_use(directory: Path) -> Iterator[float]:
-    """Yield when each file of a namespace last changed, in seconds since the epoch."""
+    """Yield the time of the last change of each file, in seconds since the epoch."""
     for name in (SLOTS, INDEX, WAL, LOCK):
         with contextlib.suppress(FileNotFoundError):
             status = (directory / name).stat()

@@ -1,12 +1,12 @@
 """Open a cache: find every problem before the engine serves.
 
 **Chunks stored after a reset** are not served by the next engine. A reset can mean that the
-weights of a running engine were updated. The namespace is still that of the weights on disk,
-and the next engine loads those weights. So a reset is recorded in the index's metadata, in the
+weights of a running engine were updated. But the namespace still belongs to the weights on
+disk, which the next engine loads. So a reset is recorded in the index's metadata, in the
 transaction that deletes the rows. The next engine deletes all rows and the record in one
-transaction. Only a new I/O process of the same engine keeps the rows. That process writes the
-record again, because the index may be new. With ``keep_after_reset``, for weights that never
-change at run time, a reset leaves no record.
+transaction. Only a new I/O process of the same engine keeps the rows. It writes the record
+again, because the index may be new. With ``keep_after_reset``, for weights that never change at
+run time, a reset leaves no record.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def open_slab(
     """Open the namespace of ``context.fingerprint`` in the cache directory ``options.path``.
 
     Returns:
-        The cache and the rows that earlier runs left.
+        The open cache, and the rows of earlier engines.
 
     Raises:
         ConfigError: The options cannot work here.
-        CacheLockedError: The namespace is open already, or a namespace that must be removed
-            stays open in another process.
+        CacheLockedError: The namespace is open already, or another process keeps a namespace
+            open that must be removed.
         CacheDamagedError: The namespace has foreign files or another layout.
         TierUnavailableError: The medium failed.
     """
@@ -135,7 +135,7 @@ def open_slab(
 
 
 def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
-    """Return how many slots fit the capacity.
+    """Return the number of slots that fit into the capacity.
 
     Raises:
         ConfigError: No slot fits, or the slot size is not a multiple of the page size.
@@ -154,7 +154,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
 
 
 def release_slab(store: OpenSlab) -> None:
-    """Close the files and release the lock; commit nothing more.
+    """Close the files and release the lock, without a further commit.
 
     Raises:
         OSError: The file system failed; all files are released.
@@ -202,11 +202,12 @@ def _make_room(
 ) -> None:
     """Remove other namespaces until the slot files fit the capacity.
 
-    A short-lived process may have such a namespace open; this function waits until it ends. The
-    store's lock is released between attempts, because that process may need it.
+    A short-lived process may have such a namespace open; this function waits until the process
+    ends. It releases the cache directory's lock between attempts, because that process may need
+    the lock.
 
     Raises:
-        CacheLockedError: A process takes longer than PATIENCE.
+        CacheLockedError: A process keeps a namespace open for longer than PATIENCE.
     """
 
     def attempt(*, patient: bool) -> Neighbour | None:
@@ -266,15 +267,15 @@ def _remove_others(
     io: BlockIo,
     around: _Surroundings,
 ) -> Neighbour | None:
-    """Remove idle namespaces until the slot file of ``own`` fits the capacity too.
+    """Remove idle namespaces until the slot file of ``own`` fits into the capacity.
 
-    The capacity limits the slot files only. Each index needs some 120 bytes a slot and 20 MiB
-    besides. This room must be free when a slot file is created or grows. Nothing is removed if
-    the disk could not hold the slot file even then.
+    The capacity limits the slot files only. Each index needs some 120 bytes per slot, and 20
+    MiB. This room must be free when a slot file is created or grows. If the removals would free
+    too little, nothing is removed.
 
     Returns:
-        None if everything is within the capacity now. Otherwise nothing was removed, and the
-        result is the namespace to wait for.
+        None if the slot files are within the capacity now. Otherwise nothing was removed, and
+        the result is the namespace to wait for.
 
     Raises:
         ConfigError: The disk has too little room even without the idle namespaces; or a
@@ -321,10 +322,10 @@ def _open_index(
     file: SlotFile,
     io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
-    """Open the index; if it cannot be used, start an empty index.
+    """Open the index; replace an unusable index by an empty one.
 
     Raises:
-        ConfigError: The index is of another version of kvtier, and ``on_mismatch`` is
+        ConfigError: Another version of kvtier made the index, and ``on_mismatch`` is
             ``refuse``.
     """
     spec = IndexSpec(namespace.index_path, options.durability)
@@ -351,7 +352,7 @@ def _open_index(
 def _require_replaceable(
     options: NvmeTierConfig, namespace: Namespace, error: IndexDamagedError
 ) -> None:
-    """Raise ConfigError for an index of another version, unless it may be replaced."""
+    """Raise ConfigError for an index of another version that must not be replaced."""
     if isinstance(error, IndexVersionError) and options.on_mismatch == "refuse":
         raise ConfigError(
             f"tier {options.name}: {namespace.index_path}: {error}; start the kvtier that "
@@ -386,7 +387,7 @@ def _load_index(
 def _load_trusted(
     options: NvmeTierConfig, context: TierContext, database: IndexDatabase, file: SlotFile
 ) -> StoredRows:
-    """Return the rows that may be used; delete the others."""
+    """Return the rows that may be used, and delete the others."""
     capacity_slots = slots_within(options, context)
     written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
     if database.has_reset_record() and not context.was_reset:
@@ -419,10 +420,10 @@ def _load_trusted(
 
 
 def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
-    """Record a reset in the index now or, if the disk is full, before the next change.
+    """Record a reset in the index now, or before the next change if the disk is full.
 
-    Stored chunks may be served before the reset is recorded, because the record concerns only
-    chunks that are stored later.
+    The engine may serve chunks before the record is written, because the record concerns only
+    chunks stored later.
     """
     if database.has_reset_record():
         return

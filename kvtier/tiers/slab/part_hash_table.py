@@ -1,8 +1,8 @@
 """The table of part hashes in the index (:mod:`kvtier.tiers.part_hashes`).
 
 Only engines that use GDS reads create the table; other engines ignore it. A row belongs to the
-chunk with the same slot and generation, so a new chunk in the slot makes the row invalid. No
-row needs to be deleted then, and chunks are written as fast as without the table.
+chunk with the same slot and generation, so a new chunk in the slot makes the row invalid.
+Because no row must be deleted, chunks are written as fast as without the table.
 """
 
 from __future__ import annotations

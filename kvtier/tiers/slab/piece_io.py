@@ -1,13 +1,14 @@
 """Piece I/O: move a piece in one system call, and verify checksums.
 
-A piece is a group of chunks in consecutive slots. Functions that move a piece run on a pool
-thread.
+A piece is a group of chunks in consecutive slots. Functions that move a piece run in a thread
+of the pool.
 
-xxhash releases the interpreter lock for buffers above some 64 KiB. In the engine's process that
-costs more than it saves: a slot takes tens of microseconds to hash, and getting the lock back
-from a busy engine thread takes the switch interval, 5 ms. So the engine's process hashes slices
-small enough to keep the lock. A tier in a process of its own hashes large slots in large
-slices. That takes a seventh less time for 2 MiB, because long sequences are read faster.
+xxhash releases the interpreter lock for buffers above some 64 KiB. In the engine's process the
+release costs more time than it saves: hashing a slot takes tens of microseconds, but getting
+the lock back from a busy engine thread takes 5 ms, the switch interval. So the engine's process
+hashes small slices, for which xxhash keeps the lock. A tier in its own process hashes large
+slots in large slices. For 2 MiB this takes 1/7 less time, because long sequences are read
+faster.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LONGEST_HELD_NBYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class PieceBuffers:
-    """Memory and checksum seeds of a piece's chunks.
+    """Memory and checksum seeds of the chunks of a piece.
 
     Attributes:
         first_slot: Slot of the first chunk.
@@ -57,7 +58,7 @@ class PieceBuffers:
     seeds: Sequence[int]
 
     def singles(self) -> list[PieceBuffers]:
-        """Return each chunk as a piece of its own."""
+        """Return a piece for each chunk."""
         return [
             PieceBuffers(self.first_slot + number, [view], [seed])
             for number, (view, seed) in enumerate(zip(self.views, self.seeds, strict=True))
@@ -66,12 +67,12 @@ class PieceBuffers:
 
 @dataclass(frozen=True, slots=True)
 class MovedPiece:
-    """Result of moving a piece, one entry per chunk.
+    """Result of moving a piece, with one entry per chunk.
 
     Attributes:
         outcomes: Outcome of each chunk.
         digests: Checksum of each chunk's bytes in memory.
-        error: The first failure; empty if there is none.
+        error: The first failure; empty after a success.
     """
 
     outcomes: Sequence[Outcome]
@@ -91,7 +92,7 @@ def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
 
     Args:
         slots: Numbers of slots, ascending.
-        most: Most slots of one group.
+        most: Largest number of slots of a group.
 
     >>> list(consecutive([3, 4, 5, 9], most=2))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
@@ -106,7 +107,7 @@ def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
 def read_piece(
     file: SlotFile, piece: PieceBuffers, checksums: Sequence[int], digest: Digest
 ) -> MovedPiece:
-    """Read and verify a piece; an unreadable sector fails only its own chunk."""
+    """Read and verify a piece. An unreadable sector fails only its own chunk."""
     try:
         whole = file.read(piece.first_slot, piece.views)
     except OSError as error:
@@ -140,7 +141,7 @@ def _verify(
 
 
 def write_piece(file: SlotFile, piece: PieceBuffers, digest: Digest) -> MovedPiece:
-    """Compute checksums and write a piece; a failing sector fails only its own chunk."""
+    """Compute checksums and write a piece. A bad sector fails only its own chunk."""
     digests = [digest(view, seed) for view, seed in zip(piece.views, piece.seeds, strict=True)]
     try:
         file.write(piece.first_slot, piece.views)
@@ -158,10 +159,11 @@ def hash_key(key: bytes) -> int:
 
 
 def select_digest(*, alone: bool) -> Digest:
-    """Return the function that computes the checksum to store in the index.
+    """Return the function that computes the checksums in the index.
 
     Args:
-        alone: Whether no other thread of this process runs Python code for long.
+        alone: Whether this thread may release the interpreter's lock freely, because other
+            threads hold it only briefly.
     """
     return _xxh3_alone if alone else _xxh3
 

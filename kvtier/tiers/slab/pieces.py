@@ -1,4 +1,4 @@
-"""Plans of pieces: group the slots of a batch so that a system call moves many of them."""
+"""Plans of pieces: group the slots of a batch so that one system call moves many slots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_pieces(
     Args:
         slots: Slot of each chunk of the batch, in any order.
         chunks: Positions in the batch to move.
-        slots_per_piece: Most slots of one piece.
+        slots_per_piece: Largest number of slots of a piece.
 
     >>> plan = plan_pieces(np.array([7, 3, 8, 9]), np.arange(4), slots_per_piece=2)
     >>> [(piece.first_slot, piece.chunks) for piece in plan]

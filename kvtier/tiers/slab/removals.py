@@ -1,19 +1,20 @@
 """The removal log: records for the operator why chunks were removed.
 
-It is a table in the index with a limit in bytes. A row has a reason and the marks of all keys
-that one commit removed for this reason, so evicting a thousand chunks writes one row of 8 KB. A
-row's number, ``end``, is the total size of all rows written so far, including this row. So "all
-but the newest N bytes" is a range of numbers, and trimming needs no scan.
+The removal log is a table in the index with a limit in bytes. A row has a reason and the marks
+of all keys that one commit removed for this reason, so evicting a thousand chunks writes one
+row of 8 KB. A row's number, ``end``, is the total size of all rows written so far, including
+this row. So the rows before the newest N bytes are a range of numbers, which can be deleted
+without a scan.
 
-A mark identifies a key with 8 bytes instead of some 36. It is the key's first 8 bytes, whose
-first 4 are exclusive-ored with the group. Unlike a hash, a mark can be computed from the short
-form of a key that people see, ``f5b165224a58b791/0``. The group distinguishes the chunks of one
-block hash. The group is in the first half of the mark. So the first 8 digits of a key are
-enough to decode the group and the short form from a mark.
+A mark identifies a key with 8 bytes instead of some 36. A mark is the key's first 8 bytes; the
+first 4 of them are exclusive-ored with the group. Unlike a hash, a mark can be computed from
+the short form of a key that people see, ``f5b165224a58b791/0``. The group distinguishes the
+chunks with the same block hash. The group is in the first half of the mark, so the first 8
+digits of a key suffice to decode the group and the short form from a mark.
 
 Block hashes are uniform, so two keys have equal marks with probability 2^-64. A key that was
-never stored matches a mark in a full log with probability 2^-44. Such a collision makes one
-answer to the operator wrong, and nothing else: no lookup of chunks uses marks.
+never stored matches a mark in a full log with probability 2^-44. Such a collision makes only
+one answer to the operator wrong, because lookups of chunks do not use marks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Row = tuple[int, int, str, bytes]
 
 
 class RemovalReason(enum.Enum):
-    """Why a chunk was removed from the tier; the index stores the value."""
+    """Why a chunk was removed from the tier. The index stores the value."""
 
     EVICTED = "evicted"
     """Another chunk was written into the chunk's slot."""
@@ -105,7 +106,7 @@ class MarkPattern:
         return group < LIKELY_GROUPS if self.group is None else group == self.group
 
     def short_of(self, mark: int) -> str:
-        """Return the short form of a key from ``mark``; the mark must match this pattern."""
+        """Return the short form of the key of ``mark``, which must match this pattern."""
         group = (mark ^ self._begin()) >> GROUP_SHIFT
         return f"{mark ^ group << GROUP_SHIFT:016x}/{group}"
 
@@ -130,7 +131,7 @@ def make_rows(
 
     Args:
         removals: Marks of the removed keys, by reason.
-        end: Number of the last row so far.
+        end: Number ``end`` of the log's last row.
         at: Seconds since the epoch.
     """
     rows: list[Row] = []

@@ -117,7 +117,7 @@ class IndexMissingError(IndexDamagedError):
 
 
 class IndexVersionError(IndexDamagedError):
-    """The file is an index of another version of kvtier."""
+    """Another version of kvtier made the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Removal:
 def index_room_nbytes(capacity_slots: int) -> int:
     """Return the bytes to reserve for an index: table, removal log and write-ahead log.
 
-    The write-ahead log grows further while a process reads an old state of the index.
+    The write-ahead log may grow beyond that while a process reads an old state of the index.
     """
     return capacity_slots * _ROW_NBYTES + 2 * REMOVAL_LOG_NBYTES + _LOG_NBYTES
 
@@ -161,8 +161,8 @@ def check_schema(connection: sqlite3.Connection) -> None:
     """Check that ``connection`` has an index of this version open.
 
     Raises:
-        IndexVersionError: It is an index of another version.
-        IndexDamagedError: It is not an index.
+        IndexVersionError: The file is an index of another version.
+        IndexDamagedError: The file is not an index.
     """
     run = connection.execute
     application_id, version = (
@@ -185,7 +185,7 @@ def has_retained(connection: sqlite3.Connection) -> bool:
 
 @contextlib.contextmanager
 def damage_raised() -> Iterator[None]:
-    """Turn errors that a damaged file causes into IndexDamagedError; pass on other errors."""
+    """Convert errors of a damaged file into IndexDamagedError; pass on other errors."""
     try:
         yield
     except (sqlite3.NotSupportedError, IndexDamagedError):
@@ -199,12 +199,12 @@ def damage_raised() -> Iterator[None]:
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """Return whether ``error`` says that the disk is full."""
+    """Return whether ``error`` reports a full disk."""
     return _code_of(error) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def lacks_shared_memory(error: sqlite3.Error) -> bool:
-    """Return whether ``error`` says that the disk has no room for SQLite's ``-shm`` file."""
+    """Return whether ``error`` reports a lack of disk room for SQLite's ``-shm`` file."""
     return _code_of(error) == sqlite3.SQLITE_IOERR_SHMSIZE
 
 

@@ -1,4 +1,4 @@
-"""The slot table: what each slot of an open slab holds, in arrays."""
+"""The slot table: the contents of all slots of an open slab, in arrays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["SlotTable"]
 
 
 class SlotTable:
-    """The key hash, key mark and checksum of every slot that is known to hold a chunk.
+    """The key hash, key mark and checksum of every slot whose chunk is known.
 
-    The table uses 25 bytes per slot and has no Python objects. It does not keep keys: hashes
-    distinguish them, and marks stand for them in the removal log.
+    The table uses 25 bytes per slot and has no Python objects. In place of keys it has their
+    hashes, for comparisons, and their marks, for the removal log.
 
-    Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
-    called from different threads.
+    ``drop`` and ``matches`` may be called from different threads, because each numpy operation
+    keeps the interpreter lock.
 
     Args:
         capacity_slots: Number of slots.
@@ -60,9 +60,9 @@ class SlotTable:
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> PackedMarks:
-        """Return the marks of the old keys in ``slots``.
+        """Return the marks of the replaced keys in ``slots``.
 
-        A key is old if its hash differs from ``key_hashes`` at the same position.
+        A key is replaced if its hash differs from ``key_hashes`` at the same position.
         """
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
         removed: PackedMarks = self._key_marks[slots][others].tobytes()
@@ -75,11 +75,11 @@ class SlotTable:
     def matches(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Return each position ``i`` where ``slots[i]`` holds the key of ``key_hashes[i]``."""
+        """Return each position ``i`` where ``key_hashes[i]`` is the hash of ``slots[i]``."""
         found = self._known[slots] & (self._key_hashes[slots] == key_hashes)
         return np.flatnonzero(found)
 
     def checksums(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
-        """Return the checksums of ``slots``; their content must be known."""
+        """Return the checksums of ``slots``, whose chunks the table must know."""
         listed: list[int] = self._checksums[slots].tolist()
         return listed

@@ -1,4 +1,4 @@
-"""The slot file: preallocated for all slots, with O_DIRECT where the file system has it."""
+"""The slot file: preallocated for all slots, with O_DIRECT if the file system supports it."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class SlotFileSpec:
 
 
 class SlotFile:
-    """An open slot file. Its methods block; they may be called from several threads.
+    """An open slot file. Its methods block; several threads may call them.
 
     Attributes:
         path: Path of the file.
         direct: Whether I/O bypasses the page cache.
-        found_nbytes: Bytes of the file when it was opened; 0 for a new one.
-        failed_syncs: How often :meth:`sync` failed.
+        found_nbytes: Bytes of the file before it was opened; 0 for a new file.
+        failed_syncs: Number of failed calls of :meth:`sync`.
     """
 
     def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
@@ -112,7 +112,7 @@ class SlotFile:
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
-        """Open a slot file for reading, with O_DIRECT if possible; an engine may have it open.
+        """Open a slot file for reading, even if an engine has it open; O_DIRECT if possible.
 
         Raises:
             OSError: The file cannot be opened.
@@ -164,12 +164,12 @@ class SlotFile:
         write_fully(self._io, self._fd, views, first_slot * self._slot_nbytes)
 
     def sync(self) -> None:
-        """Wait until everything written survives loss of power.
+        """Wait until all written bytes would survive a power loss.
 
         Raises:
-            OSError: Some bytes were not written, perhaps another caller's. The kernel reports a
-                failure to one caller only. So every caller compares :attr:`failed_syncs` before
-                its writes and after the sync.
+            OSError: Some bytes were not written, perhaps those of another caller. The kernel
+                reports a failure to one caller only. So every caller compares
+                :attr:`failed_syncs` before its writes and after the sync.
         """
         try:
             self._io.sync_data(self._fd)
@@ -178,7 +178,7 @@ class SlotFile:
             raise
 
     def identity(self) -> tuple[int, int]:
-        """Return the numbers of the file system and of the file in it.
+        """Return the device number and the inode number of the file.
 
         Raises:
             OSError: The file system failed.
@@ -187,7 +187,7 @@ class SlotFile:
         return status.st_dev, status.st_ino
 
     def is_removed(self) -> bool:
-        """Return whether the file has no directory entry left, so that closing it deletes it.
+        """Return whether the file has no directory entry left, so that a close deletes it.
 
         Raises:
             OSError: The file system failed.
@@ -262,10 +262,10 @@ def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
 
 
 def _open_direct(path: Path, io: BlockIo) -> int:
-    """Open ``path`` with O_DIRECT and check that reading and writing work.
+    """Open ``path`` with O_DIRECT, and check that reads and writes work.
 
-    Some file systems accept the flag and refuse the I/O. The check writes back the page that it
-    read, so an interruption harms nothing.
+    Some file systems accept the flag but refuse the I/O. The check writes the same page that it
+    has read, so an interruption is harmless.
     """
     fd = io.open(path, os.O_RDWR | os.O_DIRECT)
     page = aligned_buffer(PAGE_NBYTES)

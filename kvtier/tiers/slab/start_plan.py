@@ -1,12 +1,12 @@
-"""Pure functions that plan what a starting engine does with the other caches in its directory.
+"""Plans what a starting engine does with the other caches in its directory.
 
-All namespaces in a cache directory share the capacity, so a cache with a new identity needs the
-room of another cache. This module decides which caches to remove and whether that is allowed.
-The start executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
+All namespaces in a cache directory share the capacity, so a new cache may need the room of
+another cache. This module decides which caches to remove and whether that is allowed. The start
+executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
 
-A cache that holds chunks and was used within ``keep_for`` is removed only with
-``on_mismatch: remove``. A typing error in a command line also gives a new identity, and must
-not delete such a cache.
+A cache that holds chunks and was used within ``keep_for`` is removed only with ``on_mismatch:
+remove``. A typing error in a command line also makes a new identity, and must not delete such a
+cache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Opening:
     """The namespace that is about to be opened.
 
     Attributes:
-        fields: Its identity, or the known part of it.
-        nbytes: Bytes of its slot file.
-        now_s: The time, in seconds since the epoch.
+        fields: The namespace's identity, or the known part of it.
+        nbytes: Bytes of the namespace's slot file.
+        now_s: The present time, in seconds since the epoch.
     """
 
     fields: Fields
@@ -52,7 +52,7 @@ class StartPlan:
     """What a starting engine does with the other namespaces in its cache directory.
 
     Attributes:
-        removed: Namespaces to remove, in this order. If there are refusals, none is removed.
+        removed: Namespaces to remove, in this order. With refusals, none is removed.
         refusals: Reasons not to start.
         warnings: Warnings for the operator.
     """
@@ -63,7 +63,7 @@ class StartPlan:
 
     @property
     def awaited(self) -> Neighbour | None:
-        """First namespace that must be removed but is still open; None if there is none."""
+        """The first namespace that must be removed but is still open; None if all are idle."""
         return next((each for each in self.removed if each.state is State.PASSING), None)
 
     @property
@@ -78,8 +78,8 @@ def plan_start(
     """Plan what a starting engine does with ``neighbours``, the directory's other namespaces.
 
     The least recently opened namespace is removed first. A namespace stays if an engine has it
-    open or another version made it. An idle namespace without a slot file is always removed,
-    because an earlier removal of it was interrupted.
+    open or another version made it. An idle namespace without a slot file is always removed: it
+    is the rest of an interrupted removal.
     """
     warnings = [
         _side_by_side(each, options) for each in neighbours if each.state is State.ENGINE
@@ -107,7 +107,7 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
     """Check that ``options`` are those of a slab tier, and return them.
 
     Raises:
-        ConfigError: They are the options of another kind of tier.
+        ConfigError: The options belong to another kind of tier.
     """
     if not isinstance(options, NvmeTierConfig):
         raise ConfigError(f"a slab tier takes NvmeTierConfig, not {type(options).__name__}")
@@ -117,12 +117,13 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
 def room_needed(
     nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int
 ) -> tuple[int, int]:
-    """Return how many more bytes of disk the slot file needs, and how many its index needs.
+    """Return how many more bytes of disk the slot file and its index need, as two numbers.
 
     Args:
         nbytes: Planned bytes of the slot file.
-        slots: Slots in it.
-        own_slots_nbytes: Present bytes of the slot file; a file that does not grow needs none.
+        slots: Number of slots in the file.
+        own_slots_nbytes: Present bytes of the slot file. A file that does not grow needs no
+            room.
         own_index_nbytes: Present bytes of the index.
     """
     if nbytes <= own_slots_nbytes:
@@ -132,7 +133,7 @@ def room_needed(
 
 
 def describe_difference(theirs: Fields | None, ours: Fields) -> str:
-    """Return a message on the fields of ``ours`` that differ in ``theirs``; empty if none does.
+    """Describe the fields of ``ours`` that differ in ``theirs``; empty if none does.
 
     >>> describe_difference({"model": "a", "ranks": 1}, {"model": "b", "ranks": 1})
     "model is 'a' there and 'b' here"

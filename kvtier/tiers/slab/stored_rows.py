@@ -1,6 +1,7 @@
 """The rows of an index as arrays, for an engine that opens its cache.
 
-This module needs numpy. The commands that read or change an index without an engine do not.
+Only engines use this module, which needs numpy. The commands for an index without an engine
+work without numpy.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ _KEYS_PER_STEP: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The index's content, least recently used first; keys are unique.
+    """The content of an index, least recently used first. Keys are unique.
 
     Attributes:
-        keys: The chunks' keys; an array, because a million objects fragment the heap.
+        keys: The chunks' keys; an array, because a million objects would fragment the heap.
         slots: The chunks' slots.
         key_hashes: 64-bit hash of each key.
         key_marks: Mark of each key for the removal log.
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row in another slot.
-        clock: A logical time later than any in the index.
-        retained: Time before which a chunk must not be evicted, in seconds since the epoch, by
+        clock: A logical time later than all times in the index.
+        retained: End of a chunk's protection from eviction, in seconds since the epoch, by
             slot.
     """
 
@@ -93,7 +94,7 @@ def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:
 
 
 def mark_keys(keys: Sequence[ChunkKey]) -> KeyMarks:
-    """Return the marks of ``keys``, as :func:`kvtier.tiers.slab.removals.pack_marks` does."""
+    """Return the marks of ``keys``; like :func:`kvtier.tiers.slab.removals.pack_marks`."""
     lengths = set(map(len, keys))
     if len(lengths) != 1 or min(lengths) < MARKED_NBYTES:
         return np.frombuffer(pack_marks(keys), dtype="<u8").astype(np.uint64)
@@ -108,7 +109,7 @@ def mark_keys(keys: Sequence[ChunkKey]) -> KeyMarks:
 def _fetch(
     database: IndexDatabase, capacity_slots: int
 ) -> tuple[KeyArray, npt.NDArray[np.int64]]:
-    """Return the keys of all rows, then their slots, checksums, generations, last uses."""
+    """Return the keys of all rows, and their slots, checksums, generations and last uses."""
     keys: list[KeyArray] = []
     numbers = [np.empty((0, 4), dtype=np.int64)]
     for found in database.packed_rows(capacity_slots):
@@ -144,7 +145,7 @@ def _by_step(values: npt.NDArray[Any]) -> Iterator[list[Any]]:
 def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     """Sort rows by last use and keep the newest row of each key.
 
-    Keys are compared by 64-bit hash; a collision loses one chunk and never serves wrong bytes.
+    Keys are compared by 64-bit hash. A collision loses one chunk but never serves wrong bytes.
     """
     if len(numbers) != len(keys):
         raise IndexDamagedError("its columns differ in length")

@@ -117,9 +117,9 @@ class SlabTier(StorageTier, PartHashKeeper):
 
     Args:
         options: The tier's section of the configuration.
-        context: Slot size, fingerprint of the stored bytes, and threads.
-        store: The open files; the tier owns them from now on.
-        rows: The rows that earlier runs left.
+        context: Slot size, fingerprint, and threads.
+        store: The open files; owned by the tier.
+        rows: The rows of earlier engines.
     """
 
     Options: ClassVar[type[TierConfig]] = NvmeTierConfig
@@ -175,13 +175,13 @@ class SlabTier(StorageTier, PartHashKeeper):
 
         Args:
             options: A :class:`kvtier.config.NvmeTierConfig`.
-            context: Slot size, fingerprint of the stored bytes, and threads.
+            context: Slot size, fingerprint, and threads.
             io: The system calls; tests pass failing ones.
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
-            CacheLockedError: The namespace is open already, or a namespace that must be removed
-                stays open in another process.
+            CacheLockedError: The namespace is open already, or another process keeps a
+                namespace open that must be removed.
             CacheDamagedError: The namespace has foreign files or another layout.
             TierUnavailableError: The medium fails.
         """
@@ -223,7 +223,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
 
     def _load_part_hashes(self, parts: int) -> StoredPartHashes:
-        """Return the stored part hashes; if the index cannot keep any, warn and return none."""
+        """Return the stored part hashes; if the index cannot keep any, warn; return none."""
         self._keeps_part_hashes = False
         if not parts:
             return NO_PART_HASHES
@@ -299,7 +299,7 @@ class SlabTier(StorageTier, PartHashKeeper):
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
+        """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable in about a second."""
         checked = self._checked(slots)
         self._index.log_removal_nowait(RemovalReason.CORRUPT, self._table.held(checked))
         self._table.drop(checked)
@@ -377,7 +377,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)
 
     async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
-        """Wait until the written chunks survive loss of power."""
+        """Wait until the written chunks would survive a power loss."""
         file = self._store.file
         try:
             await self._pool.run(file.sync, priority=int(purpose))
@@ -408,10 +408,10 @@ class SlabTier(StorageTier, PartHashKeeper):
                 batch.fail(done, "the tier was reset meanwhile")
 
     def _per_piece(self, chunks: int) -> int:
-        """Return the maximum number of chunks per system call in a read of ``chunks`` chunks.
+        """Return the largest number of chunks per system call in a read of ``chunks`` chunks.
 
-        A read that fits one call is split between all threads, so that it ends sooner and the
-        next read begins while this one is verified. Longer reads have several pieces anyway.
+        A read that fits into one call is split between all threads. So it ends sooner, and the
+        next read starts during its verification. Longer reads have several pieces anyway.
         """
         if chunks > self._slots_per_piece:
             return self._slots_per_piece
@@ -419,7 +419,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         return max(-(-chunks // self._pool.threads), least)
 
     def _warn_of_reset(self) -> None:
-        """Warn once about what a reset means for a restart."""
+        """Warn once about the effect of a reset on a restart."""
         if not (self._warned_of_reset or self._options.keep_after_reset):
             self._warned_of_reset = True
             logger.warning(

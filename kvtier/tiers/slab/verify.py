@@ -2,8 +2,8 @@
 
 A running engine overwrites slots. Between the write of a payload and the commit of its row, the
 slot does not match the index, which looks like damage. So a chunk with a wrong checksum is only
-a suspect. The suspect is bad if a moment later its row is unchanged and its bytes are still
-wrong.
+a suspect. The suspect is bad if its row is unchanged and its bytes are still wrong a moment
+later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BadChunk:
     """A chunk that an engine could not use.
 
     Attributes:
-        entry: Its row.
+        entry: The chunk's row.
         unreadable: Whether the medium failed; otherwise the checksum is wrong.
     """
 
@@ -60,8 +60,8 @@ class Verification:
     Attributes:
         chunks: Number of checked chunks.
         nbytes: Payload bytes of the chunks that could be read whole.
-        seconds: How long reading took.
-        changed: Number of suspects that an engine replaced or removed before the next check.
+        seconds: Seconds that the reads took.
+        changed: Number of suspects that an engine replaced or removed before the second check.
         bad: Bad chunks.
     """
 
@@ -80,7 +80,7 @@ def verify(
     on_progress: Callable[[int], None] = lambda _: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Verification:
-    """Read every chunk of ``space`` and compare the chunk with its checksum. This call blocks.
+    """Read every chunk of ``space`` and compare it with its checksum. This call blocks.
 
     Args:
         space: The namespace.
@@ -118,7 +118,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """The numbers of chunks and slots that one call has finished."""
+    """Numbers of chunks and slots that one call has processed."""
 
     chunks: int
     slots: int
@@ -146,7 +146,7 @@ class _Checker:
             self._buffers.put(aligned_buffer(self.slots_per_piece * slot_nbytes))
 
     def check(self, entries: Sequence[Entry]) -> list[BadChunk]:
-        """Return the bad chunks among ``entries``, which are in consecutive slots."""
+        """Return the bad chunks among ``entries``, whose slots are consecutive."""
         buffer = self._buffers.get()
         try:
             step = self._slot_nbytes
@@ -169,7 +169,7 @@ class _Checker:
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int, stored_after: int
 ) -> Iterator[_Call]:
-    """Yield functions that each check one piece of the slot file; read the index in windows."""
+    """Yield functions that each check one piece; read the index in windows of slots."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
@@ -194,7 +194,7 @@ def _classify(
     checker: _Checker,
     pause: Callable[[float], None],
 ) -> None:
-    """Check ``suspects`` again; add bad ones to ``found`` and count those that changed."""
+    """Check ``suspects`` again; add bad ones to ``found``, and count changed ones."""
     left = _unchanged(suspects, found, reader, checker)
     if left and reader.live:
         pause(_SETTLE_S)
