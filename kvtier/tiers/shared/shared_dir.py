@@ -209,18 +209,20 @@ class _ValueFiles:
         self._of_thread = threading.local()
 
     def contain(self, key: str) -> bool:
-        """Return whether there is a value of ``key``.
+        """Return whether there is a value of ``key`` of the right size.
+
+        A truncated file counts as absent, so that it is replaced.
 
         Raises:
             OSError: The file system failed.
         """
         try:
-            self._io.status(self._layout.path_of(key))
+            status = self._io.status(self._layout.path_of(key))
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             return False
-        return True
+        return status.st_size == self._value_nbytes
 
     def read(self, item: tuple[str, Value]) -> Outcome:
         """Read the value of a key into its buffers."""
