@@ -210,9 +210,9 @@ class _ValueFiles:
         self._of_thread = threading.local()
 
     def contain(self, key: str) -> bool:
-        """Return whether there is a value of ``key`` with the right size.
+        """Return whether there is a value of ``key`` of the right size.
 
-        So a truncated value is put again.
+        A truncated file counts as absent, so that it is replaced.
 
         Raises:
             OSError: The file system failed.

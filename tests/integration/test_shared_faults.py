@@ -1,0 +1,173 @@
+"""The service of a shared tier fails below a real engine: it goes on, token for token."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.scenario import Report, Scenario, Wave, WaveReport
+from tests.integration.harness import Reference, Site
+from tests.integration.shared_services import SERVICES, Directory, Service, running, write_config
+from tests.integration.test_faults import counted, few, there_and_back
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = 20
+LOAD_TIMEOUT_S = 2.0
+LOOKUP_TIMEOUT_S = 0.2
+SLACK_S = 10.0
+"""For what else the machine does; a wave that waits for the service takes longer."""
+HEALTHY = 2
+TROUBLED = 3
+RECOVERING = 12
+OPENED = re.compile(r"(\S+ -> \S+) is out of service")
+CLOSED = re.compile(r"(\S+ -> \S+) is in service again")
+
+
+def impatient(site: Site, service: Service) -> Path:
+    """Write a configuration with little memory and short deadlines."""
+    tier = {"lookup_timeout": f"{LOOKUP_TIMEOUT_S}s"}
+    if not isinstance(service, Directory):
+        tier["request_timeout"] = "1s"
+    timeout = f"{LOAD_TIMEOUT_S}s"
+    return write_config(
+        site.directory / "kvtier.yaml",
+        service,
+        ram_blocks=64,
+        tier=tier,
+        transfer={
+            "load_timeout": timeout,
+            "store_timeout": timeout,
+            "breaker_backoff": "200ms",
+        },
+    )
+
+
+class Troubled:
+    """An engine that serves waves while its shared tier's service fails.
+
+    Args:
+        site: Where its files go.
+        service: The service.
+    """
+
+    def __init__(self, site: Site, service: Service) -> None:
+        self._site = site
+        wave = there_and_back(few(site.reference.conversations[0], PROMPTS))
+        self.waves = (wave,) * (HEALTHY + TROUBLED + RECOVERING)
+        self._scenario = Scenario(
+            model=site.reference.model,
+            config=impatient(site, service),
+            waves=self.waves,
+            gpu_blocks=48,
+            context_tokens=1024,
+            timed=True,
+        )
+
+    def start(self) -> EngineProcess:
+        """Start the engine; :meth:`serve` sends the waves."""
+        return EngineProcess(self._scenario, self._site.directory, "engine")
+
+
+def serve(engine: EngineProcess, waves: int) -> None:
+    """Let ``engine`` serve some waves."""
+    for _ in range(waves):
+        engine.go()
+        engine.wait_for("wave")
+
+
+def failures(wave: WaveReport, kind: str) -> float:
+    """Return how many chunks and questions failed."""
+    names = ("kvtier_failed_chunks", "kvtier_expired_jobs", "kvtier_refused_jobs")
+    return sum(counted(wave, name, tier=kind) for name in names)
+
+
+def check(site: Site, kind: str, waves: tuple[Wave, ...], report: Report) -> None:
+    """Check what an engine answered, how long it took, and what it counted."""
+    site.reference.assert_equal(report, waves=waves)
+    assert not any(answer.failed for answer in report.answers())
+    healthy = report.waves[:HEALTHY]
+    troubled = report.waves[HEALTHY : HEALTHY + TROUBLED]
+    last = report.waves[-1]
+    print([(round(w.seconds, 1), failures(w, kind), counted(w, "kvtier_hit_tokens", tier=kind), counted(w, "kvtier_out_of_service", tier=kind)) for w in report.waves])
+    print(site.log("engine")[-6000:])
+    patience_s = 2 * healthy[0].seconds + LOAD_TIMEOUT_S + LOOKUP_TIMEOUT_S + SLACK_S
+    assert max(wave.seconds for wave in report.waves) < patience_s
+    assert sum(failures(wave, kind) for wave in troubled) > 0
+    assert counted(healthy[-1], "kvtier_hit_tokens", tier=kind) > 0
+    assert counted(last, "kvtier_hit_tokens", tier=kind) > 0
+    assert failures(last, kind) == 0
+    assert counted(last, "kvtier_out_of_service", tier=kind) == 0
+    log = site.log("engine")
+    opened, closed = ({*pattern.findall(log)} for pattern in (OPENED, CLOSED))
+    assert opened
+    assert closed == opened
+    assert report.count("kvtier_internal_errors") == 0
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_a_service_is_killed_and_started_again_while_an_engine_serves(
+    site: Site, kind: str
+) -> None:
+    with ExitStack() as stack:
+        service = stack.enter_context(running(kind, site.directory))
+        trouble = Troubled(site, service)
+        engine = stack.enter_context(trouble.start())
+        serve(engine, HEALTHY)
+        engine.go()
+        service.kill()
+        engine.wait_for("wave")
+        serve(engine, TROUBLED - 1)
+        engine.go()
+        service.start()
+        engine.wait_for("wave")
+        serve(engine, RECOVERING - 1)
+        report = engine.result()
+    check(site, kind, trouble.waves, report)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SERVICES if kind != Directory.kind])
+def test_a_service_stops_answering_for_a_while_below_an_engine(site: Site, kind: str) -> None:
+    with ExitStack() as stack:
+        service = stack.enter_context(running(kind, site.directory))
+        trouble = Troubled(site, service)
+        engine = stack.enter_context(trouble.start())
+        serve(engine, HEALTHY)
+        engine.go()
+        with service.stalled():
+            engine.wait_for("wave")
+            serve(engine, TROUBLED - 1)
+            engine.go()
+        engine.wait_for("wave")
+        serve(engine, RECOVERING - 1)
+        report = engine.result()
+    check(site, kind, trouble.waves, report)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["new-weights", "keep_after_reset"])
+def test_after_a_reset_an_engine_shares_chunks_only_if_it_keeps_them(
+    reference: Reference, site: Site, keeps: bool
+) -> None:
+    before = few(reference.conversations[0], 8)
+    after = few(reference.long_answers, 8)
+    service = Directory(site.directory / "shared")
+    tier = {"keep_after_reset": keeps}
+    config = write_config(site.directory / "a.yaml", service, ram_blocks=256, tier=tier)
+    waves = (before, few(before, 8, reset_first=True), after)
+    scenario = Scenario(model=reference.model, config=config, waves=waves)
+    report = run_engine(scenario, site.directory, "first")
+    reference.assert_equal(report, waves=waves)
+    other = scenario.model_copy(update={"waves": (after, before)})
+    theirs = run_engine(other, site.directory, "second")
+    reference.assert_equal(theirs, waves=other.waves)
+    _, old, _ = report.waves
+    new_of_other, old_of_other = theirs.waves
+    tokens = [
+        counted(wave, "kvtier_hit_tokens", tier="shared_dir")
+        for wave in (old, new_of_other, old_of_other)
+    ]
+    assert [count > 0 for count in tokens] == [keeps, keeps, True]
