@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import warnings
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from tests.integration.harness import Reference, Site, run_reference
 from tests.integration.preloaded import Program
 
 # vLLM and what it imports warn while they are imported, which pytest would take for failures.
+gc.disable()  # a quarter of the time
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     importlib.import_module("kvtier.vllm.spec")
+gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

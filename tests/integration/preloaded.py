@@ -56,7 +56,7 @@ class Program:
         ours_out, theirs_out = os.pipe()
         ours_status, theirs_status = os.pipe()
         streams = [theirs_in, theirs_out, log.fileno() if log else theirs_out, theirs_status]
-        socket.send_fds(parent(), [json.dumps(command).encode()], streams)
+        socket.send_fds(parent(), [request_of(command)], streams)
         for descriptor in (theirs_in, theirs_out, theirs_status):
             os.close(descriptor)
         self.stdin = os.fdopen(ours_in, "w")
@@ -85,6 +85,14 @@ class Program:
         with status:
             self.returncode = int(status.readline())
         self._ended.set()
+
+
+def request_of(command: Sequence[str]) -> bytes:
+    """Return the environment that a command for ``env`` asks for, its module and arguments."""
+    python = command.index(sys.executable)
+    settings = dict(pair.split("=", 1) for pair in command[1:python])
+    environment = {**os.environ, **settings}  # noqa: TID251 - of another process
+    return json.dumps([environment, command[python + 2 :]]).encode()
 
 
 @cache
@@ -130,12 +138,17 @@ def main() -> None:
             break
         for descriptor in streams:
             os.close(descriptor)
-    become(json.loads(request), streams)
-
-
-def become(command: Sequence[str], streams: Sequence[int]) -> None:
-    """Fork once more, report what becomes of the child, and return in the child."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    fork_and_report(*streams)
+    environment, sys.argv = json.loads(request)
+    os.environ.clear()  # noqa: TID251 - as exec does
+    os.environ.update(environment)  # noqa: TID251
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+
+
+def fork_and_report(*streams: int) -> None:
+    """Return in a child with these standard streams; its parent writes its number and end."""
     *standard, status = streams
     if pid := os.fork():
         for descriptor in standard:
@@ -151,17 +164,8 @@ def become(command: Sequence[str], streams: Sequence[int]) -> None:
         os.dup2(descriptor, number)
     for descriptor in set(standard):
         os.close(descriptor)
-    python = command.index(sys.executable)
-    settings = {pair.partition("=")[0]: pair.partition("=")[2] for pair in command[1:python]}
-    os.environ.update(settings)  # noqa: TID251 - as env does
-    _, *sys.argv = command[python + 1 :]
-
-
-def run() -> None:
-    """Run the module that this process was forked for."""
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
     main()
-    run()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -206,9 +206,6 @@ SCHEMES: dict[str, Callable[[], Placement]] = {
 }
 SMALL = ROOT / "tests/data/small_chat.jsonl"
 MOST_REFERENCES = 3000
-# All of them take minutes; the others run at night.
-QUICK = {"trace": "mooncake_synthetic", "l1_fraction": "0.05", "l2_fraction": "0.2"}
-QUICK_SCHEMES = ("exclusive",)
 
 
 @cache
@@ -240,15 +237,13 @@ def test_on_the_small_trace_two_tiers_do_what_the_textbook_says(
 
 
 @needs_traces
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [
         pytest.param(
             row,
             id=f"{row['trace']}-{row['l1_fraction']}-{row['l2_fraction']}-{row['scheme']}",
-            marks=[]
-            if QUICK.items() <= row.items() and row["scheme"] in QUICK_SCHEMES
-            else [pytest.mark.slow],
         )
         for row in reference_rows()
         if row["trace"].startswith("mooncake") and row["scheme"] in SCHEMES
