@@ -37,7 +37,7 @@ __all__ = [
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean x?``, or an empty string if no known word is close."""
+    """Return ``; did you mean x?``, or an empty text if no known word is similar."""
     close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -59,7 +59,7 @@ class ClosedError(KvtierError):
 
 
 class CapacityError(KvtierError):
-    """There is not enough space in memory, on a disk or in a tier."""
+    """A memory, a disk or a tier has too little space."""
 
 
 class CudaError(KvtierError):

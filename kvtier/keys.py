@@ -69,7 +69,7 @@ def group_of(key: ChunkKey) -> int:
 
 
 def group_filter(group: int) -> Callable[[ChunkKey], bool]:
-    """Return a predicate that tells whether a key belongs to KV cache group ``group``.
+    """Return a predicate that tests whether a key belongs to KV cache group ``group``.
 
     The predicate runs in C, so it is fast.
 
@@ -80,10 +80,11 @@ def group_filter(group: int) -> Callable[[ChunkKey], bool]:
 
 
 def counting_group(reads_all: Mapping[int, bool]) -> int:
-    """Return the index of the *counting group*, the group in which prompt tokens are counted.
+    """Return the index of the *counting group*, the group whose chunks count prompt tokens.
 
-    Every group has chunks of the same tokens, so only one group is counted. The counting group
-    is the first group whose layers read the whole prefix, or the first group if there is none.
+    All groups have chunks of the same tokens, so only one group is counted. The counting group
+    is the first group whose layers read the whole prefix; without such a group, it is the first
+    group.
 
     Args:
         reads_all: By group index, whether the group's layers read the whole prefix.
@@ -99,7 +100,8 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
 def is_single_group(keys: Sequence[ChunkKey]) -> bool:
     """Return whether ``keys``, sorted by group, belong to one KV cache group.
 
-    Compares only the first and the last key, because every load and store calls this.
+    The function compares only the first and the last key, because every load and store calls
+    it.
 
     >>> is_single_group([make_key(b"a", 3), make_key(b"b", 3)])
     True

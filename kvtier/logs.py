@@ -1,7 +1,7 @@
 """Loggers that write to the engine's log under kvtier's name.
 
 vLLM configures only the logger ``vllm``. Lines of other loggers lack level and time in vLLM's
-log, or do not appear. vLLM prints only the last part of a path, so a filter adds the rest.
+log, or do not appear. vLLM prints only a file's name, so a filter adds the path.
 """
 
 from __future__ import annotations

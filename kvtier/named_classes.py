@@ -1,6 +1,7 @@
 """Classes by name: built in, from installed packages, or any class as ``module:Class``.
 
-Built-in classes are named as text, so that reading a configuration does not import them.
+The names of built-in classes are texts, so that a reader of a configuration does not import the
+classes.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class NamedClasses:
     def obstacle(self, name: str) -> tuple[str, str] | None:
         """Return why the class ``name`` does not load, and a remedy; None if it loads.
 
-        Also None for a built-in class, which is not imported, and for an unknown name, which
-        the caller must report.
+        The result is None too for a built-in class, which is not imported, and for an unknown
+        name, which the caller must report.
         """
         point = None if name in self.built_in else self._point(name)
         if point is None:
@@ -61,7 +62,7 @@ class NamedClasses:
                 ``module:Class``.
 
         Raises:
-            ConfigError: There is nothing of this name, or it does not load.
+            ConfigError: No class has this name, or the class does not load.
         """
         point = self._point(name)
         if point is None:
@@ -76,10 +77,10 @@ class NamedClasses:
             raise ConfigError(f"{problem}; {_remedy(point, error)}") from error
 
     def find_derived(self, name: str, base: type[Any]) -> type[Any]:
-        """Return the class called ``name``, which is derived from ``base`` and complete.
+        """Return the class ``name``; check that it derives from ``base`` and is complete.
 
         Raises:
-            ConfigError: There is no such class, or it is not usable.
+            ConfigError: The class is unknown or not usable.
         """
         found = self.find(name)
         which = repr(found)
@@ -97,7 +98,7 @@ class NamedClasses:
         return found
 
     def _registered(self) -> dict[str, EntryPoint]:
-        """Return the entry points of installed packages, by name; the first group wins."""
+        """Return the entry points of installed packages by name; the first group wins."""
         return {
             point.name: point
             for group in reversed(self.groups)

@@ -53,24 +53,24 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     """The medium failed; the destination is undefined."""
     CORRUPT = "corrupt"
-    """The source does not hold the bytes that were stored there."""
+    """The source has other bytes than were stored there."""
     EXPIRED = "expired"
     """The deadline passed, or the source had to be overwritten before the transfer."""
     CANCELLED = "cancelled"
-    """No longer needed: the request ended, the cache was reset, the engine closes, or an
-    earlier chunk did not arrive. The medium is fine."""
+    """The transfer became unnecessary: the request ended, the cache was reset, the engine
+    closes, or an earlier chunk did not arrive. The medium works."""
     MISSING = "missing"
-    """The source, a shared tier, no longer has the chunk. The medium is fine."""
+    """The source, a shared tier, has lost the chunk. The medium works."""
     REFUSED = "refused"
-    """Not accepted: the queue is full, the tier is out of service, or the chunk's blocks are
-    gone."""
+    """The job was not accepted: the queue is full, the tier is out of service, or the chunk's
+    blocks are lost."""
 
 
 class Job(NamedTuple):
-    """A batch of moves from one tier to another, or of keys to ask a shared tier for.
+    """A batch of moves from one tier to another, or a question to a shared tier.
 
     Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``. In a job
-    with purpose FIND, both tiers are the shared tier, and the slots are mere numbers.
+    with purpose FIND, both tiers are the shared tier, and the slots are only numbers.
 
     Attributes:
         job_id: Unique among the jobs of one engine.
@@ -97,7 +97,7 @@ class Job(NamedTuple):
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the job asks a tier for chunks and moves no bytes."""
+        """Whether the job asks a tier for chunks, without a move of bytes."""
         return self.purpose is Purpose.FIND
 
 
@@ -123,11 +123,11 @@ class TransferResult(NamedTuple):
     Attributes:
         job_id: The job.
         outcomes: One per chunk, in the job's order.
-        settled: False while a thread may still use the job's slots. The outcomes are final, but
-            no slot may be reused until the settled result arrives.
-        nbytes: Bytes that reached their destination.
-        seconds: Time of the transfer, without queueing.
-        queued_s: Time in the queue.
+        settled: False while a thread may still use the job's slots. The outcomes are final
+            then, but the slots must not be reused until the settled result arrives.
+        nbytes: Number of bytes that reached their destination.
+        seconds: Seconds of the transfer, without the time in the queue.
+        queued_s: Seconds in the queue.
         error: The first failure, for a log line; empty if every chunk is done.
     """
 
@@ -147,7 +147,7 @@ class SharedMemory:
     Attributes:
         descriptor: File descriptor; the mapping starts at offset 0.
         address: Start address in this process.
-        nbytes: Bytes that chunks may use.
+        nbytes: Number of bytes that chunks may use.
     """
 
     descriptor: int
@@ -156,13 +156,13 @@ class SharedMemory:
 
 
 class SlotFileId(NamedTuple):
-    """The slot file of an NVMe tier, for a process that opens it as well.
+    """The slot file of an NVMe tier, for another process that opens it.
 
     Attributes:
         tier: Name of the tier, for messages.
         path: The file.
-        device: Number of its file system, as ``st_dev``.
-        inode: Number of the file there, as ``st_ino``.
+        device: Device number of the file system, ``st_dev``.
+        inode: Inode number of the file, ``st_ino``.
     """
 
     tier: str
@@ -190,7 +190,7 @@ class LayoutFingerprint:
     groups: Sequence[Mapping[str, str | int]] = field(default=(), compare=False)
 
     def namespace(self) -> str:
-        """Return a directory name that differs whenever any field differs.
+        """Return a directory name that differs if any field differs.
 
         >>> a = LayoutFingerprint({"model": "m", "tp": 1})
         >>> a.namespace() == LayoutFingerprint({"tp": 1, "model": "m"}).namespace()

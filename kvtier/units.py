@@ -66,7 +66,7 @@ class UnitError(ConfigError, ValueError):
     It is also a ``ValueError``, so that pydantic reports the key of the invalid value.
 
     Attributes:
-        problem: What is wrong.
+        problem: The problem.
         remedy: What to write instead.
     """
 

@@ -1,4 +1,4 @@
-"""Archives: the chunks of a store, to carry to other machines.
+"""Archives: files with chunks of a cache, to copy the cache to other machines.
 
 ::
 
@@ -9,19 +9,19 @@
 An archive is a directory, or a prefix of a bucket. It has parts of some 16 MiB instead of one
 long file, for three reasons:
 
-* **Resuming.** A part exists completely or not at all. A repeated export or merge finds the
-  parts of the interrupted one, and writes the others. Object stores cannot resume a long
-  upload.
-* **Memory.** Each thread handles one part at a time, so the use of memory does not depend on
-  the size of the archive.
+* **Resuming.** A part exists completely or not at all. After an interruption, a repeated export
+  or merge finds the written parts and writes only the others. Object stores cannot resume a
+  long upload.
+* **Memory.** Each thread handles one part at a time, so the memory is bounded for any size of
+  the archive.
 * **Damage.** A part is named by the digest of its header, and the header has the checksum of
   every slot. So damage costs only the chunks in the damaged record or part.
 
-A slot has the same bytes in an archive as in a store. An engine with another number of ranks
-can use both if the fingerprint says ``ranks: any``.
+A slot has the same bytes in an archive as in a cache. An engine with another number of ranks
+can use the slot if the fingerprint has ``ranks: any``.
 
-An archive has no signature. As with a store, whoever can write an archive can change the
-answers of every engine that uses its chunks.
+An archive has no signature. Every user who can write to an archive can change the answers of
+the engines that use its chunks, as with a cache.
 """
 
 from __future__ import annotations

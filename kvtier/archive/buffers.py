@@ -1,7 +1,7 @@
 """Memory and compression that the threads of an export, an import or a merge share.
 
-All three work part by part. A part has at most 16 MiB of slots, or one larger slot. Few parts
-are in memory at a time. So the use of memory does not depend on the size of the archive.
+All three commands work part by part. A part has at most 16 MiB of slots, or one larger slot.
+Few parts are in memory at a time, so the memory is bounded for any size of the archive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BufferPool:
     """Page-aligned buffers that several threads lease and return.
 
     Args:
-        count: How many buffers can be leased at once.
+        count: Largest number of buffers leased at once.
     """
 
     def __init__(self, count: int) -> None:
@@ -64,16 +64,16 @@ class BufferPool:
 
 
 def slots_per_part(slot_nbytes: int) -> int:
-    """Return how many slots a part has at most."""
+    """Return the largest number of slots of a part."""
     return min(_MOST_SLOTS, max(1, _PART_NBYTES // slot_nbytes))
 
 
 def threads_for(slot_nbytes: int, *, buffers: int = 1) -> int:
-    """Return how many parts to handle at once, each on its own thread.
+    """Return the number of parts to handle at once, each in its own thread.
 
     Args:
         slot_nbytes: Bytes of one slot.
-        buffers: Buffers of a part's size that each part in work needs.
+        buffers: Number of buffers, each of a part's size, that each thread needs.
     """
     part_nbytes = slots_per_part(slot_nbytes) * slot_nbytes * buffers
     return max(1, min(_MOST_THREADS, 2 * _IN_FLIGHT_NBYTES // (part_nbytes + 1)))
@@ -88,19 +88,19 @@ def require_compression(compression: str) -> None:
     """Check that this process can read and write ``compression``.
 
     Raises:
-        ConfigError: The package for it is missing.
+        ConfigError: The package for this compression is missing.
     """
     if compression != "none":
         _zstandard()
 
 
 def record_room_nbytes(compression: str, slot_nbytes: int) -> int:
-    """Return the largest number of bytes that a record can have."""
+    """Return the largest number of bytes of a record."""
     return slot_nbytes if compression == "none" else slot_nbytes + (slot_nbytes >> 8) + 64
 
 
 def compress(slots: list[memoryview], into: memoryview) -> list[int]:
-    """Compress each slot by itself into ``into``, without gaps; return the new sizes."""
+    """Compress each slot separately into ``into``, without gaps; return the new sizes."""
     compressor = _zstandard().ZstdCompressor(level=_LEVEL)
     sizes, end = list[int](), 0
     for slot in slots:
@@ -112,7 +112,7 @@ def compress(slots: list[memoryview], into: memoryview) -> list[int]:
 
 
 def decompress(record: memoryview, into: memoryview) -> str:
-    """Decompress a record into a slot; return a message if it is damaged, else empty."""
+    """Decompress a record into a slot; return a message if it is damaged, else ""."""
     zstandard = _zstandard()
     try:
         slot = zstandard.ZstdDecompressor().decompress(record, max_output_size=len(into))

@@ -1,9 +1,9 @@
-"""Export: copy chunks of a store into an archive, even while an engine uses the store.
+"""Export: copy chunks of a cache into an archive, even while an engine uses the cache.
 
 The chunks of one part are read together, in the order of their slots. Each chunk is compared
-with its checksum. If a checksum does not match, the engine may just have replaced the chunk. So
-the chunk's index row is read again a moment later. If the row has changed, the chunk is left
-out. If not, the chunk is bad.
+with its checksum. After a mismatch, the engine may just have replaced the chunk. So the chunk's
+index row is read again a moment later. If the row has changed, the chunk is left out; otherwise
+it is bad.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Exported:
     """Result of an export.
 
     Attributes:
-        chunks: Chunks that were written.
-        present: Chunks that the archive had already.
-        changed: Chunks that an engine replaced during the export.
-        bad: Bad chunks, which are not in the archive, each with its problem.
-        archive_chunks: Chunks in the whole archive.
+        chunks: Number of written chunks.
+        present: Number of chunks that the archive had already.
+        changed: Number of chunks that an engine replaced during the export.
+        bad: Bad chunks, which were not exported, each with its problem.
+        archive_chunks: Number of chunks of the whole archive.
         archive_nbytes: Bytes of the whole archive.
     """
 
@@ -82,18 +82,18 @@ def export_chunks(
 
     Args:
         space: The namespace.
-        location: The place of the archive, which is created if it does not exist.
+        location: The place of the archive, which is created if missing.
         compression: ``none`` or ``zstd``.
-        wanted: Returns whether to export the chunk of a key.
+        wanted: Returns for a key whether to export the chunk.
         on_progress: Called with the number of slots finished since the last call.
         pause: Sleeps for the given seconds.
 
     Raises:
-        ConfigError: The store was reset, so its chunks may be of other weights; or the archive
+        ConfigError: The cache was reset, so its chunks may be of other weights. Or the archive
             cannot be written.
-        IndexDamagedError: The store's index cannot be used.
-        OSError: The medium of the store or of the archive failed.
-        sqlite3.Error: The store's index cannot be read now.
+        IndexDamagedError: The cache's index cannot be used.
+        OSError: The medium of the cache or of the archive failed.
+        sqlite3.Error: The cache's index cannot be read now.
     """
     slot_nbytes = space.layout.slot_nbytes
     buffers = 1 if compression == "none" else 2
@@ -117,7 +117,7 @@ def export_chunks(
 
 
 class _Export:
-    """One export; only the caller's thread changes its state."""
+    """One export. Only the caller's thread changes its state."""
 
     def __init__(
         self, reader: IndexReader, file: SlotFile, writer: ArchiveWriter, slot_nbytes: int
@@ -197,7 +197,7 @@ class _Export:
         return Record(entry.key, entry.checksum, last_use, self._slot_nbytes)
 
     def _fill(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> list[str]:
-        """Read the chunks of ``entries``; runs on several threads at once."""
+        """Read the chunks of ``entries``. Several threads may call this at once."""
         problems = list[str]()
         for group in consecutive([entry.slot for entry in entries], IOV_MAX):
             some = entries[group]
@@ -211,7 +211,7 @@ class _Export:
 
 
 def _require_trusted(space: StoredNamespace, reader: IndexReader) -> None:
-    """Raise ConfigError if the cache was reset: its chunks may be of other weights."""
+    """Raise ConfigError if the cache was reset, because its chunks may be of other weights."""
     at = reader.reset_at()
     if at is None:
         return

@@ -1,7 +1,7 @@
-"""Import: copy the chunks of an archive into a store that no engine uses.
+"""Import: copy the chunks of an archive into a cache that no engine uses.
 
-As in an engine, a chunk is written before its row in the index. So a killed import leaves a
-store that an engine can open. A repeated import copies only the chunks that the store lacks.
+As in an engine, a chunk is written before its row in the index. So an engine can open the cache
+even after a killed import. A repeated import copies only the chunks that the cache lacks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Imported:
 
     Attributes:
         directory: Directory of the namespace.
-        chunks: Chunks that were copied.
-        present: Chunks that the store had already.
-        left_out: Chunks for which the store has no room, the least recently used ones.
+        chunks: Number of copied chunks.
+        present: Number of chunks that the cache had already.
+        left_out: Number of chunks for which the cache has no room, the least recently used
+            ones.
         damaged: Damaged parts and records of the archive.
     """
 
@@ -45,7 +46,7 @@ class Imported:
 
 
 class _Assigned(NamedTuple):
-    """A record of a part, and the slot that it is copied to."""
+    """A record of a part, and the slot to copy it to."""
 
     record: int
     slot: int
@@ -67,20 +68,20 @@ def import_chunks(
     capacity_bytes: int | None = None,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Imported:
-    """Copy the chunks of ``archive`` into the store at ``directory``. This call blocks.
+    """Copy the chunks of ``archive`` into the cache at ``directory``. This call blocks.
 
     Args:
         archive: The archive.
         directory: The path of a tier, or the archive's namespace in it; its parent must exist.
         capacity_bytes: Bytes that the slots of this model may take. None keeps the size of an
-            existing store, and makes a new store as large as the archive.
+            existing cache, and makes a new cache as large as the archive.
         on_progress: Called with the number of chunks finished since the last call.
 
     Raises:
-        ConfigError: The store belongs to another cache, is in use, or cannot be written; the
+        ConfigError: The directory has another cache, is in use, or cannot be written. The
             message has a remedy.
-        IndexDamagedError: The store's index cannot be used.
-        OSError: The medium of the archive or of the store failed.
+        IndexDamagedError: The cache's index cannot be used.
+        OSError: The medium of the archive or of the cache failed.
         sqlite3.Error: The index cannot be written.
     """
     with open_target(archive.manifest, directory, capacity_bytes) as target:
@@ -91,7 +92,7 @@ def import_chunks(
 
 
 class _Import:
-    """One import; only the caller's thread changes its state."""
+    """One import. Only the caller's thread changes its state."""
 
     def __init__(self, archive: Archive, target: Target, found: Imported) -> None:
         self._archive = archive
@@ -112,9 +113,9 @@ class _Import:
             on_progress(loaded.records)
 
     def _least_use(self) -> int:
-        """Return the logical time since which a chunk must have been used to be imported.
+        """Return the logical time of the least recent use of a chunk to import.
 
-        The store has room for the chunks used at this time or later. If all chunks fit, the
+        The cache has room for the chunks used at this time or later. If all chunks fit, the
         time is 0.
         """
         room = self._target.free_count
@@ -163,7 +164,7 @@ class _Import:
 def _load(
     reader: PartReader, file: SlotFile, header: PartHeader, assigned: Sequence[_Assigned]
 ) -> _Loaded:
-    """Copy records of a part into their slots; runs on several threads at once."""
+    """Copy records of a part into their slots. Several threads may call this at once."""
     with reader.opened(header) as slots:
         good = [each for each in assigned if not slots.problems[each.record]]
         for group in consecutive([each.slot for each in good], IOV_MAX):

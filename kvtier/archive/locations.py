@@ -1,8 +1,8 @@
-"""Where an archive is: a directory, or a prefix of a bucket in an object store.
+"""The location of an archive: a directory, or a prefix of a bucket in an object store.
 
-A location holds named objects, each written once and completely. A reader never finds an
-incomplete object: a file gets its name after its last byte was written, and an object store
-shows an object only after its upload.
+A location has named objects, each written once and completely. A reader never finds an
+incomplete object: a file gets its name after its last byte, and an object store shows an object
+only after its upload.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP,
 
 
 class Location(ABC):
-    """Named objects of an archive. Several threads may use one location at once.
+    """The named objects of an archive. Several threads may use one location at once.
 
-    Methods raise :class:`OSError` when the medium fails; FileNotFoundError if there is no such
+    Methods raise :class:`OSError` when the medium fails, and FileNotFoundError for a missing
     object.
     """
 
@@ -69,7 +69,7 @@ class Location(ABC):
     @abstractmethod
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Create the location; lock out other writers in the ``with`` block if the medium can.
+        """Create the location, and lock out other writers in the ``with`` block if possible.
 
         Raises:
             ConfigError: The location cannot be written, or another process writes it.
@@ -77,7 +77,7 @@ class Location(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait until the objects survive loss of power."""
+        """Wait until the objects would survive a power loss."""
 
 
 class Directory(Location):
@@ -152,7 +152,7 @@ class Directory(Location):
                 self._io.close(fd)
 
     def _make(self) -> int:
-        """Create the directory if it is absent; return a descriptor of it.
+        """Create the directory if missing; return a descriptor of it.
 
         Raises:
             ConfigError: The directory cannot be created.
@@ -200,7 +200,7 @@ class _NotDirectError(Exception):
 
 
 def has_archive(text: str) -> bool:
-    """Return whether a path or URL seems to name an archive and not a store."""
+    """Return whether a path or a URL seems to name an archive and not a cache."""
     if "://" in text:
         return True
     path = Path(text)

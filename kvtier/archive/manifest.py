@@ -1,7 +1,7 @@
-"""The manifest of an archive: its layout, and the parts that it is made of.
+"""The manifest of an archive: its layout, and the list of its parts.
 
-The manifest is written after all parts, so an archive without a manifest is not complete. A
-part's name covers only the bytes of that part. The manifest shows whether a part is missing.
+The manifest is written after all parts, so an archive without a manifest is incomplete. A
+part's name covers only the bytes of that part; the manifest shows whether a part is missing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Manifest:
 
     @property
     def chunks(self) -> int:
-        """Number of all chunks."""
+        """Number of chunks of all parts."""
         return sum(part.chunks for part in self.parts)
 
     @property
@@ -105,7 +105,7 @@ class Manifest:
 
 
 def differences(theirs: Layout, ours: Layout) -> list[str]:
-    """Return each setting in which two caches differ, with both values.
+    """Return each setting that differs between two caches, with both values.
 
     >>> fields = {"model": "a", "ranks": 1}
     >>> theirs = Layout(LayoutFingerprint(fields), 4096)

@@ -27,10 +27,10 @@ class Merged:
     """Result of a merge.
 
     Attributes:
-        chunks: Chunks that were copied.
-        present: Chunks that the target archive had already.
-        damaged: Damaged parts and records of the sources; these are not copied.
-        archive_chunks: Chunks in the whole target archive.
+        chunks: Number of copied chunks.
+        present: Number of chunks that the target archive had already.
+        damaged: Damaged parts and records of the sources, which were not copied.
+        archive_chunks: Number of chunks of the whole target archive.
         archive_nbytes: Bytes of the whole target archive.
     """
 
@@ -52,14 +52,14 @@ def merge_archives(
 
     Args:
         sources: At least one archive; all are of one cache.
-        location: The place of the target archive, which is created if it does not exist.
+        location: The place of the target archive, which is created if missing.
         compression: ``none`` or ``zstd``.
         on_progress: Called with the number of chunks finished since the last call.
 
     Raises:
         ConfigError: The sources or the archive at ``location`` are of different caches, or the
             archive cannot be written.
-        OSError: The files failed.
+        OSError: The medium of an archive failed.
     """
     layout = sources[0].manifest.layout
     for source in sources[1:]:
@@ -122,7 +122,7 @@ class _Merge(NamedTuple):
 def _copy(
     reader: PartReader, writer: ArchiveWriter, header: PartHeader, picked: Sequence[int]
 ) -> _Copied:
-    """Copy the ``picked`` records of a part; runs on several threads at once."""
+    """Copy the ``picked`` records of a part. Several threads may call this at once."""
     damaged = list[Damage]()
 
     def fill(views: Sequence[memoryview]) -> list[str]:

@@ -1,7 +1,8 @@
-"""A prefix of a bucket, through obstore: S3, Google Cloud Storage, Azure; opens any location.
+"""A prefix of a bucket, through obstore, for S3, Google Cloud Storage and Azure.
 
-Credentials and endpoints come from the environment, by the rules of each provider. A part is
-small enough for one request, so there are no multipart uploads to complete or to clean up.
+The module also opens any location by its path or URL. Credentials and endpoints come from the
+environment, by the rules of each provider. A part is small enough for one request, so multipart
+uploads, which need a clean-up, are unnecessary.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Bucket(Location):
     """The objects below a prefix of a bucket.
 
     Args:
-        store: The bucket and the prefix.
-        url: URL of both, for messages.
+        store: obstore's client of the bucket, limited to the prefix.
+        url: URL of the bucket with the prefix, for messages.
     """
 
     def __init__(self, store: ObjectStore, url: str) -> None:
@@ -81,11 +82,11 @@ class Bucket(Location):
 
     @override
     def sync(self) -> None:
-        """Return at once: an object that was accepted is durable."""
+        """Return at once, because an accepted object is durable."""
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Convert an error of obstore to an error that names the object and a remedy."""
+        """Convert an obstore error to an error that names the object and a remedy."""
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
 
         try:
@@ -113,7 +114,7 @@ def open_location(text: str) -> Location:
 
 
 def open_bucket(url: str) -> Bucket:
-    """Return the bucket and prefix that ``url`` names.
+    """Return the bucket and the prefix that ``url`` names.
 
     Raises:
         ConfigError: The package obstore is missing, or the URL or the environment is wrong.

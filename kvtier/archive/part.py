@@ -7,12 +7,12 @@
     | magic   | version | header_nbytes | digest | JSON, blanks to a page  | records
     +---------+---------+---------------+--------+-------------------------+---------
 
-Numbers are little-endian. The digest is the XXH3 of all other bytes of the header. It is also
-the part's name, so a part never replaces another one. The header has the checksum of each
-record's slot, the same as in a store's index: the name covers every byte of the part.
+Numbers are little-endian. The digest is the XXH3 of all other bytes of the header. The digest
+is also the part's name, so a part never replaces another one. The header has the checksum of
+each record's slot, as in a cache's index, so the name covers every byte of the part.
 
-A record is the content of one chunk's slot, either unchanged or compressed by itself. Records
-have no padding.
+A record is the content of one chunk's slot, either unchanged or compressed. There is no padding
+between records.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Record(NamedTuple):
 
     Attributes:
         key: The chunk's key.
-        checksum: Checksum of its slot, as in a store's index, unsigned.
-        last_use: Logical time of its last use; larger is more recent.
+        checksum: Checksum of the chunk's slot, as in a cache's index, unsigned.
+        last_use: Logical time of the chunk's last use; larger is more recent.
         nbytes: Bytes of the record.
     """
 
@@ -91,11 +91,11 @@ class PartHeader:
         return self.header_nbytes + sum(self.sizes())
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each record."""
+        """Return the number of bytes of each record."""
         return [record.nbytes for record in self.records]
 
     def offsets(self) -> list[int]:
-        """Return the byte at which each record begins, and the part's end."""
+        """Return the offset of each record, and the end of the part."""
         return list(accumulate(self.sizes(), initial=self.header_nbytes))
 
     @classmethod
@@ -118,13 +118,13 @@ class PartHeader:
 
     @classmethod
     def room_nbytes(cls, layout: Layout, compression: str, records: Sequence[Record]) -> int:
-        """Return how many bytes a header of ``records`` needs, rounded up to whole pages."""
+        """Return the bytes that a header of ``records`` needs, rounded up to whole pages."""
         nbytes = PREFIX_NBYTES + len(_to_json(layout, compression, records))
         return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
     @staticmethod
     def header_nbytes_of(prefix: bytes | memoryview) -> int:
-        """Return the header's bytes from the first :data:`PREFIX_NBYTES` bytes of a part.
+        """Return the size of the header from the first :data:`PREFIX_NBYTES` bytes of a part.
 
         Raises:
             PartDamagedError: ``prefix`` is not the beginning of a part of this version.

@@ -1,7 +1,7 @@
 """Reads an archive, and reports each damage with its part, record and byte.
 
-Reading never fails because of damage. A damaged record is left out and reported. Every other
-record of the archive can be used.
+Damage never stops the reading. A damaged record is left out and reported; all other records of
+the archive can be used.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _HEADER_THREADS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A part or a record of an archive that cannot be used.
+    """A damaged part or record of an archive.
 
     Attributes:
         part: Name of the part.
-        chunks: How many chunks are lost.
-        problem: What is wrong.
+        chunks: Number of lost chunks.
+        problem: Description of the damage.
         record: Number of the record in the part; None if the whole part is lost.
         offset: First byte of the record in the part.
         key: Short form of the chunk's key; empty if the whole part is lost.
@@ -118,7 +118,7 @@ class Archive:
     sizes: Mapping[str, int]
 
     def headers(self) -> Iterator[PartHeader | Damage]:
-        """Yield the header of each part, or why the part is lost."""
+        """Yield the header of each part, or the damage that makes it unreadable."""
         calls = (partial(self._header, entry) for entry in self.manifest.parts)
         yield from run_in_order(calls, threads=_HEADER_THREADS, name="kvtier-headers")
 
@@ -133,7 +133,7 @@ class PartReader:
     """Reads and verifies parts; several threads may use it at once.
 
     Args:
-        location: Where the archive is.
+        location: The place of the archive.
         threads: Number of threads.
     """
 
@@ -145,7 +145,7 @@ class PartReader:
 
     @contextlib.contextmanager
     def opened(self, header: PartHeader) -> Iterator[Slots]:
-        """Yield the slots of a part; their memory is valid only in the ``with`` block.
+        """Yield the slots of a part. Their memory is valid only in the ``with`` block.
 
         Raises:
             OSError: The medium failed.
@@ -196,7 +196,7 @@ def open_archive(location: Location) -> Archive:
     """Open the archive at ``location``.
 
     Raises:
-        ConfigError: There is no complete archive, or its manifest is damaged.
+        ConfigError: The archive is missing or incomplete, or its manifest is damaged.
         OSError: The medium failed.
     """
     try:
@@ -267,12 +267,12 @@ def read_header(location: Location, name: str, nbytes: int) -> PartHeader | str:
     """Return the header of a part, or a message if the header cannot be used.
 
     Args:
-        location: Where the archive is.
+        location: The place of the archive.
         name: Name of the part.
         nbytes: Bytes of the part, as reported by the location.
 
     Raises:
-        ConfigError: The part is compressed, and the package for it is missing.
+        ConfigError: The part is compressed, and the package for its compression is missing.
         OSError: The medium failed.
     """
     try:

@@ -1,7 +1,8 @@
-"""The store that an import writes: its lock, its free slots and its index.
+"""The cache that an import fills: its lock, its free slots and its index.
 
-The store must have the archive's model and settings, or be new. An import uses only free slots:
-it evicts nothing. The store never exceeds the size of its slot file, or the given capacity.
+The cache must have the archive's model and settings, or be new. An import uses only free slots
+and evicts no chunk. The slots never exceed the present size of the slot file, or the given
+capacity.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SIGN: Final = 1 << 63
 
 
 class Target:
-    """An open store of the archive's layout.
+    """An open cache with the archive's layout.
 
     Attributes:
         directory: Directory of the namespace.
@@ -84,7 +85,7 @@ class Target:
             slot = self._used.find(0, slot + 1)
 
     def has(self, key: ChunkKey) -> bool:
-        """Return whether the store has ``key``, or ``key`` was claimed."""
+        """Return whether the cache has ``key``, or ``key`` was claimed."""
         return hash_key(key) in self._keys
 
     def claim(self, key: ChunkKey) -> None:
@@ -94,8 +95,8 @@ class Target:
     def commit(self, rows: Sequence[tuple[int, ChunkKey, int, int]]) -> None:
         """Commit index rows of written chunks: slot, key, checksum, last use.
 
-        The new chunks keep the order of their last uses. All count as more recently used than
-        the chunks that the store had before.
+        The new chunks keep the order of their last uses. All of them count as more recently
+        used than the chunks that the cache had before.
 
         Raises:
             sqlite3.Error: The index failed.
@@ -109,7 +110,7 @@ class Target:
         self._database.apply(change)
 
     def finish(self) -> None:
-        """Make the chunks survive loss of power.
+        """Make the chunks survive a power loss.
 
         Raises:
             OSError: The file system failed.
@@ -127,7 +128,7 @@ def namespace_for(layout: Layout, directory: Path) -> StoredNamespace:
 def open_target(
     manifest: Manifest, directory: Path, capacity_bytes: int | None
 ) -> Iterator[Target]:
-    """Yield the store that gets an archive's chunks, locked; create it if it is absent.
+    """Yield the cache that gets an archive's chunks, locked; create it if missing.
 
     Raises:
         ConfigError: See :func:`kvtier.archive.importing.import_chunks`.
@@ -161,7 +162,7 @@ def open_target(
 
 
 def _require_same(directory: Path, root: Path, layout: Layout, io: BlockIo) -> None:
-    """Raise ConfigError if the store only has other caches; the message says what differs."""
+    """Raise ConfigError if the directory has only other caches; name the differences."""
     if not root.is_dir():
         return
     found = [directory] if root != directory else []
@@ -187,7 +188,7 @@ def _difference(theirs: Layout | None, ours: Layout) -> str:
 def _plan_slots(
     manifest: Manifest, space: StoredNamespace, capacity_bytes: int | None
 ) -> SlotFileSpec:
-    """Return the slot file to write, with its present size or the size of the capacity.
+    """Return the slot file to write, with its present size or the given capacity.
 
     Raises:
         ConfigError: The capacity is smaller than one slot or than the present size.
@@ -218,7 +219,7 @@ def _require_room(spec: SlotFileSpec, space: StoredNamespace, io: BlockIo) -> No
 def _require_trusted(
     space: StoredNamespace, database: IndexDatabase, spec: SlotFileSpec
 ) -> None:
-    """Raise ConfigError if a reset makes the next start drop the imported chunks."""
+    """Raise ConfigError if the next start would drop the imported chunks after a reset."""
     if not database.has_reset_record():
         return
     if not database.count_within(0, spec.capacity_slots):

@@ -1,7 +1,7 @@
 """Add chunks to an archive, part by part.
 
-A chunk that the archive has already is not written again. So an interrupted export goes on
-where it stopped, and an export to a complete archive adds what is new.
+Chunks that the archive has already are not written again. So an interrupted export continues
+where it stopped, and an export to a complete archive adds only new chunks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ArchiveWriter:
         location: The place of the archive.
         layout: Describes the bytes of a slot.
         compression: ``none`` or ``zstd``.
-        threads: How many threads call :meth:`write_part` at once.
+        threads: Number of threads that call :meth:`write_part` at once.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ArchiveWriter:
     def open(
         cls, location: Location, layout: Layout, *, compression: str, threads: int
     ) -> Iterator[Self]:
-        """Yield a writer of the archive at ``location``, which is created if it does not exist.
+        """Yield a writer of the archive at ``location``, which is created if missing.
 
         Raises:
-            ConfigError: The location cannot be written, or has a damaged archive or one of
+            ConfigError: The location cannot be written, or has an archive that is damaged or of
                 another layout.
             OSError: The medium failed.
         """
@@ -105,11 +105,11 @@ class ArchiveWriter:
         return True
 
     def write_part(self, chunks: Sequence[Record], fill: Fill) -> WrittenPart:
-        """Write ``chunks`` as one part; several threads may call this at once.
+        """Write ``chunks`` as one part. Several threads may call this at once.
 
         Args:
-            chunks: At most :attr:`chunks_per_part` chunks; ``nbytes`` of each is the size of a
-                slot.
+            chunks: At most :attr:`chunks_per_part` chunks. The ``nbytes`` of each chunk is the
+                size of a slot.
             fill: Function that reads the slot of each chunk into memory.
 
         Raises:
@@ -173,7 +173,7 @@ class ArchiveWriter:
     def _put(
         self, buffer: memoryview, room: int, records: Sequence[Record]
     ) -> PartEntry | None:
-        """Write the part in ``buffer``, whose first ``room`` bytes become its header."""
+        """Write the part in ``buffer``; its header replaces the first ``room`` bytes."""
         if not records:
             return None
         header = PartHeader.write(buffer[:room], self._layout, self._compression, records)
@@ -181,7 +181,7 @@ class ArchiveWriter:
         return PartEntry(header.name, header.nbytes, len(records))
 
     def _find_parts(self) -> None:
-        """Read the headers of the parts at the location, even if there is no manifest."""
+        """Read the headers of the parts at the location, even without a manifest."""
         found = self._location.names()
         names = sorted(name for name in found if name.endswith(PART_SUFFIX))
         if MANIFEST in found:

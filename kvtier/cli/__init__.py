@@ -19,9 +19,9 @@ _CLOSED: Final = 141
 def main() -> None:
     """Run the command line and exit with its code.
 
-    Bad input prints one line ``error: ...`` per problem on stderr and exits with 2. Ctrl-C and
-    a closed pipe print nothing; a full disk behind stdout prints an error line. Any other
-    exception is a bug and keeps its traceback.
+    For bad input, stderr gets one line ``error: ...`` per problem, and the exit code is 2.
+    Ctrl-C and a closed pipe print no message; a full disk behind stdout prints an error line.
+    Any other exception is a bug and keeps its traceback.
     """
     try:
         # The import takes time, and the user may press Ctrl-C during it.
@@ -46,5 +46,5 @@ def main() -> None:
 
 
 def _forget_output() -> None:
-    """Discard buffered output, which the interpreter would write again at exit."""
+    """Discard buffered output, which the interpreter would write again at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

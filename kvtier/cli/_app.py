@@ -1,6 +1,6 @@
-"""The root command, which imports the module of a command when the command runs.
+"""The root command, which imports a command's module only when the command runs.
 
-So `kvtier --help` imports typer alone, and each command imports only what it uses.
+So `kvtier --help` imports only typer, and each command imports only its own modules.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _options(
 
 
 def _defer() -> None:
-    """Do nothing; the class ``_Deferred`` runs the real command in place of this function."""
+    """Do nothing. The class ``_Deferred`` runs the real command in place of this function."""
 
 
 for _name, (_, _summary) in _COMMANDS.items():

@@ -85,7 +85,7 @@ class _Selection:
                 matches.
 
         Raises:
-            ConfigError: No attribute or several attributes are set, or a value is invalid.
+            ConfigError: None or several of the attributes are set, or a value is invalid.
         """
         ways = [bool(self.keys), self.older_than is not None, self.everything]
         if sum(ways) != 1:
@@ -296,7 +296,7 @@ def _report(space: StoredNamespace) -> render.Report:
 
 
 def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
-    """Return an error text if the slot file lacks chunks of the index, else an empty text."""
+    """Return an error text if the slot file is too short for the index, else an empty text."""
     path = space.directory / SLOTS
     lost = reader.chunks_from(_slots(space))
     if not lost:
@@ -336,7 +336,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
 def _explain_absence(
     answer: render.Explanation, pattern: KeyPattern, removals: Sequence[Removal]
 ) -> None:
-    """Add to ``answer`` why the chunk that matches ``pattern`` was removed.
+    """Add the reason of the removal of the chunk that matches ``pattern`` to ``answer``.
 
     Args:
         answer: The explanation to add to, for the same namespace as ``removals``.

@@ -72,8 +72,8 @@ class KeyPattern:
     def of_marks(self) -> MarkPattern:
         """Return a pattern for marks, which are short forms of keys in the removal log.
 
-        A whole key ends with its group number. A block hash has no group number. But one hash
-        in 67 million ends like a group number, and is then read as a whole key.
+        A whole key ends with its group number; a block hash has none. But one hash in 67
+        million ends like a group number, and is then read as a whole key.
         """
         group, digits = self.group, self.digits
         if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):
@@ -83,7 +83,7 @@ class KeyPattern:
 
 
 class KeyList:
-    """The keys that a file lists; remembers which of them were taken.
+    """The keys of a file, and which of them were taken.
 
     Args:
         patterns: The keys by their text in the file; each has 16 digits at least.

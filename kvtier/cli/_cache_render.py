@@ -1,6 +1,6 @@
 """Results of ``kvtier cache``, as text and as plain values.
 
-Times are UTC in text and seconds since the epoch in JSON, where null is unknown.
+Times are UTC in text, and seconds since the epoch in JSON; null stands for unknown.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
-    """Print the result of ``verify``: up to ``limit`` bad chunks per namespace, or all if 0."""
+    """Print the result of ``verify``: up to ``limit`` bad chunks per namespace; 0 for all."""
     for number, check in enumerate(checks):
         if number:
             console.print()
@@ -253,14 +253,14 @@ def show_pairs(console: Console, title: str, lines: Mapping[str, str]) -> None:
 
 
 def removal_words(chosen: _Chosen) -> str:
-    """Return the number and total size of the chunks to remove, in words."""
+    """Return the number and the total size of the chunks to remove, in words."""
     chunks = sum(len(entries) for _, entries in chosen)
     nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
     return f"{_count(chunks)} ({approximate_size(nbytes)})"
 
 
 def show_removal(console: Console, chosen: _Chosen) -> None:
-    """Print how much was removed."""
+    """Print the number and size of the removed chunks."""
     for space, entries in chosen:
         if entries:
             words = removal_words([(space, entries)])

@@ -33,15 +33,15 @@ _PAGE_NBYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SharedExplanation:
-    """What a shared tier said about a chunk.
+    """A shared tier's answer about a chunk.
 
     Attributes:
         tier: Name of the tier.
         kind: Kind of the tier.
         value: Key of the chunk's value in the service.
         is_stored: Whether the service has the value.
-        is_whole: Whether its bytes match its proof; None if the value was not read.
-        answered_s: Time until the service said whether it has the value.
+        is_whole: Whether the value's bytes match its proof; None for an unread value.
+        answered_s: Seconds until the service's answer whether it has the value.
     """
 
     tier: str
@@ -69,8 +69,8 @@ class SharedExplanation:
 def explain_shared(file: Path, key: str, namespace: str | None) -> SharedExplanation:
     """Ask the shared tier of a configuration for a chunk; blocks.
 
-    The value is read and verified if a local tier of the file has the namespace, because its
-    layout says how many bytes a chunk has.
+    The value is read and verified if a local tier of the file has the namespace, whose layout
+    has the size of a chunk.
 
     Args:
         file: The configuration.
@@ -78,8 +78,8 @@ def explain_shared(file: Path, key: str, namespace: str | None) -> SharedExplana
         namespace: Namespace of the engines; None if a local tier has exactly one.
 
     Raises:
-        ConfigError: The file has no shared tier, the key is not whole, or the namespace is not
-            known.
+        ConfigError: The file has no shared tier, the key is not whole, or the namespace is
+            unknown.
         TierUnavailableError: The service failed or did not answer in time.
     """
     config = load_config(file)
@@ -151,5 +151,5 @@ async def _ask(
 
 
 def _without_content(answer: SharedExplanation) -> SharedExplanation:
-    """Return ``answer`` without a statement about bytes, whose number was not known."""
+    """Return ``answer`` without a statement about bytes, whose number is unknown."""
     return SharedExplanation(**{**answer.as_dict(), "is_whole": None})

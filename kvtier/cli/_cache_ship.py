@@ -188,7 +188,7 @@ def merge_caches(
 
 
 def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
-    """Do what ``kvtier cache verify`` does, for the archive that ``text`` names."""
+    """Verify the archive that ``text`` names, for ``kvtier cache verify``."""
     with _resumable():
         archive = open_archive(open_location(text))
     began_s = time.monotonic()
@@ -214,7 +214,7 @@ def _compression(*, zstd: bool) -> str:
 def _working(
     what: str, total: int, space: StoredNamespace | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in the ``with`` block, and convert errors to a ConfigError.
+    """Show a progress bar in the ``with`` block, and convert errors to ConfigErrors.
 
     Yields:
         A function that moves the bar.
@@ -229,7 +229,7 @@ def _working(
 
 @contextlib.contextmanager
 def _resumable() -> Iterator[None]:
-    """Convert errors of a location into a ConfigError that names the file and a remedy."""
+    """Convert errors of a location to a ConfigError that names the file and a remedy."""
     try:
         yield
     except OSError as error:

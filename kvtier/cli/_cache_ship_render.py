@@ -29,7 +29,7 @@ class ExportReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether chunks of the cache are bad, or none of the given keys is in the cache."""
+        """Whether chunks of the cache are bad, or all given keys are missing in the cache."""
         return bool(self.found.bad) or self._finds_nothing
 
     @property

@@ -1,4 +1,4 @@
-"""``kvtier cache coverage``: how far prompts would hit in a cache."""
+"""``kvtier cache coverage``: how many tokens of prompts a cache could provide."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _document(answer: _Answer, limit: int) -> dict[str, object]:
 
 
 def _worst(answer: _Answer, limit: int) -> Iterator[PromptCoverage]:
-    """Yield the prompts that would compute most, at most ``limit`` if that is not 0."""
+    """Yield the prompts with the most tokens to compute, at most ``limit``; 0 for all."""
     by_loss = sorted(
         answer.prompts, key=lambda each: (each.hit_tokens - each.reusable_tokens, each.line)
     )

@@ -81,7 +81,7 @@ BadLimit = Annotated[
 
 @contextlib.contextmanager
 def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
-    """Turn a failed import of numpy into an error that names the extra to install.
+    """Convert a failed import of numpy to an error that names the extra to install.
 
     Raises:
         ConfigError: numpy is missing and ``extra`` is given.
@@ -96,7 +96,7 @@ def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
 
 
 def filled(spaces: Sequence[StoredNamespace]) -> list[StoredNamespace]:
-    """Return the namespaces with an index or slots, if there is one; name the others."""
+    """Return the namespaces with an index or slots, if any; name the others."""
     found = [space for space in spaces if not space.is_blank]
     if not found:
         return list(spaces)

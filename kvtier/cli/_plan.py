@@ -38,7 +38,7 @@ _LIMITS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _TierPlan:
-    """The capacity of one tier, and the time to fill it."""
+    """The capacity of one tier, and the time to fill the tier."""
 
     name: str
     kind: str
@@ -50,22 +50,22 @@ class _TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The capacities of all tiers; sizes are sums over all tensor-parallel ranks.
+    """The capacities of all tiers. Sizes are sums over all tensor-parallel ranks.
 
     Attributes:
         model: The model's type.
         attention: MHA, GQA or MLA.
-        layers: Layers that keep KV.
+        layers: Number of layers that keep KV.
         kv_dtype: Element type of the KV cache.
-        tp: Tensor-parallel ranks.
-        copies: Number of ranks that hold the same bytes.
-        token_nbytes: Bytes of one token, copies included.
-        chunk_tokens: Tokens of one chunk.
+        tp: Number of tensor-parallel ranks.
+        copies: Number of ranks that have the same bytes.
+        token_nbytes: Bytes of one token, including copies.
+        chunk_tokens: Number of tokens of one chunk.
         chunk_nbytes: Bytes of one chunk.
-        slot_nbytes: Bytes a chunk takes in a tier.
-        block_tokens: Tokens of one engine block.
-        prefill_tokens_per_s: Prompt tokens that the engine computes per second.
-        prefill_bytes_per_s: Rate at which their KV arrives.
+        slot_nbytes: Bytes that a chunk takes in a tier.
+        block_tokens: Number of tokens of one engine block.
+        prefill_tokens_per_s: Number of prompt tokens that the engine computes per second.
+        prefill_bytes_per_s: Bytes per second of the KV of these tokens.
         tiers: The tiers, fastest first.
         notes: Remarks on what the numbers include and exclude.
     """
@@ -148,13 +148,13 @@ def _make_plan(
     block_tokens: int,
     rate: float,
 ) -> _Plan:
-    """Return how many chunks and tokens each tier holds, and how long it takes to fill.
+    """Return how many chunks and tokens each tier can hold, and the time to fill the tier.
 
     ``rate`` is the prefill rate in tokens per second.
 
     Raises:
-        ConfigError: A tier is smaller than one chunk, or the model's heads cannot be split
-            over the ranks.
+        ConfigError: A tier is smaller than one chunk, or the model's heads cannot be divided
+            between the ranks.
     """
     token_nbytes = model.rank_token_nbytes(tp, dtype) * tp
     chunk_tokens = block_tokens * config.engine.blocks_per_chunk
@@ -190,7 +190,7 @@ def _make_plan(
 def _assumptions(
     result: _Plan, block_tokens: int | None, prefill_rate: float | None
 ) -> list[str]:
-    """Return what the numbers assume about the engine."""
+    """Return the assumptions of the numbers about the engine."""
     block = f"A block has {result.block_tokens} tokens"
     if block_tokens is None:
         block += ", which is assumed; give the engine's --block-size as --block-tokens"

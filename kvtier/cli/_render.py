@@ -65,7 +65,7 @@ def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> T
 
 
 def show_facts(facts: Mapping[str, object]) -> None:
-    """Print one row per name and value."""
+    """Print one row for each pair of a name and a value."""
     table = make_table("", numbers=("",))
     for name, value in facts.items():
         form = "," if isinstance(value, int) else ""
@@ -76,7 +76,7 @@ def show_facts(facts: Mapping[str, object]) -> None:
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Print ``table`` at its full width; a narrower terminal wraps its lines."""
+    """Print ``table`` at its full width. A narrower terminal wraps its lines."""
     _show_lines(console, table, _width_of(console, table))
 
 
@@ -87,7 +87,7 @@ def show_tiers_apart(
 
     Args:
         console: The console to print to.
-        *words: Headers of the text columns; the first column holds the tier's name.
+        *words: Headers of the text columns; the first column has the tier's name.
         numbers: Headers of the number columns.
         tiers: The cells of each tier, in the order of the headers.
     """

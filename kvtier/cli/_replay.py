@@ -203,7 +203,7 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that the ``with`` block cleans up.
+    """Convert SIGTERM and SIGHUP to ``SystemExit``, so that the ``with`` block cleans up.
 
     An ignored signal, as under ``nohup``, stays ignored.
 

@@ -358,7 +358,7 @@ def _time_model(
 
 
 def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
-    """Print the result of one policy."""
+    """Print the result of a simulation with one policy."""
     if as_json:
         show_json(asdict(result) | trace.reading())
         return
@@ -383,7 +383,7 @@ def _show_sweep(results: Sequence[SweepResult]) -> None:
 
 
 def _show_cache(result: CacheResult, trace: Trace, *, as_json: bool) -> None:
-    """Print the result of all tiers."""
+    """Print the result of a simulation of all tiers."""
     if as_json:
         show_json(asdict(result) | trace.reading())
         return

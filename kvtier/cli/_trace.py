@@ -75,7 +75,7 @@ def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
     """Read a trace; print its warnings on stderr.
 
     Raises:
-        ConfigError: There is no such format.
+        ConfigError: The format is unknown.
         TraceError: The trace cannot be read.
     """
     name = cast("TraceFormat", choice("--format", format_name, FORMAT_NAMES))
@@ -86,7 +86,7 @@ def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
 
 
 def show_assumptions(trace: Trace) -> None:
-    """Print the assumptions made when reading ``trace``."""
+    """Print the assumptions of the reader of ``trace``."""
     show_line(make_console(), f"assumed for {trace.name}: {'; '.join(trace.assumed)}")
 
 
@@ -172,7 +172,7 @@ def _write(trace: Trace, output: Path, to: str) -> None:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:
-    """Check that output files can be written and replace no input.
+    """Check that output files can be written and do not replace an input.
 
     Args:
         outputs: The files by option; None if the option is not given.
@@ -215,7 +215,7 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def _obstacle(path: Path) -> str:
-    """Return why ``path`` cannot be written; an empty text if it can be."""
+    """Return the reason why ``path`` cannot be written; an empty text if it can be."""
     if path.is_dir():
         return "is a directory"
     if not path.parent.is_dir():

@@ -164,9 +164,9 @@ def _shown(progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cancelled_by_signals() -> Iterator[list[int]]:
-    """Cancel the running task on SIGTERM and SIGHUP; yield a list of the signals that came.
+    """Cancel the running task on SIGTERM and SIGHUP; yield a list of the signals.
 
-    Ctrl-C cancels it too, which asyncio does itself. An ignored signal stays ignored.
+    On Ctrl-C, asyncio itself cancels the task. An ignored signal stays ignored.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     came: list[int] = []

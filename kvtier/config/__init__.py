@@ -1,6 +1,6 @@
 """Configuration: YAML files, parsed once into strict, frozen models.
 
-No other package reads a dict of options or uses an environment variable.
+Only this package reads dicts of options and environment variables.
 """
 
 from __future__ import annotations

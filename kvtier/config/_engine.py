@@ -37,7 +37,8 @@ def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfi
             of rank 0.
 
     Raises:
-        ConfigError: There are several ranks, and a path has no placeholder; one line per path.
+        ConfigError: There are several ranks, and a path has no placeholder. The message has one
+            line per path.
     """
     if rank is not None and (problems := list(_shared_paths(config))):
         raise ConfigError("\n".join(problems))
@@ -89,7 +90,7 @@ def _has_placeholder(path: Path) -> bool:
 
 
 class VllmEntryPoint(enum.StrEnum):
-    """How vLLM loads kvtier."""
+    """The entry point through which vLLM loads kvtier."""
 
     CONNECTOR = "connector"
     """kvtier's own connector, the default. A request recomputes what fails to load."""
@@ -104,7 +105,7 @@ def resolve_load_path(
 
     Args:
         config: The configuration.
-        entry_point: How vLLM loads kvtier.
+        entry_point: The entry point through which vLLM loads kvtier.
 
     Raises:
         ConfigError: The entry point does not support the file's ``load_path``.
@@ -140,11 +141,11 @@ def vllm_transfer_config(
     """Return vLLM's ``--kv-transfer-config`` for ``config``.
 
     Args:
-        path: The file that ``config`` was read from. Every engine process reads the file again,
-            perhaps in another working directory, so the path is made absolute.
+        path: The file of ``config``. Every engine process reads the file again, perhaps in
+            another working directory, so the path is made absolute.
         config: The configuration. vLLM needs the chunk size. With the spec entry point vLLM
-            also needs to know whether chunks of generated tokens are stored.
-        entry_point: How vLLM loads kvtier.
+            also needs the setting for chunks of generated tokens.
+        entry_point: The entry point through which vLLM loads kvtier.
     """
     extra: dict[str, Any] = {
         "kvtier_config": str(Path(path).absolute()),

@@ -12,17 +12,17 @@ __all__ = ["child_environment", "set_default_variables", "variable", "variables"
 
 
 def variable(name: str) -> str | None:
-    """Return the current value of the environment variable ``name``; None if it is not set."""
+    """Return the current value of the environment variable ``name``; None if unset."""
     return os.environ.get(name)
 
 
 def variables(names: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Return the variables that ``names`` matches in full, as sorted (name, value) pairs."""
+    """Return the variables whose whole names match ``names``, as sorted (name, value) pairs."""
     return sorted(pair for pair in os.environ.items() if names.fullmatch(pair[0]))
 
 
 def set_default_variables(defaults: Mapping[str, str]) -> None:
-    """Set each variable that is not set, for a library that has no other settings."""
+    """Set each unset variable, for a library that has no other settings."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

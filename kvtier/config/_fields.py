@@ -56,7 +56,7 @@ _CONTROL_PROBLEM: Final = ("control characters", "write it without them")
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
     """Return a validator that parses text with ``parse``.
 
-    Python code may give a number instead; a number in a file is parsed like text.
+    In Python code the value may be a number. A number in a file is parsed like text.
     """
 
     def read(value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - pydantic's contract
@@ -72,13 +72,13 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
 
 
 def refusal(problem: str, remedy: str) -> PydanticCustomError:
-    """Return an error with a problem and a remedy, for a validator to raise."""
+    """Return an error with a problem and a remedy, which a validator raises."""
     words = {"problem": problem, "remedy": remedy}
     return PydanticCustomError("kvtier", "{problem}; {remedy}", words)
 
 
 def path_problem(path: Path) -> tuple[str, str] | None:
-    """Return the problem and the remedy if a tier may not use ``path``, else None."""
+    """Return the problem and the remedy if a tier must not use ``path``, else None."""
     if not path.is_absolute():
         remedy = "write it from the root: engines start in different directories"
         return "not an absolute path", remedy

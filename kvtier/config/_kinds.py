@@ -2,7 +2,8 @@
 
 The module also makes the JSON Schema of configuration files.
 
-Reading a configuration imports no built-in tier, only the model of its options.
+To read a configuration, this module imports only the models of built-in tiers' options, not the
+tiers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def options_of(kind: str) -> type[TierConfig]:
         kind: A built-in kind, a kind of an installed package, or ``module:Class``.
 
     Raises:
-        ConfigError: There is no such kind, or the package that provides it is broken.
+        ConfigError: The kind is not installed, or the package that provides it is broken.
     """
     if kind in _OPTIONS:
         return _OPTIONS[kind]
@@ -100,7 +101,7 @@ def schema() -> dict[str, Any]:
 
 
 def _schema_of_classes() -> dict[str, Any]:
-    """Return the schema of tiers of kind ``module:Class``; these tiers may have any keys."""
+    """Return the schema of tiers of kind ``module:Class``, which may have any keys."""
     tier = TierConfig.model_json_schema(mode="serialization")
     tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
     tier["properties"]["eviction"] |= EVICTIONS.schema()

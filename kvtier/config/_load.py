@@ -50,10 +50,11 @@ _EXAMPLES: Final = {
 def load_config(path: Path | str) -> KvtierConfig:
     """Read the file at ``path``.
 
-    Reads nothing but the file: :func:`kvtier.doctor.examine` examines the machine.
+    This function only reads the file; :func:`kvtier.doctor.examine` examines the machine.
 
     Raises:
-        ConfigError: The file cannot be read or is invalid; one line per problem.
+        ConfigError: The file cannot be read or is invalid. The message has one line per
+            problem.
     """
     source = printable(str(path))
     raw = _read_file(path, source)
@@ -66,7 +67,7 @@ def load_config(path: Path | str) -> KvtierConfig:
 
 
 def _read_file(path: Path | str, source: str) -> bytes:
-    """Return the content of the file at ``path``, which errors name ``source``."""
+    """Return the content of the file at ``path``, which errors call ``source``."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(_MOST_NBYTES + 1)
@@ -85,10 +86,10 @@ def _read_file(path: Path | str, source: str) -> bytes:
 
 
 def parse_config(text: str, *, source: str) -> KvtierConfig:
-    """Parse ``text``, the content of a configuration file; errors name the file ``source``.
+    """Parse ``text``, the content of a configuration file, which errors call ``source``.
 
     Raises:
-        ConfigError: The text is invalid; one line per problem.
+        ConfigError: The text is invalid. The message has one line per problem.
     """
     document = read_yaml(text, source=source)
     return _Reader(document.origin).read(document.values)
@@ -103,7 +104,7 @@ def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
         source: Name of the text in errors.
 
     Raises:
-        ConfigError: The text is invalid; one line per problem.
+        ConfigError: The text is invalid. The message has one line per problem.
     """
     document = read_yaml(text, source=source)
     return _Reader(document.origin).read_tier(document.values, options)
@@ -115,7 +116,7 @@ class _Reader:
 
     origin: Origin
     problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
-    """Line number of each problem, and a function that builds the text if it is shown."""
+    """Line number of each problem, and a function that makes the text if it is shown."""
 
     def read(self, values: dict[str, Any]) -> KvtierConfig:
         sections = KvtierConfig.model_fields
@@ -177,7 +178,7 @@ class _Reader:
             self._check_name(name, role, key)
 
     def _check_name(self, name: object, classes: NamedClasses, key: str) -> bool:
-        """Return whether ``name`` names one of ``classes`` that can be imported."""
+        """Return whether ``name`` names one of ``classes`` and can be imported."""
         is_known = isinstance(name, str) and (
             name in classes.built_in or re.fullmatch(CLASS_PATTERN, name) is not None
         )
@@ -209,7 +210,7 @@ class _Reader:
     def _validate(
         self, model: type[ModelT], values: dict[str, Any] | str, key: str
     ) -> ModelT | None:
-        """Validate ``values`` (JSON, or a dict of validated models) as ``model``."""
+        """Validate ``values`` (JSON, or a dict of validated models) with ``model``."""
         context = {"origin": self.origin}
         try:
             if isinstance(values, str):
@@ -262,7 +263,7 @@ _MOST_NBYTES: Final = 256 << 10
 
 
 def _names(model: type[BaseModel]) -> list[str]:
-    """Return the keys of ``model`` as they are written in a file."""
+    """Return the keys of ``model``, as in a file."""
     fields = model.model_fields.items()
     return [str(info.validation_alias or name) for name, info in fields]
 

@@ -1,6 +1,6 @@
 """The models of the configuration.
 
-In a file the unit is in the value, in Python it is in the name: ``capacity: 64GiB`` is
+In a file the value has the unit, in Python the name has it: ``capacity: 64GiB`` is
 ``capacity_bytes``. The docstrings below the fields are the descriptions in the JSON Schema.
 """
 
@@ -76,17 +76,17 @@ class PlacementConfig(Section):
         validation_alias="write_budget_per_day",
         serialization_alias="write_budget_per_day",
     )
-    """Bytes a day that may be written to each slower tier; more is not demoted."""
+    """Bytes per day that may be written to each slower tier; further chunks stay out."""
     pin_budget: Fraction = 0.5
-    """Share of RAM that chunks promoted for waiting requests may hold."""
+    """Share of RAM that may be occupied by chunks promoted for waiting requests."""
     backlog_limit: Fraction = 0.5
-    """Share of RAM that may wait for demotion; newer chunks then stay in RAM only."""
+    """Share of RAM for chunks that wait for demotion; newer chunks then stay in RAM only."""
     retain_quota: Fraction = 0.0
     """Share of RAM for chunks that requests retain until a deadline."""
     retain_s: Duration | None = Field(
         default=None, validation_alias="retain", serialization_alias="retain"
     )
-    """Time that a chunk is retained after its last use if the request names no time."""
+    """Time that a chunk is retained after a use if the request names no time."""
 
     load_if: Literal["always", "worthwhile"] = "worthwhile"
     """Load chunks `always`, or only if computing them is estimated to take longer."""
@@ -137,11 +137,11 @@ class TransferConfig(Section):
     """Limits and deadlines of transfers."""
 
     io_threads: int = Field(default=4, ge=1, le=256)
-    """Threads for blocking I/O calls, for each slower tier."""
+    """Number of threads for blocking I/O calls, for each slower tier."""
     queue_limit_bytes: Size = Field(
         default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
     )
-    """Bytes queued or in flight per tier and direction; more is refused."""
+    """Bytes queued or in flight per tier and direction; further jobs are refused."""
     piece_bytes: Size = Field(
         default=8 << 20, validation_alias="piece", serialization_alias="piece"
     )
@@ -149,13 +149,13 @@ class TransferConfig(Section):
     load_timeout_s: Duration = Field(
         default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
     )
-    """Longest wait of a request for a promotion; then it recomputes."""
+    """Longest wait of a request for a promotion; then the engine computes its tokens."""
     load_path: Literal["auto", "direct", "staged"] = "auto"
     """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
     )
-    """Longest a copy to a slower tier may take."""
+    """Longest time of a copy to a slower tier."""
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
@@ -163,7 +163,7 @@ class TransferConfig(Section):
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )
-    """Time until a tier out of service is tried again."""
+    """Time until a tier that is out of service is tried again."""
 
     @model_validator(mode="after")
     def _piece_fits(self) -> Self:
@@ -205,7 +205,7 @@ class IdentityConfig(Section):
     model_revision: Label | None = None
     """Revision of the weights, if the engine is not given one."""
     weights_epoch: int = Field(default=0, ge=0)
-    """Raise it when weights change under the same name; older chunks are then ignored."""
+    """Raise this number when weights change under the same name; older chunks are ignored."""
 
 
 def _is_one(path: Path, other: Path) -> bool:
@@ -222,7 +222,7 @@ def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
 
 
 def _refuse(key: str, problem: str, remedy: str) -> None:
-    """Raise an error about ``key``, written as in a file and relative to the section."""
+    """Raise an error about ``key``, the name that a user writes in this section of the file."""
     context = {"problem": problem, "key": key, "remedy": remedy}
     raise PydanticCustomError("kvtier", "{key}: {problem}; {remedy}", context)
 
@@ -245,7 +245,7 @@ class KvtierConfig(Section):
     shadow: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Eviction policies that run beside each tier's own, on keys only, and report hits."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """Settings that the engine must share."""
+    """Settings of what the engine stores."""
     identity: IdentityConfig = Field(default_factory=IdentityConfig)
     """Values that must be equal, besides model and layout, to reuse stored chunks."""
 
@@ -262,7 +262,7 @@ class KvtierConfig(Section):
         return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
-        """Keep the file and the lines of the configuration, which the loader passes."""
+        """Keep the origin from the loader: the file's name and the line number of each key."""
         if context is not None:
             self._origin = context["origin"]
 
@@ -288,7 +288,7 @@ class KvtierConfig(Section):
 
     @property
     def gds_tier(self) -> str | None:
-        """Name of the tier that workers read straight into GPU memory, if there is one."""
+        """Name of the tier that workers read straight into GPU memory; None without one."""
         names = [tier.name for tier in self.tiers if _gds_of(tier) != "off"]
         return None if self.gds == "off" else names[0]
 
@@ -350,7 +350,7 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
 
     Args:
         config: The configuration.
-        chunk_nbytes: Bytes of one chunk over all ranks.
+        chunk_nbytes: Bytes of one chunk, of all ranks together.
 
     Raises:
         ConfigError: A tier is too small; the message has its key, capacity and needed size.

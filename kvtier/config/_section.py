@@ -16,8 +16,8 @@ __all__ = ["Section"]
 def _describe_fields(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Describe each field in a model's JSON Schema by the docstring below the field.
 
-    With ``use_attribute_docstrings`` pydantic would read the sources each time the models are
-    imported, which is a tenth of the time that ``kvtier check`` takes.
+    With ``use_attribute_docstrings`` pydantic would read the sources at each import of the
+    models, which takes 1/10 of the time of ``kvtier check``.
     """
     for owner in model.__mro__:
         if owner is BaseModel:

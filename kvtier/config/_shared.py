@@ -34,21 +34,21 @@ class SharedTierConfig(TierConfig):
         serialization_alias="capacity",
         json_schema_extra={"examples": ["10TiB"]},
     )
-    """Bytes of chunks that the service is expected to hold, for reports and simulations. The
-    service evicts by its own rules."""
+    """Expected capacity of the service in bytes, for reports and simulations. The service
+    evicts by its own rules."""
     eviction: str = "lru"
-    """Policy that chooses which chunk this engine no longer remembers to be in the tier."""
+    """Policy that chooses which of the `known_chunks` this engine forgets."""
     known_chunks: int = Field(default=1 << 17, ge=1, le=1 << 24)
-    """Number of chunks that this engine remembers to be in the tier, about 250 bytes each."""
+    """Number of chunks that this engine expects in the tier; each takes about 250 bytes."""
     lookup_timeout_s: Duration = Field(
         default=0.05, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
     )
-    """Longest wait of a request for the answer which of its chunks the tier has."""
+    """Longest wait of a request for the tier's answer which chunks it has."""
     keep_after_reset: bool = False
     """Whether chunks are still shared after a cache reset; leave off if weights are updated
     while the engine runs."""
     own_process: bool = True
-    """Read, write and checksum in a separate process, so the engine's is not slowed down."""
+    """Read, write and checksum in a separate process, so as not to slow the engine's down."""
 
     @override
     def has_own_process(self) -> bool:
@@ -65,7 +65,7 @@ class MooncakeTierConfig(SharedTierConfig):
     metadata: Label = "P2PHANDSHAKE"
     """Address of the metadata server, or `P2PHANDSHAKE` for none."""
     host: Label | None = None
-    """Name or address of this host that other clients reach; found out if not given."""
+    """Name or address of this host for other clients; detected if not given."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """Transport between clients."""
     devices: Label = ""
@@ -98,12 +98,11 @@ class ObjectTierConfig(SharedTierConfig):
     """Longest wait of a request for the answer which of its chunks the tier has: a few round
     trips to the service."""
     connections: int = Field(default=32, ge=1, le=1024)
-    """Requests in flight: at most this many each that read, write, or ask what is there."""
+    """Largest number of requests in flight of each type: reads, writes and questions."""
     request_timeout_s: Duration = Field(
         default=10.0, validation_alias="request_timeout", serialization_alias="request_timeout"
     )
-    """Longest that one request may take, retries included. An attempt takes at most three
-    quarters of it."""
+    """Longest time of a request, including retries. An attempt takes at most 3/4 of it."""
 
     @field_validator("url")
     @classmethod

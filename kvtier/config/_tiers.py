@@ -35,11 +35,11 @@ _SLOT_ALIGNMENT_NBYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class LocalDirectory:
-    """A directory of this machine that a tier fills.
+    """A directory of this machine in which a tier keeps chunks.
 
     Attributes:
         path: The directory. The tier creates it if its parent exists.
-        key: The key of the tier's section that names the directory.
+        key: The key in the tier's section whose value is the directory.
         direct_io: Whether the tier bypasses the page cache; None if unknown.
     """
 
@@ -54,9 +54,9 @@ class Remark(NamedTuple):
     key: str
     """The key, as a file writes it."""
     problem: str
-    """What is wrong."""
+    """The problem."""
     remedy: str
-    """What to do about it."""
+    """What the user can do."""
 
 
 class TierConfig(Section):
@@ -79,7 +79,7 @@ class TierConfig(Section):
         serialization_alias="capacity",
         json_schema_extra={"examples": ["64GiB"]},
     )
-    """Bytes of chunks the tier may hold; an index comes on top."""
+    """Bytes of chunks that the tier may have; the index takes more room."""
     eviction: str = "hedged-lhd"
     """Policy that chooses which chunk to evict, by name or as `module:Class`."""
 
@@ -91,26 +91,26 @@ class TierConfig(Section):
         return nbytes
 
     def local_directory(self) -> LocalDirectory | None:
-        """Return the directory of this machine that the tier fills; None if there is none.
+        """Return the tier's directory on this machine; None if there is none.
 
-        By default this is the field ``path`` if its type is ``Path``. The commands check this
+        The default is the field ``path`` if its type is ``Path``. The commands check this
         directory and its disk.
         """
         path = getattr(self, "path", None)
         return LocalDirectory(path) if isinstance(path, Path) else None
 
     def has_own_process(self) -> bool:
-        """Return whether the tier runs in a process of its own; by default it does not."""
+        """Return whether the tier runs in its own process; by default False."""
         return False
 
     def retained_share(self) -> float:
-        """Return the share of the tier that retained chunks may fill, 0 to 1; by default 0."""
+        """Return the share of the tier for retained chunks, from 0 to 1; by default 0."""
         return 0.0
 
     def remarks(self) -> Iterable[Remark]:
         """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
 
-        This method may read files of the machine, and may block.
+        This method may read files of the machine and may block.
 
         Raises:
             ConfigError: The tier cannot work here; the message has a remedy.
@@ -152,7 +152,7 @@ class NvmeTierConfig(TierConfig):
     retain_quota: Fraction = 0.5
     """Share of the tier for chunks that `kvtier warmup --retain` keeps until a time."""
     own_process: bool = True
-    """Read, write and checksum in a separate process, so the engine's is not slowed down."""
+    """Read, write and checksum in a separate process, so as not to slow the engine's down."""
     gds: GdsMode = "off"
     """Read chunks straight into GPU memory (GPUDirect Storage, needs kvikio): `auto` if all
     workers can, `require` or refuse to start, `off`. One tier at most."""
@@ -171,10 +171,11 @@ class NvmeTierConfig(TierConfig):
 
     @override
     def remarks(self) -> Iterable[Remark]:
-        """Return a warning if kvikio is missing and chunks then go through RAM.
+        """Return a warning if kvikio is missing, so that chunks go through RAM.
 
         Raises:
-            ConfigError: The installed packages do not suit ``gds``: the engine will not start.
+            ConfigError: The installed packages do not suit ``gds``, so the engine would not
+                start.
         """
         found = () if self.gds == "off" else installed_kvikio()
         if self.gds == "off" or len(found) == 1:
@@ -197,7 +198,7 @@ def _name_of(kind: str) -> str:
 
 
 def slot_nbytes(chunk_nbytes: int) -> int:
-    """Return the bytes of a slot for one chunk of ``chunk_nbytes``, all ranks included.
+    """Return the bytes of a slot for one chunk of ``chunk_nbytes``, of all ranks together.
 
     >>> slot_nbytes(1), slot_nbytes(8192)
     (4096, 8192)

@@ -1,8 +1,8 @@
 """Parses YAML into plain values, with the line of each value.
 
 The dialect is a subset of YAML 1.2. In YAML 1.1 ``off`` is false, ``1:30`` is ninety and
-``010`` is eight; here ``off`` and ``1:30`` are text and ``010`` is ten. Editors with YAML 1.2
-and the JSON Schema agree. Aliases and tags are refused.
+``010`` is eight. In this dialect ``off`` and ``1:30`` are text and ``010`` is ten, as in
+editors with YAML 1.2 and in the JSON Schema. Aliases and tags are refused.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PARSERS: Final[dict[str, Callable[[str], Any]]] = {
 class Origin:
     """File and lines of a configuration, for errors.
 
-    Equal configurations may have different origins, so comparisons ignore it.
+    Equal configurations may have different origins, so comparisons ignore the origin.
 
     Attributes:
         source: File name; empty for a configuration built in Python.
-        lines: Line, from 1, of each key: ``tiers[1].capacity -> 8``.
+        lines: Line number of each key, from 1: ``tiers[1].capacity -> 8``.
         values: The text of each value, as written.
     """
 
@@ -65,12 +65,12 @@ class Origin:
     def format_problem(
         self, key: str, problem: str, remedy: str, *, value: object = None
     ) -> str:
-        """Return ``file:line: key = value: problem; remedy``; unknown parts are left out.
+        """Return ``file:line: key = value: problem; remedy``, without unknown parts.
 
         Args:
             key: Dotted key, as in ``tiers[1].capacity``; empty for the whole file.
-            problem: What is wrong.
-            remedy: What to do about it.
+            problem: The problem.
+            remedy: What the user can do.
             value: The value of ``key``; shown only if the file does not contain it.
 
         >>> origin = Origin("a.yaml", {"transfer.piece": 9}, {"transfer.piece": "8M"})
@@ -83,14 +83,14 @@ class Origin:
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Prefix a ConfigError from the ``with`` block with the place of ``key``."""
+        """Prefix a ConfigError of the ``with`` block with the place of ``key``."""
         try:
             yield
         except ConfigError as error:
             raise ConfigError(f"{self.locate(key)}: {error}") from error
 
     def locate(self, key: str, *, value: object = None) -> str:
-        """Return ``file:line: key = value``; unknown parts are left out."""
+        """Return ``file:line: key = value``, without unknown parts."""
         line = self.line_of(key)
         file = f"{self.source}:{line}" if line else self.source
         key, shown = _cut(key), _cut(self.values.get(key, "" if value is None else str(value)))

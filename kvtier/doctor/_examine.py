@@ -44,11 +44,11 @@ _SLOWER_TIER_KEYS: Final = (
 
 @dataclass(slots=True)
 class Examination:
-    """All findings and the measured rates.
+    """The findings of all checks, and the measured rates.
 
     Attributes:
         findings: The findings, in the order of the report.
-        rates: Measured rates by the name of the tier; empty if nothing was measured.
+        rates: Measured rates by the name of the tier; empty without a measurement.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -81,13 +81,13 @@ def examine(
     measure_s: float | None = None,
     machine: _machine.Machine | None = None,
 ) -> Examination:
-    """Examine everything that a start with ``config`` needs on this machine; blocks.
+    """Examine all conditions of a start with ``config`` on this machine; blocks.
 
     Args:
         config: The configuration as read from its file.
         identity: The known part of the engine's identity.
-        ranks: Data-parallel ranks that run on this machine.
-        measure_s: Seconds of reading, and of writing, per disk; None to measure nothing.
+        ranks: Number of data-parallel ranks on this machine.
+        measure_s: Seconds of reading, and of writing, per disk; None for no measurement.
         machine: Paths of the kernel's file systems.
 
     Raises:
@@ -104,7 +104,7 @@ def examine(
 def examine_existing_caches(
     config: KvtierConfig, identity: Mapping[str, str | int]
 ) -> Examination:
-    """Examine only caches that exist on this machine; the engine may run elsewhere."""
+    """Examine only the caches that exist on this machine. The engine may run elsewhere."""
     examination = Examination()
     examiner = _stores.DirectoryExaminer(config, identity)
     for number, tier in enumerate(resolve_rank_paths(config, rank=None).tiers):
@@ -124,7 +124,7 @@ def _with_places(config: KvtierConfig, examination: Examination) -> Examination:
 
 @dataclass(frozen=True, slots=True)
 class _Examiner:
-    """Runs all checks; a check that raises becomes a finding."""
+    """Runs all checks. A check that raises becomes a finding."""
 
     config: KvtierConfig
     engines: Sequence[KvtierConfig]
@@ -149,7 +149,7 @@ class _Examiner:
         self._examine_memory(first)
 
     def _add(self, check: str, look: Callable[[], Iterable[Finding]]) -> bool:
-        """Add the findings of ``look``; return False if one is a PROBLEM."""
+        """Add the findings of ``look``; return whether none of them is a PROBLEM."""
         found: list[Finding] = []
         try:
             found.extend(look())

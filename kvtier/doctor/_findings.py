@@ -9,7 +9,7 @@ __all__ = ["Finding", "Status"]
 
 
 class Status(StrEnum):
-    """Severity of a finding, lowest first."""
+    """Severity of a finding, mildest first."""
 
     OK = "ok"
     NOTE = "note"
@@ -29,10 +29,10 @@ class Finding:
     Attributes:
         check: Name of the check, such as ``nvme: free space``.
         status: OK, NOTE (good to know), WARNING (works, but not as intended) or PROBLEM (kvtier
-            cannot start, or serves nothing).
-        reason: What was found.
-        remedy: What to do; empty if there is nothing to do.
-        key: Key of the configuration that the finding is about; empty if there is none.
+            cannot start or serves no chunk).
+        reason: The observed fact.
+        remedy: What to do; empty if no action is needed.
+        key: The configuration key of the finding; empty without one.
         place: Place of ``key`` in the file, as ``file:line: key = value``.
     """
 

@@ -88,8 +88,8 @@ def check_memory(
     """Check that the RAM tier fits into free memory and leaves memory for the engine.
 
     Args:
-        ram_nbytes: Bytes of the RAM tiers of all ranks.
-        limits: The limits in force.
+        ram_nbytes: Bytes of the RAM tiers of all ranks together.
+        limits: The memory limits of this machine and control group.
         engine_runs: Whether an engine has a cache open; its RAM tier may then be in use.
     """
     check, key = "memory", "tiers[0].capacity"
@@ -144,11 +144,11 @@ class Mount:
     """A line of ``/proc/self/mountinfo``.
 
     Attributes:
-        major: Major device number; 0 for a file system without a device of its own.
+        major: Major device number; 0 for a file system without its own device.
         minor: Minor device number.
-        point: Where it is mounted.
+        point: The mount point.
         kind: File system type, such as ``ext4``.
-        source: What is mounted, such as ``/dev/nvme0n1p1``.
+        source: The mounted device or source, such as ``/dev/nvme0n1p1``.
         options: Options of the mount and of the file system.
     """
 
@@ -185,7 +185,7 @@ def find_mount(machine: Machine, place: Path) -> Mount:
     """Return the mount that contains the existing directory ``place``.
 
     Raises:
-        OSError: There is no procfs.
+        OSError: The machine has no procfs.
         LookupError: No mount contains ``place``.
     """
     resolved = place.resolve()
@@ -203,7 +203,7 @@ def find_mount(machine: Machine, place: Path) -> Mount:
 
 
 def is_exempt_from_cow(place: Path) -> bool:
-    """Return whether ``chattr +C`` turns off copy-on-write for new files in ``place``."""
+    """Return whether ``chattr +C`` disables copy-on-write for new files in ``place``."""
     flags = array.array("l", [0])
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -221,8 +221,8 @@ def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Finding:
     Args:
         tier: Name of the tier.
         mount: The mount of the tier's directory.
-        exempt_from_cow: Whether files there are overwritten in place although the file system
-            copies on write.
+        exempt_from_cow: Whether new files there are overwritten in place even though the file
+            system copies on write.
     """
     exempt = exempt_from_cow or "nodatacow" in mount.options
     status, problem, remedy = _judge_kind(mount.kind, exempt_from_cow=exempt)
@@ -242,7 +242,7 @@ def _judge_kind(kind: str, *, exempt_from_cow: bool) -> tuple[Status, str, str]:
 
 
 def _unescape(text: str) -> str:
-    """Undo the octal escapes of white space and backslashes."""
+    """Replace the octal escapes of white space and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -252,11 +252,12 @@ class BlockQueue:
 
     Attributes:
         name: The disk, such as ``nvme0n1``.
-        logical_block_nbytes: Unit of addressing; O_DIRECT must be aligned to it.
-        max_request_kb: Largest request the kernel sends, in KiB (``max_sectors_kb``).
-        max_hardware_request_kb: Largest request the device takes (``max_hw_sectors_kb``).
+        logical_block_nbytes: Bytes of a logical block; O_DIRECT accesses must be aligned to it.
+        max_request_kb: Largest request that the kernel sends, in KiB (``max_sectors_kb``).
+        max_hardware_request_kb: Largest request that the device accepts, in KiB
+            (``max_hw_sectors_kb``).
         scheduler: The I/O scheduler in use; ``none`` or empty for none.
-        rotational: Whether the device reports that it spins.
+        rotational: Whether the device reports spinning platters.
     """
 
     name: str
@@ -268,9 +269,10 @@ class BlockQueue:
 
 
 def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
-    """Return the queue of each disk under ``mount``; none if the kernel names no disk.
+    """Return the queue of each disk under ``mount``; empty if the kernel names no disk.
 
-    A partition resolves to its disk, a device-mapper or RAID device to its members.
+    The disk of a partition is the whole disk; those of a device-mapper or RAID device are its
+    members.
     """
     if mount.major:
         number = f"{mount.major}:{mount.minor}"
@@ -290,7 +292,7 @@ def check_queues(
 
     Args:
         tier: Name of the tier.
-        queues: The disks under it.
+        queues: The queues of the disks under the tier.
         piece_nbytes: Bytes of the largest I/O call.
     """
     if not queues:

@@ -33,9 +33,9 @@ def directory_place(path: Path) -> Path | None:
 
 
 def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Finding]:
-    """Check that this user can use each of ``paths``, and that no other user can.
+    """Check that this user, and no other, can use each of ``paths``.
 
-    An obstacle that several paths share is reported once.
+    A common obstacle of several paths is reported once.
     """
     obstacles = dict.fromkeys(found for path in paths if (found := _obstacle(path)))
     problems = [Finding(check, Status.PROBLEM, *found, key) for found in obstacles]
@@ -43,7 +43,7 @@ def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Findi
 
 
 def _obstacle(path: Path) -> tuple[str, str] | None:
-    """Return the problem and the remedy if ``path`` cannot hold a cache, else None."""
+    """Return the problem and the remedy if ``path`` cannot have a cache, else None."""
     try:
         return _path_obstacle(path) or find_exposure(path)
     except OSError as error:  # a directory above may not be entered, or the name is too long
@@ -86,10 +86,10 @@ def _check_mode(check: str, key: str, path: Path) -> Finding:
 
 @dataclass(slots=True)
 class _Disk:
-    """Sums up the space that the tiers examined so far need on one disk.
+    """Sums up the space of one disk that the examined tiers need.
 
     Attributes:
-        nbytes: Bytes that these tiers must still reserve.
+        nbytes: Bytes that the tiers examined so far must still reserve.
         tiers: Names of these tiers.
     """
 
@@ -99,7 +99,7 @@ class _Disk:
 
 @dataclass(slots=True)
 class DirectoryExaminer:
-    """Examines the caches of all tiers, and whether the caches on each disk fit its space.
+    """Examines the caches of all tiers, and whether each disk has room for its caches.
 
     Attributes:
         config: The configuration as read from its file.
@@ -116,7 +116,7 @@ class DirectoryExaminer:
         """Yield findings about the caches of one tier and the free space of their disks.
 
         Args:
-            number: Position of the tier.
+            number: Position of the tier in the file, from 0.
             tiers: The tier's section for each data-parallel rank.
         """
         by_disk = dict[int, list[TierExamination]]()
@@ -177,7 +177,7 @@ def _describe_need(tier: TierConfig, stores: Sequence[TierExamination]) -> str:
 def _check_room(
     number: int, tier: TierConfig, stores: Sequence[TierExamination], disk: _Disk
 ) -> Finding:
-    """Check that ``stores`` fit on their disk, and count their bytes in ``disk``."""
+    """Check that the tier's caches fit on their disk; add their bytes to ``disk.nbytes``."""
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]

@@ -1,16 +1,17 @@
-"""Measures how fast a tier can read and write in its directory.
+"""Measures the rates at which a tier can read and write in its directory.
 
-The measurement works as the tier does: with a slot file, aligned buffers and the tier's number
-of threads. It moves pieces in random order. Three effects would falsify the result:
+Like the tier, the measurement uses a slot file, aligned buffers and the tier's number of
+threads. It moves pieces in random order, and avoids three sources of error:
 
-* *Unwritten extents.* Reading reserved space that was never written does not reach the disk.
-  So pieces are written first, and only written pieces are read.
+* *Unwritten extents.* A read of reserved but unwritten space does not reach the disk. So pieces
+  are written first, and only written pieces are read.
 * *Zeros.* Thin volumes and compressing file systems do not store zeros, so random bytes are
   written.
 * *The page cache.* O_DIRECT bypasses it. Without O_DIRECT, written bytes are flushed within the
-  measured time and dropped before they are read, and the result says ``direct_io: false``.
+  measured time and dropped from the cache before they are read, and the result has ``direct_io:
+  false``.
 
-A drive's own cache still makes short runs too fast. Checksums are not computed.
+A drive's own cache can still make short measurements too fast. Checksums are not computed.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ _FASTER: Final = "name a directory on a local NVMe drive that nothing else keeps
 
 
 class NamelessIo(BlockIo):
-    """I/O on one file that is unlinked after its creation, so that closing it frees the space.
+    """I/O on one file without a name, whose space is free after it is closed.
 
-    A slot file opens its file twice, the second time with O_DIRECT. The file has no name by
-    then, so the second call opens it through the first descriptor.
+    The file is unlinked after its creation. A slot file opens its file a second time for
+    O_DIRECT. This second call opens the nameless file through the first descriptor.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ def _open_scratch(spec: SlotFileSpec, io: BlockIo) -> SlotFile:
 
 
 def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
-    """Return why O_DIRECT does not work in ``place``; empty if it works.
+    """Return the reason why O_DIRECT does not work in ``place``; empty if it works.
 
     Raises:
         ConfigError: The disk has no space for one page.
@@ -161,15 +162,15 @@ class MeasuredRates:
     Attributes:
         path: The directory.
         direct_io: Whether the page cache was bypassed.
-        piece_bytes: Bytes of one I/O call.
+        piece_bytes: Number of bytes of one I/O call.
         threads: Number of concurrent calls.
-        file_bytes: Bytes of the file that was used.
-        seconds: Time for which each direction was measured.
-        read_bytes_per_s: Rate of reading.
+        file_bytes: Size of the used file in bytes.
+        seconds: Duration of the measurement in each direction.
+        read_bytes_per_s: Rate of reading, in bytes per second.
         read_p50_s: Median time of a read call.
         read_p99_s: 99th percentile of the time of a read call.
         read_pieces: Number of read calls.
-        write_bytes_per_s: Rate of writing, the final flush included.
+        write_bytes_per_s: Rate of writing, in bytes per second, including the final flush.
         write_p50_s: Median time of a write call.
         write_p99_s: 99th percentile of the time of a write call.
         write_pieces: Number of write calls.
@@ -196,8 +197,8 @@ def measure_directory(
 ) -> MeasuredRates:
     """Measure the disk of ``store`` as a tier of ``config`` uses it.
 
-    The measured file is in the cache directory, or in its parent if there is no such
-    directory yet. For other arguments and the errors see :func:`measure_tier_rates`.
+    The measured file is in the cache directory, or in the directory's parent if it does not
+    exist yet. For other arguments and the errors see :func:`measure_tier_rates`.
     """
     transfer = config.transfer
     queued = max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
@@ -221,19 +222,20 @@ def measure_tier_rates(
 ) -> MeasuredRates:
     """Write, then read, random pieces of a nameless file in ``path``; blocks.
 
-    Uses at most half of the free space and at most 4 GiB, and frees it afterwards.
+    The file has at most half of the free space, and at most 4 GiB. Its space is freed
+    afterwards.
 
     Args:
         path: An existing directory.
         piece_bytes: Bytes of one call, a multiple of 4096.
         threads: Number of concurrent calls.
-        seconds: Time to measure each direction.
+        seconds: Duration of the measurement in each direction.
         direct_io: ``auto`` to bypass the page cache if the file system can, or ``off``.
         io: System calls to use; tests pass calls that fail.
 
     Raises:
         CapacityError: Too little free space to measure.
-        ConfigError: The free space was used up before the file could reserve it.
+        ConfigError: The free space was used up before the reservation of the file.
         OSError: The medium failed.
         TierUnavailableError: The medium did not answer.
     """
@@ -326,7 +328,7 @@ def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: floa
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time of milliseconds as text."""
+    """Return a duration as text, in milliseconds."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
@@ -351,10 +353,10 @@ def _random_buffers(count: int, nbytes: int) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The times of calls that move data in one direction: all reads or all writes.
+    """The durations of calls in one direction: all reads or all writes.
 
     Attributes:
-        latencies_s: Time of each call, in no particular order.
+        latencies_s: Duration of each call, in any order.
         elapsed_s: Time from the first call to the end of the last.
     """
 
@@ -363,7 +365,7 @@ class Timed:
 
     @property
     def per_s(self) -> float:
-        """Return the calls per second."""
+        """Return the number of calls per second."""
         return len(self.latencies_s) / self.elapsed_s
 
     def quantile_s(self, share: float) -> float:
@@ -384,7 +386,7 @@ def time_pieces(
     *,
     stalled_s: float = _STALLED_S,
 ) -> Timed:
-    """Move the pieces of ``order`` repeatedly, with one thread per buffer; time each call.
+    """Move the pieces of ``order`` repeatedly, in one thread per buffer; time each call.
 
     Every thread moves at least one piece, unless another thread failed. All threads together
     go through ``order`` from its start.
@@ -393,9 +395,9 @@ def time_pieces(
         move: Moves one piece.
         order: Numbers of the pieces.
         buffers: One buffer per thread.
-        seconds: Time after which no new call begins.
+        seconds: Time after which no further call starts.
         finish: Called once at the end, within the measured time.
-        stalled_s: Longest that a call may take beyond ``seconds``.
+        stalled_s: Longest time that a call may take after ``seconds`` have passed.
 
     Raises:
         OSError: The first failure, once all threads ended.
@@ -433,7 +435,7 @@ def time_pieces(
 def _run_on_threads(
     work: Callable[[memoryview], None], buffers: Sequence[memoryview], *, end_by_s: float
 ) -> bool:
-    """Run ``work`` once per buffer, each on a thread; return whether all ended in time."""
+    """Run ``work`` once per buffer, each in a thread; return whether all ended in time."""
     threads = [
         threading.Thread(target=work, args=(buffer,), name="kvtier-doctor", daemon=True)
         for buffer in buffers

@@ -1,7 +1,7 @@
 """Measures how fast a shared tier answers, writes and reads.
 
-The client is opened as an engine opens it. A few values are written and read again and again,
-all at once, under keys that every measurement uses; the service evicts them like any value.
+The client opens the tier like an engine. It writes and reads a few values repeatedly, all at
+once, under the same keys in every measurement. The service may evict them like any value.
 Proofs are neither made nor verified.
 """
 
@@ -37,12 +37,12 @@ class SharedRates:
 
     Attributes:
         piece_bytes: Bytes of one value.
-        at_once: Number of values on their way at a time.
-        seconds: Time for which each direction was measured.
+        at_once: Number of values in flight at a time.
+        seconds: Duration of the measurement in each direction.
         question_p50_s: Median time of a question about 64 keys that the tier lacks.
-        question_p99_s: 99th percentile of that time.
-        read_bytes_per_s: Rate of reading.
-        write_bytes_per_s: Rate of writing.
+        question_p99_s: 99th percentile of the time of such a question.
+        read_bytes_per_s: Rate of reading, in bytes per second.
+        write_bytes_per_s: Rate of writing, in bytes per second.
     """
 
     piece_bytes: int
@@ -145,7 +145,7 @@ def _require_done(name: str, outcomes: Sequence[Outcome]) -> None:
 
 
 async def _repeat(call: Callable[[], Awaitable[object]], seconds: float) -> Timed:
-    """Await ``call`` for ``seconds``, at least once; return the times of the calls."""
+    """Await ``call`` for ``seconds``, at least once; return the durations of the calls."""
     times_s: list[float] = []
     begin_s = now_s = time.monotonic()
     while now_s < begin_s + seconds:

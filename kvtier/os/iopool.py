@@ -1,13 +1,13 @@
 """A pool of threads for blocking calls, with priorities.
 
-asyncio's own executor is unsafe for I/O into borrowed buffers. Cancelling ``asyncio.to_thread``
-*abandons* the thread: the coroutine ends while the thread still writes into memory that the
-caller reuses. A cache would then serve one user's tokens to another. In this pool, cancellation
-waits until the call returns.
+asyncio's own executor is unsafe for I/O into borrowed buffers. A cancellation of
+``asyncio.to_thread`` *abandons* the thread: the coroutine ends while the thread still writes
+into memory that the caller reuses. A cache would then serve one user's tokens to another. In
+this pool, cancellation waits until the call returns.
 
-The standard pool has two more problems. It is first-in first-out, so a load that a request
-waits for would queue behind a gigabyte of stores. And its threads are joined at interpreter
-exit, so one stuck system call would block the engine's shutdown for ever.
+The standard pool has two more problems. It is first-in first-out, so a load for a waiting
+request would queue behind a gigabyte of stores. And the interpreter joins its threads at exit,
+so one stuck system call would block the engine's shutdown for ever.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def start_thread(thread: threading.Thread) -> None:
 class UncancellableFuture(asyncio.Future[T]):
     """A future that ignores cancellation, because its work uses memory of the caller.
 
-    A cancelled task that awaits the future is cancelled when the work is done. No shield or
-    second future is used, because each adds a turn of the loop. Beside a thread that runs
-    Python code, every turn costs 5 ms.
+    A cancelled task that awaits the future is cancelled when the work is done. A shield or a
+    second future would add a turn of the loop, which takes 5 ms while another thread runs
+    Python code.
     """
 
     @override
@@ -94,7 +94,7 @@ class _Round:
         self._errors: list[BaseException] = []
 
     def execute(self, number: int, call: Callable[[], Any]) -> None:
-        """Run one call; if it ends last in the round, hand all results to the loop."""
+        """Run one call. The last call of the round passes all results to the loop."""
         self._results[number], error = _attempt(call)
         if error is not None:
             self._errors.append(error)
@@ -117,9 +117,9 @@ class _Round:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the result of ``call`` and None, or None and the error that ``call`` raised.
+    """Return the result of ``call`` and None, or None and the error of ``call``.
 
-    The error's traceback refers to no future.
+    The error's traceback does not refer to a future.
     """
     try:
         return call(), None
@@ -144,12 +144,13 @@ class _Call(NamedTuple):
 class IoPool:
     """A fixed number of daemon threads that run blocking calls, most urgent first.
 
-    If the system allows fewer threads, these do all the work.
+    If the system allows fewer threads, these threads run all calls.
 
     Args:
-        threads: Maximum number of calls in progress.
+        threads: Largest number of calls in progress.
         name: Prefix of the threads' names.
-        prepare: Called first in each thread; the constructor waits until all have returned.
+        prepare: Called first in each thread. The constructor waits until all these calls have
+            returned.
 
     Raises:
         CapacityError: Not even one thread could be started.
@@ -180,27 +181,27 @@ class IoPool:
             raise KvtierError(f"a thread of pool {name} cannot be prepared: {error}") from error
 
     async def run(self, call: Callable[[], T], *, priority: int) -> T:
-        """Run ``call`` on a thread of the pool; a smaller ``priority`` goes first.
+        """Run ``call`` in a thread of the pool; a smaller ``priority`` goes first.
 
         Raises:
             ClosedError: The pool was closed.
 
         Cancellation:
             Deferred until the call has returned. The thread may be filling the caller's buffer,
-            and the caller may reuse the buffer as soon as this raises.
+            and the caller may reuse the buffer as soon as this method raises.
         """
         return (await self.run_all([call], priority=priority))[0]
 
     async def run_all(self, calls: Sequence[Callable[[], T]], *, priority: int) -> list[T]:
-        """Run ``calls`` concurrently on threads of the pool and wait for all of them.
+        """Run ``calls`` concurrently in threads of the pool and wait for all of them.
 
-        The loop is woken once, when the last call has returned.
+        The loop wakes up only once, when the last call has returned.
 
         Returns:
             The results, in the order of the calls.
 
         Raises:
-            ClosedError: The pool was closed; no call was run.
+            ClosedError: The pool was closed. No call was run.
             BaseException: The first error of a call, after all have returned.
 
         Cancellation:
@@ -225,8 +226,8 @@ class IoPool:
         """Finish the queued calls, then end the threads.
 
         Returns:
-            Whether every thread ended in time. If not, a thread is stuck in a system call; it
-            is a daemon and dies with the process.
+            Whether every thread ended in time. If not, a thread is stuck in a system call. It
+            is a daemon and ends with the process.
         """
         with self._wakeup:
             self._closed = True
@@ -263,7 +264,7 @@ class IoPool:
             del job
 
     def _get_ready(self, prepare: Callable[[], None]) -> bool:
-        """Prepare this thread; return whether all threads are prepared."""
+        """Prepare this thread; return whether all threads could be prepared."""
         with self._wakeup:
             prepared = self._prepared
         try:

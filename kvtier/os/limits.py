@@ -28,7 +28,7 @@ class MemoryLimit:
 
     Attributes:
         name: Name of the limit.
-        free_bytes: Bytes still free under the limit.
+        free_bytes: Bytes that are still free under the limit.
     """
 
     name: str
@@ -41,8 +41,8 @@ class HugePagePool:
 
     Attributes:
         page_nbytes: Bytes of one page; 0 on a kernel without huge pages.
-        total: Pages in the pool.
-        free: Pages that are neither in use nor reserved.
+        total: Number of pages in the pool.
+        free: Number of pages that are neither in use nor reserved.
     """
 
     page_nbytes: int
@@ -62,8 +62,8 @@ def memory_limits(proc: Path, sys: Path) -> list[MemoryLimit]:
     """Return the memory limits of this process, including those of control groups.
 
     Args:
-        proc: Where procfs is mounted.
-        sys: Where sysfs is mounted.
+        proc: Mount point of procfs.
+        sys: Mount point of sysfs.
     """
     return [*_available(proc), *_group_limits(proc, sys / "fs/cgroup")]
 
@@ -72,7 +72,7 @@ def huge_page_pool(proc: Path) -> HugePagePool:
     """Return the kernel's pool of huge pages.
 
     Args:
-        proc: Where procfs is mounted.
+        proc: Mount point of procfs.
     """
     figures = _meminfo(proc)
     return HugePagePool(
@@ -117,7 +117,7 @@ def free_disk_nbytes(directory: Path) -> int | None:
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """Return the numbers of /proc/meminfo, most of them in KiB."""
+    """Return the numbers in /proc/meminfo, most of them in KiB."""
     lines = read_kernel_text(proc / "meminfo").splitlines()
     parts = (line.partition(":") for line in lines)
     return {name: int(rest.split()[0]) for name, _, rest in parts}
@@ -132,9 +132,9 @@ def _available(proc: Path) -> Iterator[MemoryLimit]:
 def _group_limits(proc: Path, mounted: Path) -> Iterator[MemoryLimit]:
     """Yield the limits of this process's control groups and of their parents.
 
-    In a container the kernel often names a group by its path on the host, while the root of the
-    mount is the container's group. So missing paths are skipped and the root is always read.
-    File pages count as free, because the kernel can drop them.
+    In a container the kernel often names a group by its path on the host, although the root of
+    the mount is the container's group. So missing paths are skipped, and the root is always
+    read. File pages count as free, because the kernel can drop them.
     """
     for line in read_kernel_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -159,7 +159,7 @@ def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLim
 
 
 def _droppable_nbytes(statistics: Path) -> int:
-    """Return how many bytes of file pages a control group and its children have."""
+    """Return the bytes of file pages of a control group and its children."""
     words = dict(line.split() for line in read_kernel_text(statistics).splitlines())
     prefix = "total_" if "total_active_file" in words else ""
     return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))

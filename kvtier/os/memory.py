@@ -4,14 +4,14 @@
 crashes. So every mapping of the tier is excluded from core dumps.
 
 **Page faults.** The pages of the RAM tier exist from the start. But every process that maps the
-file has a page fault when it first accesses a page, or first reads from disk into that page.
-On a virtual machine a fault took 2 us, half a second per GiB. The kernel maps many pages at
-once in 0.08 s per GiB. So processes that use the tier map its pages in the background, before
-the first loads need them.
+file has a page fault at its first access to a page, and at its first read from disk into the
+page. On a virtual machine a fault took 2 us, or half a second per GiB. The kernel can map many
+pages at once in 0.08 s per GiB. So processes that use the tier map its pages in the background,
+before the first loads need them.
 
 **Garbage collection.** Python's collector searches for cycles after a certain number of new
-objects, and more objects make each search longer. The worst case is opening a cache of a
-million chunks, which makes millions of objects and frees none.
+objects, and more objects make each search longer. The worst case is a start with a million
+chunks, which makes millions of objects and frees none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def open_anonymous(name: str, *, huge_pages: bool = False) -> int:
     """Create an empty memory file and return its descriptor, which no child inherits.
 
     A Python built with an old C library, like those of uv and conda, has no ``memfd_create``.
-    Then the C library of this machine is called.
+    Then this function calls the C library of this machine.
 
     Args:
         name: Shown in ``/proc/PID/maps``.
@@ -71,7 +71,7 @@ def open_anonymous(name: str, *, huge_pages: bool = False) -> int:
 def map_shared(descriptor: int) -> mmap.mmap:
     """Map a whole shared memory file, and exclude the mapping from core dumps.
 
-    The file may be longer than its used part, because huge pages are unmapped as a whole.
+    The file may be longer than its used part, because only whole huge pages can be unmapped.
 
     Raises:
         OSError: The file cannot be mapped.
@@ -84,7 +84,8 @@ def map_shared(descriptor: int) -> mmap.mmap:
 class PageMapper:
     """Maps the pages of a shared mapping in a background thread.
 
-    If the kernel cannot do this or no thread starts, each page is mapped at its first access.
+    If the kernel does not support this, or the thread does not start, each page is mapped at
+    its first access.
 
     Args:
         address: Address of the mapping's first byte, at a page boundary.
@@ -125,7 +126,7 @@ class PageMapper:
 def set_malloc_mmap_threshold() -> None:
     """Make malloc return large blocks to the kernel when they are freed.
 
-    Without this, GNU's malloc raises its threshold when large blocks are freed, and then keeps
+    Otherwise GNU's malloc raises its threshold when large blocks are freed, and then keeps
     later large blocks.
     """
     with contextlib.suppress(AttributeError):  # another C library than GNU's

@@ -35,7 +35,7 @@ def open_store(
 ) -> ObjectStore:
     """Return a client of the bucket and prefix, or of the directory, that ``url`` names.
 
-    Sends no request. A URL ``file://`` creates the directory.
+    This function sends no request. For a URL ``file://`` it creates the directory.
 
     Args:
         url: The URL.
@@ -67,7 +67,7 @@ def open_store(
 def explain(error: Exception) -> str:
     """Return an error of obstore in one line.
 
-    Debugging output is left out, and so are the queries of URLs, which may contain secrets.
+    The result omits debugging output, and the queries of URLs, which may contain secrets.
     """
     text = str(error).partition("\n\nDebug source:")[0]
     text = _QUERY.sub(r"\1", _BODY.sub(r"\1: \2", text))

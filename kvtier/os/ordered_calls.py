@@ -1,7 +1,7 @@
-"""Run many blocking calls on a few threads, and take their results in order.
+"""Run many blocking calls in a few threads, and take their results in order.
 
-It is for tools without an event loop. The number of calls in flight is bounded, so a generator
-of calls may be endless, and may decide about a call by the results before it.
+This module is for tools without an event loop. The number of calls in flight is bounded. So a
+generator of calls may be endless, and may choose a call by the results of earlier calls.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _AHEAD: Final = 2
 
 
 def run_in_order(calls: Iterator[Callable[[], T]], *, threads: int, name: str) -> Iterator[T]:
-    """Run ``calls`` on ``threads`` threads, and yield the results in the order of ``calls``.
+    """Run ``calls`` in ``threads`` threads; yield the results in the order of ``calls``.
 
-    If a call raises, or the caller stops early, this waits for the calls in flight.
+    If a call raises or the caller stops early, this function waits for the calls in flight.
 
     Args:
-        calls: The calls; the caller's thread draws them.
+        calls: The calls; the caller's thread iterates over them.
         threads: Number of threads.
         name: Prefix of the threads' names.
 
     Raises:
-        BaseException: What a call raised; no result follows.
+        BaseException: The error of a call. No result follows.
 
     >>> list(run_in_order(((lambda n=n: n * n) for n in range(5)), threads=2, name="square"))
     [0, 1, 4, 9, 16]

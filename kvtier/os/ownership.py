@@ -1,9 +1,9 @@
 """Ownership checks: whether other users can replace kvtier's files.
 
-A user who can write into a cache decides what a model answers. Checksums do not help, because
-they are stored beside the bytes. So kvtier's files must belong to its user, and no other user
-may be able to replace their directory. These are the rules of sshd's ``StrictModes``. They hold
-for root too, which would otherwise serve files that any user planted.
+A user who can write to a cache can change the answers of a model. Checksums do not prevent
+this, because they are stored beside the bytes. So kvtier's files must belong to its user, and
+other users must not be able to replace their directory. These are the rules of sshd's
+``StrictModes``. They apply to root too, who would otherwise serve files that any user planted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Exposure(NamedTuple):
     """A way for other users to replace a directory's content.
 
     Attributes:
-        problem: The problem, beginning with the directory's name.
+        problem: The problem, which starts with the directory's name.
         remedy: What to do.
     """
 
@@ -47,12 +47,12 @@ class Exposure(NamedTuple):
 
 
 def find_exposure(directory: Path) -> Exposure | None:
-    """Return how other users can replace the content of ``directory``; None if they cannot.
+    """Return how other users can replace the content of ``directory``; None if impossible.
 
     Parts of the path that do not exist yet are ignored. Symbolic links are followed.
 
     Raises:
-        OSError: Permission is missing to look at a part of the path.
+        OSError: The permission to examine a part of the path is missing.
     """
     uid = os.geteuid()
     if is_ambiguous(uid):
@@ -77,7 +77,7 @@ def find_foreign_owner(paths: Iterable[Path]) -> str:
     Absent paths are ignored. Symbolic links are not followed.
 
     Raises:
-        OSError: Permission is missing to look at a path.
+        OSError: The permission to examine a path is missing.
     """
     uid = os.geteuid()
     if is_ambiguous(uid):
@@ -96,7 +96,7 @@ def find_writable(paths: Iterable[Path]) -> str:
     Absent paths are ignored. The paths must not be symbolic links.
 
     Raises:
-        OSError: Permission is missing to look at a path.
+        OSError: The permission to examine a path is missing.
     """
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -108,7 +108,7 @@ def find_writable(paths: Iterable[Path]) -> str:
 
 
 def holds_foreign_entries(directory: Path) -> bool:
-    """Return whether ``directory`` has entries with names that kvtier does not give.
+    """Return whether ``directory`` has entries with names that kvtier does not use.
 
     Such a directory may serve other programs, so its mode and owner must stay as they are.
     """
@@ -121,8 +121,8 @@ def holds_foreign_entries(directory: Path) -> bool:
 def is_ambiguous(uid: int) -> bool:
     """Return whether the kernel reports ``uid`` for several users.
 
-    In a user namespace that does not map all users, the kernel shows all others as one number,
-    usually 65534.
+    In a user namespace that does not map all users, the kernel reports all unmapped users as
+    one number, usually 65534.
     """
     try:
         is_overflow = uid == int(_OVERFLOW_UID.read_text("ascii"))

@@ -1,4 +1,4 @@
-"""Which packages of others are installed, without importing them."""
+"""Which packages of other projects are installed, without importing them."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class TimedCalls:
-    """Runs blocking calls on a daemon thread, one at a time. One thread begins the calls.
+    """Runs blocking calls on a daemon thread, one at a time. One thread starts the calls.
 
-    The system cannot interrupt a call to a file server that has stopped answering. So the
-    caller waits for the result with a timeout, and no call is queued behind one that is late:
-    callers would otherwise wait for the same server again and again.
+    A call to a hanging file server cannot be interrupted. So the caller waits for the result
+    with a timeout. While a call is late, no other call is accepted; otherwise callers would
+    wait for the same server again and again.
 
     Args:
         name: Name of the thread, which starts with the first call.
@@ -32,10 +32,10 @@ class TimedCalls:
         self._last: Future[Any] | None = None
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
-        """Begin ``call`` and return its future.
+        """Start ``call`` and return its future.
 
         Raises:
-            TimeoutError: The call before has not ended; ``call`` is not run.
+            TimeoutError: The previous call has not ended. ``call`` is not run.
             CapacityError: The system allows no more threads.
         """
         if self._last is None:
@@ -50,7 +50,7 @@ class TimedCalls:
     def close(self) -> None:
         """End the thread after the call in progress, without waiting. Idempotent.
 
-        A thread that never returns from its call dies with the process.
+        A thread that is stuck in its call ends with the process.
         """
         self._queue.put(None)
 

@@ -1,8 +1,8 @@
 """Admission policies: conditions for writing a chunk to a slower tier.
 
 A refused chunk stays in its tier until it is evicted, and is then lost. So every condition
-reduces both the wear of the drive and the hits. On chat traffic ``second-touch`` writes a fifth
-of what ``all`` writes, and loses a quarter of the hits.
+reduces both the wear of the drive and the hits. On chat traffic ``second-touch`` makes 1/5 of
+the writes of ``all``, and loses 1/4 of the hits.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Admission(ABC):
     """One condition for entering a slower tier.
 
     One object serves all tiers of a cache and decides for each tier separately. A condition
-    reads copies; it neither changes nor keeps them.
+    only reads copies: it neither changes nor keeps them.
 
     Args:
-        capacity: Slots of RAM plus slots of the largest tier. A condition remembers at most
+        capacity: Slots of RAM plus slots of the largest tier. A condition keeps at most
             ``capacity`` keys for each tier.
 
     Attributes:
@@ -44,10 +44,10 @@ class Admission(ABC):
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``.
 
-        The manager calls this right before the copy is written, after the placement and earlier
-        conditions agreed. It calls this again for a chunk that was refused, found no free slot,
-        or was evicted from ``tier``. Each write of a chunk to RAM has its own
-        ``copy.generation``; a copy in a slower tier has 0.
+        The manager calls this method right before the copy is written, after the placement and
+        the earlier conditions have admitted it. The manager repeats the call for a chunk that
+        was refused, found no free slot, or was evicted from ``tier``. Each write of a chunk to
+        RAM has its own ``copy.generation``; a copy in a slower tier has 0.
 
         Args:
             copy: The source, in RAM or in a slower tier.
@@ -73,12 +73,12 @@ class AdmitAll(Admission):
 class SecondTouch(Admission):
     """Refuses a chunk until its second use.
 
-    A load of the copy is a second use. So is a new copy of a chunk whose earlier copy was
-    refused or admitted. This is CacheLib's reject-first policy, but with whole keys. A copy in
-    a slower tier is always admitted, because the chunk was admitted before.
+    A load of the copy is a second use. A new copy of a chunk with an earlier copy, refused or
+    admitted, is a second use too. This is CacheLib's reject-first policy with whole keys. A
+    copy in a slower tier is always admitted, because the chunk was admitted before.
 
     Args:
-        capacity: Most keys to remember for each tier; the oldest are forgotten first.
+        capacity: Largest number of keys to keep for each tier; the oldest are dropped first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -102,11 +102,12 @@ class SecondTouch(Admission):
 class WriteBudget(Admission):
     """Refuses writes above a daily budget of bytes.
 
-    Each tier has a token bucket that holds a 25th of the daily budget. The rest refills the
-    bucket over a day, so any 24 hours stay within the budget. Unspent budget of a quiet night
-    is lost. The bucket holds at least one chunk: a budget below 25 chunks is spent evenly in
-    whole chunks, and a budget below one chunk a day allows a chunk every few days. The bucket
-    is full at start, so each restart can exceed the budget by a 25th.
+    Each tier has a token bucket with room for 1/25 of the daily budget. The other 24/25 refill
+    the bucket evenly over a day, so any 24 hours stay within the budget. When the bucket is
+    full, unused budget is lost. The bucket has room for at least one chunk: a budget below 25
+    chunks is used evenly in whole chunks, and a budget below one chunk a day admits a chunk
+    every few days. The bucket is full at the start, so each restart can exceed the budget by
+    1/25.
 
     Args:
         bytes_per_day: Bytes that may be written to each slower tier in a day.

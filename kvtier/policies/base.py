@@ -4,7 +4,7 @@ An :class:`Eviction` orders the copies of *one* tier and picks victims. A cache 
 :class:`Placement`, which decides which chunks move between tiers. The *driver*, which calls the
 policies, is the manager of a live engine or a simulator. Policies do no I/O, do not await, and
 get time and random numbers from a :class:`PolicyContext`. So a live engine and a simulator run
-the same code, and a policy tuned on a trace is deployed as is.
+the same code, and a policy that was tuned on a trace is deployed unchanged.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """Limits that a client sets for its request; tiers are indices, 0 is RAM.
+    """A client's limits for its request. Tiers are indices; 0 is RAM.
 
     Attributes:
-        load_tiers: Tiers to load from, None for any. Chunks in other tiers are misses.
-        store_tiers: Tiers to store new chunks in, None for any. RAM is always included,
-            because chunks reach every other tier through RAM.
+        load_tiers: Tiers to load from; None for all. Chunks in other tiers are misses.
+        store_tiers: Tiers to store new chunks in; None for all. RAM is always included, because
+            chunks reach every other tier through RAM.
         session: The request's session, for policies; an empty string if unknown.
     """
 
@@ -79,17 +79,17 @@ class CopyState:
     RESIDENT: ClassVar[int] = 2
     """All bytes are in the slot; a lookup finds the copy."""
     GONE: ClassVar[int] = 3
-    """The copy left the tier; a queue or a job may still refer to the object."""
+    """The copy has left the tier, but a queue or a job may still refer to the object."""
 
 
 _WRITING = CopyState.WRITING
 
 
 class ChunkCopy:
-    """One chunk's copy in one tier.
+    """The copy of one chunk in one tier.
 
-    The driver sets the attributes, and policies read them. Only :attr:`queued` and
-    :attr:`policy` are set by the eviction policy of the copy's tier.
+    The driver sets the attributes, and policies read them. Only the eviction policy of the
+    copy's tier sets :attr:`queued` and :attr:`policy`.
 
     Attributes:
         key: The chunk's key.
@@ -99,18 +99,17 @@ class ChunkCopy:
             cannot be evicted.
         dirty: Number of slower tiers that must receive the chunk before this copy may be
             evicted.
-        hits: Loads from this copy, and promotions begun from this copy.
-        parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
+        hits: Number of loads and of started promotions from this copy.
+        parent: Key of the preceding chunk of the prefix; None at the root or if unknown.
         depth: Number of chunks before this chunk in the prefix.
         terms: The terms of the request that stored the chunk.
         queued: An integer for the eviction policy's own use, such as a count of stale entries.
         policy: Any object, for the eviction policy's own use.
-        grants: Number of waiting requests that keep the copy in RAM; :attr:`pins` counts them
-            too.
-        origin: Index of the tier from which a RAM copy was promoted, until its first load; else
-            0.
-        generation: Number of the write to RAM that filled the slot; never repeats. 0 in a
-            slower tier.
+        grants: Number of waiting requests that keep the copy in RAM. They are also in
+            :attr:`pins`.
+        origin: Index of the tier from which a RAM copy was promoted. 0 after its first load,
+            and for other copies.
+        generation: Unique number of the write to RAM that filled the slot; 0 in a slower tier.
     """
 
     __slots__ = (
@@ -165,13 +164,13 @@ class ChunkCopy:
 
 @dataclass(slots=True)
 class PolicyContext:
-    """The context of a call to a policy; one object is reused for all calls.
+    """The context of a call to a policy. One object is reused for all calls.
 
     Attributes:
         now: Seconds on a monotonic clock. The driver advances it once per step; an engine may
             skip steps without decisions.
-        rng: The only source of randomness; seeded by the driver.
-        request: Id of the request being served; an empty string if there is none.
+        rng: The only source of random numbers, seeded by the driver.
+        request: Id of the served request; an empty string without one.
         session: The request's session; an empty string if unknown.
     """
 
@@ -213,18 +212,18 @@ class Eviction(ABC):
     :meth:`on_miss` once, then :meth:`pick` until a slot is free, then :meth:`on_insert` if the
     bytes arrive. Several chunks may be between ``on_miss`` and ``on_insert`` at a time.
 
-    Every method is O(1) amortised, or O(log n) where copies have scores. A policy may remember
+    Every method takes O(1) amortised time, or O(log n) if copies have scores. A policy may keep
     keys of evicted chunks (ghosts), at most two per slot. A policy must drop every reference to
-    a picked copy: the driver may reuse the object for another chunk, with ``queued`` and
-    ``policy`` unchanged.
+    a picked copy, because the driver may reuse the object for another chunk, with ``queued``
+    and ``policy`` unchanged.
 
     Args:
         capacity: Slots of the tier, at least 1; ``kvtier check`` builds each policy with 1.
 
     Attributes:
         capacity: Slots of the tier.
-        tracks_misses: Whether the class overrides :meth:`on_miss`; if not, a driver need not
-            call it.
+        tracks_misses: Whether the class overrides :meth:`on_miss`. If not, the driver may skip
+            the calls.
     """
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
@@ -239,7 +238,8 @@ class Eviction(ABC):
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Record that a request missed ``key``, which is about to be inserted.
 
-        Called once for each insertion, before room is made for the chunk.
+        The driver calls this method once for each insertion, before it frees a slot for the
+        chunk.
         """
 
     @abstractmethod
@@ -249,9 +249,9 @@ class Eviction(ABC):
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Add ``copy``, which was picked but stayed in the tier, to the eviction order again.
 
-        This is neither a use nor a return after an eviction. Like a rejected candidate,
+        The call is neither a use nor a return after an eviction. Like a rejected candidate,
         ``copy`` counts as just used, so that the next pick does not return it. The default
-        inserts ``copy``; policies that record evictions override this.
+        implementation inserts ``copy``. Policies that record evictions override it.
         """
         self.on_insert(copy, ctx)
 
@@ -261,9 +261,9 @@ class Eviction(ABC):
 
     @abstractmethod
     def on_remove(self, copy: ChunkCopy) -> None:
-        """Drop the member ``copy``, which left the tier without being picked.
+        """Drop the member ``copy``, which left the tier for a reason other than :meth:`pick`.
 
-        The state of ``copy`` is GONE. A reset does not call this: it makes a new policy.
+        The state of ``copy`` is GONE. A reset makes a new policy, without calls of this method.
         """
 
     @abstractmethod
@@ -271,7 +271,7 @@ class Eviction(ABC):
         """Remove one victim from the members and return it.
 
         A candidate that ``evictable`` rejects stays a member and counts as just used. So the
-        next pick tests other members, and scans stay O(1) amortised.
+        next pick tests other members, and a scan takes O(1) amortised time.
 
         Returns:
             A copy that ``evictable`` accepts; None if it rejects all members.
@@ -293,20 +293,20 @@ class Eviction(ABC):
         """Call :meth:`on_insert` for ``copies``, which arrived together.
 
         Copies of one prompt come in :attr:`touch_order`, or in the order in which another tier
-        evicted them. All were used at the same time, so a policy may insert a prompt from
-        either end. Copies without a parent are inserted in the order given.
+        evicted them. All of them were used at the same time, so a policy may insert a prompt
+        from either end. Copies without a parent are inserted in the given order.
         """
         for copy in copies:
             self.on_insert(copy, ctx)
 
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
-        """Call :meth:`on_hit` for ``copies``, which the caller gives in :attr:`touch_order`."""
+        """Call :meth:`on_hit` for ``copies``, which are in :attr:`touch_order`."""
         for copy in copies:
             self.on_hit(copy, ctx)
 
 
 class Promotion(Enum):
-    """How a chunk in a slower tier is promoted to RAM."""
+    """The effect of a promotion on the copy in the slower tier."""
 
     COPY = "copy"
     """Both tiers keep the chunk."""
@@ -315,11 +315,11 @@ class Promotion(Enum):
 
 
 class Placement(ABC):
-    """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
+    """Decides which tiers a chunk should be in. Tiers are indices; 0 is RAM.
 
-    One thread makes all calls, in batches of chunks. An answer is final: the manager carries
-    the answer out unless no slot is free or a transfer fails, and reports neither case to the
-    placement. A placement reads copies, neither changes nor keeps them, and bounds its own
+    One thread makes all calls, in batches of chunks. An answer is final. The manager carries it
+    out unless no slot is free or a transfer fails; the placement learns of neither case. A
+    placement only reads copies: it neither changes nor keeps them. It must bound its own
     memory.
 
     Three decisions are made elsewhere: :class:`Eviction` picks the victims of a full tier,
@@ -338,18 +338,19 @@ class Placement(ABC):
 
     @property
     def places_used(self) -> bool:
-        """Whether :meth:`place` is also called for chunks that were loaded from RAM.
+        """Whether the manager calls :meth:`place` for chunks that were loaded from RAM, too.
 
-        Constant for the life of the object.
+        The value is constant for the life of the object.
         """
         return False
 
     @abstractmethod
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
-        """Return the slower tiers that a chunk in RAM must reach as soon as possible.
+        """Return the slower tiers that must receive a chunk in RAM as soon as possible.
 
-        Called when a chunk's store is complete and no slower tier has the chunk. If
-        :attr:`places_used` is true, also called at each load from RAM.
+        The manager calls this method when a chunk's store is complete and no slower tier has
+        the chunk. If :attr:`places_used` is true, it also calls this method at each load from
+        RAM.
 
         Args:
             copy: The chunk's complete copy in RAM.
@@ -365,17 +366,17 @@ class Placement(ABC):
         tier: int,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
-        """Return whether ``copy`` may enter ``tier``; a refused victim is evicted all the same.
+        """Return whether ``copy`` may enter ``tier``. A refused victim is evicted anyway.
 
-        Called after :meth:`place` or :meth:`demote` named ``tier``, right before ``copy`` is
-        sent. The default admits all.
+        The manager calls this method after :meth:`place` or :meth:`demote` returned ``tier``,
+        right before ``copy`` is sent. The default implementation admits all copies.
         """
         return True
 
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        """Call :meth:`place` for ``copies``; override this if all get the same answer."""
+        """Call :meth:`place` for ``copies``. Override this if all get the same answer."""
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
@@ -390,7 +391,8 @@ class Placement(ABC):
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         """Return how to promote ``copy`` from tier ``source`` for a waiting request.
 
-        Called once for each planned promotion, before ``copy.hits`` counts the promotion.
+        The manager calls this method once for each planned promotion, before ``copy.hits``
+        counts the promotion.
         """
 
     def promote_many(
@@ -402,8 +404,8 @@ class Placement(ABC):
     def demotion_targets(self, source: int) -> Sequence[int]:
         """Return the tiers that :meth:`demote` may return for victims of ``source``.
 
-        The answer never changes. A tier without targets needs no reserve of free slots. A tier
-        with several targets demotes nothing while any target is full.
+        The answer must be constant. A tier without targets needs no reserve of free slots. A
+        tier with several targets stops demoting while any target is full.
 
         Args:
             source: Index of the tier.
@@ -414,8 +416,9 @@ class Placement(ABC):
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         """Return the tier that must receive the chunk before ``source`` evicts ``copy``.
 
-        Called only for chunks in no slower tier, perhaps several times for one chunk: when the
-        chunk is new in ``source``, when it is picked as a victim, and at shutdown.
+        The manager calls this method only for chunks that are in no slower tier, perhaps
+        several times for one chunk: when the chunk is new in ``source``, when it is picked as a
+        victim, and at shutdown.
 
         Returns:
             One of :meth:`demotion_targets`; None to drop the chunk.

@@ -1,10 +1,10 @@
-"""Estimates how often each key was used recently, in little memory.
+"""Estimates the number of recent uses of each key, in little memory.
 
-All counts are halved after a sample of uses, ten per slot of the tier, so that old uses fade.
-The sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows
-of one-byte counters, and a key's estimate is the least of its four counters. A use raises only
-the least counters, so keys that share a counter inflate each other less (Estan and Varghese,
-SIGCOMM 2002). The sketch takes 16 to 32 bytes a slot and keeps no keys.
+All counts are halved after ten uses per slot of the tier, so that old uses lose weight. The
+sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows of
+one-byte counters, and a key's estimate is the smallest of its four counters. A use increments
+only the smallest counters, so keys with a common counter inflate each other less (Estan and
+Varghese, SIGCOMM 2002). The sketch takes 16 to 32 bytes per slot and does not keep keys.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SketchFrequency:
             self._cells = cells.translate(_HALVED)
 
     def of(self, key: ChunkKey) -> int:
-        """Estimate the recent uses of ``key``; an estimate below 255 is never too low."""
+        """Estimate the recent uses of ``key``. An estimate below 255 is never too low."""
         cells = self._cells
         return min([cells[place] for place in self._places(key)])
 

@@ -14,18 +14,19 @@ __all__ = ["ConditionalPlacement", "TieredPlacement"]
 
 
 class TieredPlacement(Placement):
-    """Demotes chunks when they are stored or evicted; copies or moves every hit to RAM.
+    """Demotes chunks at their store or before their eviction; copies or moves hits to RAM.
 
-    If a promotion keeps the slower copy, the next demotion writes nothing. If it moves the
-    chunk, the next demotion writes the chunk again. On agent traffic moves cause four to ten
-    times as many writes as copies, for at most 1.6 points of hit ratio. Moves are worthwhile if
-    the tiers have similar sizes, because second copies then waste much of the capacity.
+    If a promotion keeps the slower copy, the next demotion needs no write. If the promotion
+    moves the chunk, the next demotion writes the chunk again. On agent traffic moves cause four
+    to ten times as many writes as copies, for at most 1.6 points of hit ratio. Moves are
+    worthwhile if the tiers have similar sizes, because second copies then waste much of the
+    capacity.
 
     Args:
         tiers: Number of tiers, RAM included.
-        write: ``through`` copies a chunk to every slower tier as soon as it is stored, so the
-            chunk survives a killed process; ``evict`` copies a victim to the next tier if no
-            slower tier has it.
+        write: ``through`` copies a chunk to every slower tier as soon as it is stored, so that
+            the chunk survives a killed process. ``evict`` copies a victim to the next tier if
+            no slower tier has the chunk.
         write_after: With ``through``, the number of the use at which a chunk is copied; use 1
             is the store.
         promote: ``copy`` keeps the copy in the slower tier, ``move`` removes it.
@@ -96,15 +97,15 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether the method ``name`` is that of :class:`TieredPlacement`."""
+        """Return whether the method ``name`` is the one of :class:`TieredPlacement`."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 
 class ConditionalPlacement(Placement):
     """A placement with conditions on writes to slower tiers.
 
-    This lets conditions, such as a write budget, work with any placement. Each condition sees
-    only the chunks that the placement and earlier conditions admitted.
+    So conditions, such as a write budget, work with any placement. Each condition sees only the
+    chunks that the placement and earlier conditions admitted.
 
     Args:
         placement: The placement, which makes all other decisions.

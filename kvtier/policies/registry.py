@@ -1,10 +1,10 @@
 """Policies by name: built in, from installed packages, or any class as ``module:Class``.
 
 To add a built-in eviction policy, add a module to ``kvtier/policies/eviction`` and a line to
-:data:`EVICTIONS`; nothing else lists the names.
+:data:`EVICTIONS`, which is the only list of names.
 
-The constructor of every policy has one argument: the size of the tier or cache. There are no
-options: a variant is a separate class. Only ``tiered`` also has settings.
+The constructor of every policy has one argument: the size of the tier or cache. A variant of a
+policy is a separate class. Only ``tiered`` has settings.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
                 ``module:Class``.
 
         Raises:
-            ConfigError: There is no such policy, or its class is not usable.
+            ConfigError: The policy is unknown, or its class is not usable.
         """
         loaded = self.find_derived(name, self.base)
         try:
@@ -79,7 +79,7 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
             **settings: Further arguments of the policy's constructor.
 
         Raises:
-            ConfigError: There is no such policy, or it cannot be made.
+            ConfigError: The policy is unknown or cannot be made.
         """
         factory = cast("Callable[..., PolicyT]", self.load(name))
         with self.making(name):
@@ -92,7 +92,7 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Turn any error in the constructor of the policy ``name`` into a ConfigError."""
+        """Convert any error in the constructor of the policy ``name`` to a ConfigError."""
         try:
             yield
         except Exception as error:  # the constructor is third-party code
@@ -144,7 +144,7 @@ def build_eviction(name: str, *, capacity: int) -> Eviction:
         capacity: Slots of the tier.
 
     Raises:
-        ConfigError: There is no such policy, or it cannot be made.
+        ConfigError: The policy is unknown or cannot be made.
     """
     return EVICTIONS.make(name, capacity)
 
@@ -155,10 +155,10 @@ def build_placement(name: str, *, tiers: int, **settings: object) -> Placement:
     Args:
         name: As for :func:`build_eviction`.
         tiers: Number of tiers, RAM included.
-        **settings: Settings of ``tiered``; the default is used for those not given.
+        **settings: Settings of ``tiered``; omitted settings have their defaults.
 
     Raises:
-        ConfigError: There is no such policy, or it cannot be made.
+        ConfigError: The policy is unknown or cannot be made.
     """
     return PLACEMENTS.make(name, tiers, **settings)
 
@@ -171,6 +171,6 @@ def build_admission(name: str, *, capacity: int) -> Admission:
         capacity: Slots of RAM plus slots of the largest tier.
 
     Raises:
-        ConfigError: There is no such policy, or it cannot be made.
+        ConfigError: The policy is unknown or cannot be made.
     """
     return ADMISSIONS.make(name, capacity)

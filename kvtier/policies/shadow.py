@@ -1,18 +1,18 @@
 """Shadow tiers: simulate other eviction policies beside the live tiers.
 
-A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` with the same policy class
-as a live tier would have. A shadow moves no bytes, inserts at once on a miss and pins nothing.
-So compare a shadow only with other shadows. For this purpose each tier also has a shadow of its
+A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` with a policy class for
+live tiers. A shadow moves no bytes, inserts a chunk directly after its miss and has no pins. So
+compare a shadow only with other shadows. For this purpose each tier also has a shadow of its
 live policy.
 
 A large tier is simulated in miniature: a shadow sees only the chunks whose hash falls into a
 fixed share of all hashes, and its capacity is the same share of the tier's capacity. A chunk is
-always or never in the sample. So the sample keeps the reuse of the trace, and hit ratios are
-close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; for policies
+always or never in the sample. So the sample has the same reuse as the trace, and the hit ratios
+are close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; for policies
 that are not stack algorithms, "Cache Modeling and Optimization using Miniature Simulations",
 USENIX ATC 2017, which finds that a few thousand sampled chunks suffice). Sampling bounds memory
-and time: a shadow holds at most 4,096 chunks, and for a chunk outside the sample only the first
-four bytes of its key are read. A sample has gaps in prefixes, so all hits are counted, not only
+and time: a shadow has at most 4,096 chunks, and for a chunk outside the sample only the first
+four bytes of its key are read. The sampled prefixes have gaps, so all hits count, not only
 leading hits.
 """
 
@@ -42,7 +42,7 @@ class ShadowTier:
         references: Number of requested chunks that were in the sample, since the start.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: A policy is unknown.
     """
 
     def __init__(self, capacity: int, policies: Iterable[str]) -> None:
@@ -77,11 +77,11 @@ class ShadowTier:
             self._hits[policy] += hits
 
     def hits(self) -> dict[str, int]:
-        """Return how many of :attr:`references` were hits in each shadow, by policy name."""
+        """Return the number of hits among the :attr:`references`, by policy name."""
         return dict(self._hits)
 
     def clear(self) -> None:
-        """Forget every chunk and keep the counts, for a reset of the cache."""
+        """Forget every chunk after a reset of the cache; keep the counts."""
         self._tiers = {
             policy: SimulatedTier(build_eviction(policy, capacity=self._capacity))
             for policy in self._hits

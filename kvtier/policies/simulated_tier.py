@@ -1,13 +1,13 @@
 """A tier without bytes: an eviction policy and its chunks.
 
-A simulated tier drives a policy in the simulator and in shadow tiers. The cache starts empty
+The simulator and shadow tiers run policies in simulated tiers. A simulated tier starts empty,
 and all chunks have one size. In *forward* order a request's chunks are accessed root to leaf: a
 resident chunk is a hit, and an absent chunk is inserted after an eviction. In *reverse* order
-the leading hits are counted first and the chunks are then accessed leaf to root, so that the
-root stays longest.
+the leading hits are counted first. Then the chunks are accessed leaf to root, so that the root
+stays longest.
 
-Creating Python objects dominates the cost, so a new chunk reuses its victim's object, and all
-leading hits are recorded in one call.
+The creation of Python objects takes most of the time. So a new chunk reuses its victim's
+object, and all leading hits are recorded in one call.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class SimulatedTier:
             session: The request's session; an empty string if unknown.
 
         Returns:
-            The leading hits, all hits, and the stranded chunks, which are resident behind a
-            missing chunk. In reverse order, stranded chunks are counted when the request
-            arrives; in forward order, when they are accessed.
+            The numbers of leading hits, of all hits, and of stranded chunks, which are resident
+            behind a missing chunk. In reverse order, stranded chunks are counted when the
+            request arrives; in forward order, when they are accessed.
 
         Raises:
             NoVictimError: The policy picked no victim although every member is evictable.

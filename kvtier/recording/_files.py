@@ -1,4 +1,4 @@
-"""Numbered files of one recording; the newest few are kept."""
+"""Numbered files of one recording, of which the newest few are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NumberedFiles:
     Args:
         directory: The directory, which must exist.
         stem: The first part of the file names.
-        keep: Number of files to keep; older files are removed.
+        keep: Number of files to keep. Older files are removed.
     """
 
     def __init__(self, directory: Path, stem: str, *, keep: int) -> None:
@@ -33,7 +33,7 @@ class NumberedFiles:
         self.size_bytes = 0
 
     def begin(self) -> None:
-        """Close the current file, start the next one and remove the oldest surplus files.
+        """Close the current file, start the next one, and remove the oldest surplus files.
 
         Raises:
             OSError: The file cannot be created.
@@ -69,7 +69,7 @@ class NumberedFiles:
         """Close the current file. Idempotent.
 
         Raises:
-            OSError: Buffered lines cannot be written; the file is closed anyway.
+            OSError: Buffered lines cannot be written. The file is closed anyway.
         """
         file, self._file = self._file, None
         if file is not None:
@@ -91,7 +91,7 @@ class NumberedFiles:
 
     @staticmethod
     def _remove_if_idle(path: Path) -> None:
-        """Remove a file unless a process is writing the file; ignore a missing file."""
+        """Remove a file unless a process is writing it; ignore a missing file."""
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             if _try_lock(file.fileno()):
                 path.unlink()
@@ -109,7 +109,7 @@ class NumberedFiles:
 def _try_lock(descriptor: int) -> bool:
     """Lock an open file; return False if another process has locked it.
 
-    Return True on a file system without locks.
+    The result is True on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

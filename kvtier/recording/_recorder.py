@@ -34,8 +34,8 @@ class RecorderStatistics:
     """Counts of a recorder.
 
     Attributes:
-        written: Records written.
-        dropped: Records not written: the queue was full, or the disk failed.
+        written: Number of written records.
+        dropped: Number of records lost because the queue was full or the disk failed.
     """
 
     written: int
@@ -43,7 +43,7 @@ class RecorderStatistics:
 
 
 class Recorder:
-    """Records the requests of one engine: one thread calls the methods, another writes.
+    """Records the requests of one engine. One thread calls the methods, another writes.
 
     Args:
         directory: Directory of the files; created if its parent exists.
@@ -84,7 +84,7 @@ class Recorder:
         """Write queued records and close the files. Idempotent.
 
         Args:
-            timeout_s: Longest wait; records not written in that time are lost.
+            timeout_s: Longest wait. Records that are unwritten at its end are lost.
         """
         if self._closed:
             return
@@ -110,7 +110,7 @@ class Recorder:
             self._fail(error)
 
     def _write(self, record: RequestRecord) -> None:
-        """Write ``record``. Nothing is written after an error: the disk may be full."""
+        """Write ``record``. After an error this method stops writing: the disk may be full."""
         if self._broken:
             self._failed += 1
             return

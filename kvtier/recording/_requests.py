@@ -1,6 +1,6 @@
 """The records of requests, in order of arrival and in Mooncake's format.
 
-A record is complete when its request ends, because the length of the answer is unknown before.
+A record is complete only when its request ends, because the answer's length is unknown before.
 Records are written in order of arrival. So the record of a request that ends early waits for
 the records of earlier arrivals, while the buffer has room.
 """
@@ -26,10 +26,10 @@ class RequestRecord:
     """One request.
 
     Attributes:
-        arrival_s: Arrival, in seconds from the start of the recording.
+        arrival_s: Time of arrival, in seconds from the start of the recording.
         prompt: The whole chunks of the prompt, root to leaf.
         answer_chunks: Number of whole chunks that the answer added.
-        chunk_tokens: Tokens of a chunk.
+        chunk_tokens: Number of tokens of a chunk.
         session: The request's session; an empty string if unknown.
     """
 
@@ -42,8 +42,8 @@ class RequestRecord:
     def line(self) -> bytes:
         """Return the record as a line of JSON.
 
-        Ids are 63 bits of the engine's block hash: numbers, as the format requires, and long
-        enough to identify chunks. Lengths count the tokens of whole chunks.
+        Each id is a number of 63 bits of the engine's block hash: the format requires numbers,
+        and 63 bits identify a chunk. Lengths count the tokens of whole chunks.
         """
         record: dict[str, object] = {
             "timestamp": round(self.arrival_s * 1e3, 3),
@@ -66,7 +66,7 @@ class _Open:
 
 
 class RequestLog:
-    """Converts events of requests into records, in order of arrival.
+    """Converts events of requests to records, in order of arrival.
 
     With more than ``max_held`` requests in the buffer, the earliest finished record is emitted
     before the records of earlier, unfinished requests. So a record is out of order only if
@@ -74,9 +74,9 @@ class RequestLog:
 
     Args:
         emit: Called with each record.
-        chunk_tokens: Tokens of a chunk.
-        max_held: Most requests in the buffer; above it, finished requests do not wait for
-            earlier requests.
+        chunk_tokens: Number of tokens of a chunk.
+        max_held: Largest number of requests in the buffer. Above it, finished requests do not
+            wait for earlier requests.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RequestLog:
         """Records of finished requests, as a heap by order of arrival."""
 
     def arrived(self, req_id: str, now: float, session: str = "") -> None:
-        """Record the arrival of a request, ``now`` in seconds on a monotonic clock.
+        """Record the arrival of a request; ``now`` is in seconds on a monotonic clock.
 
         An unfinished request with the same id is forgotten.
         """
@@ -118,7 +118,7 @@ class RequestLog:
 
         Args:
             req_id: The request.
-            keys: All whole chunks of the request, the answer's included.
+            keys: All whole chunks of the request, including those of the answer.
         """
         request = self._open.pop(req_id, None)
         if request is None:
@@ -144,7 +144,7 @@ class RequestLog:
     def _release(self) -> None:
         """Emit the records of requests that arrived before every open request.
 
-        If too many records are held, emit the earliest ones as well.
+        If the buffer has too many records, emit the earliest ones too.
         """
         earliest_open = next(iter(self._open.values()), None)
         while self._over and (

@@ -1,10 +1,10 @@
 """Schedules the replay's requests: continuous batching over paged memory.
 
 As in vLLM's scheduler, running requests come first, in order, and get blocks as they grow. If
-no block is free, the last running request is preempted and begins again. Then requests with
-finished loads start, in the order in which the loads were planned. Then waiting requests are
-looked up and get blocks, while there are tokens in the step and free blocks. Prefill is chunked
-to the step's remaining tokens.
+no block is free, the last running request is preempted and starts again. Next, requests with
+finished loads start, in the order of the plans of their loads. Then waiting requests are looked
+up and get blocks, while the step has tokens left and blocks are free. Prefill is chunked to the
+step's remaining tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Batcher:
 
     Args:
         connector: The connector's scheduler side.
-        blocks: Blocks of the memory, block 0 included.
+        blocks: Number of blocks of the memory, including block 0.
         block_tokens: Tokens of a block.
         step_tokens: Largest number of tokens in a step.
         concurrency: Largest number of requests that run, load or have a deferred lookup.
@@ -47,7 +47,7 @@ class Batcher:
         connector: The connector's scheduler side.
         block_tokens: Tokens of a block.
         requests: The unfinished requests, by id.
-        preemptions: Preemptions so far.
+        preemptions: Number of preemptions so far.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Batcher:
         self.preemptions = 0
 
     def add(self, request: ReplayRequest) -> None:
-        """Add a request that arrived."""
+        """Add a request at its arrival."""
         self.requests[request.request_id] = request
         self._waiting.append(request)
         self.connector.on_new_request(request)
@@ -103,7 +103,7 @@ class Batcher:
         return _PagedBlocks(([_PagedBlock(block) for block in blocks],))
 
     def computed(self, step: Step, now_s: float) -> None:
-        """Record that ``step`` was computed, at time ``now_s``."""
+        """Record that ``step`` was computed at time ``now_s``."""
         for req_id, tokens in step.num_scheduled_tokens.items():
             request = self.requests[req_id]
             request.num_computed_tokens += tokens
@@ -116,7 +116,7 @@ class Batcher:
                 self._finish(request)
 
     def loaded(self, req_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """Record that the loads of ``req_ids`` ended; requests in ``failed`` start again."""
+        """Record the end of the loads of ``req_ids``; requests in ``failed`` start again."""
         lost = set(failed)
         for req_id in req_ids:
             request = self.requests[req_id]
@@ -131,7 +131,7 @@ class Batcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left."""
+        """Whether all requests are finished."""
         return not self.requests
 
     # -- internals -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Batcher:
         return tokens
 
     def _begin_again(self, request: ReplayRequest) -> None:
-        """Free the blocks of a request and put the request at the head of the waiting queue."""
+        """Free the blocks of a request, and put it at the head of the waiting queue."""
         request.num_computed_tokens = 0
         self._free.extend(request.blocks)
         request.blocks.clear()

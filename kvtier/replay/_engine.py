@@ -3,14 +3,14 @@
 The engine uses both sides of the connector.
 
 A step makes the same calls as a real engine, in the same order. In place of a model, the engine
-fills blocks with known bytes and sleeps for the rest of the step. The sleep leaves the
-processor to the tiers' threads. Every loaded block is compared byte for byte with the stored
+fills blocks with known bytes and sleeps for the rest of the step. During the sleep, the tiers'
+threads can use the processor. Every loaded block is compared byte for byte with the stored
 block.
 
 In a real engine, the work between two sleeps would overlap with the GPU's work, and a sleep
-ends a little late. So a step is timed from the planned end of the previous step, not from the
-real end, and its sleep is shorter. At most 50 ms are made up for in this way. If a step ends
-later than that, the machine is too slow.
+ends slightly late. So the time of a step starts at the planned end of the previous step, and
+its sleep is shorter. This compensates a delay of at most 50 ms. After a longer delay, the
+machine is too slow.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ReplayCounts:
     """Counts of the engine's work.
 
     Attributes:
-        steps: Scheduling steps.
-        computed_tokens: Tokens computed, generated ones included.
-        loaded_tokens: Prompt tokens loaded.
-        loaded_blocks: Blocks loaded and compared with what was stored.
-        failed_loads: Incomplete loads; the engine computed these prompts.
+        steps: Number of scheduling steps.
+        computed_tokens: Number of computed tokens, including generated ones.
+        loaded_tokens: Number of loaded prompt tokens.
+        loaded_blocks: Number of blocks that were loaded and compared with the stored bytes.
+        failed_loads: Number of incomplete loads, after which the engine computed the prompts.
         late_s: Sum of the seconds by which computing steps exceeded the model's time.
     """
 
@@ -67,16 +67,16 @@ class ReplayEngine:
     """Serves requests in real time, at their arrival times.
 
     Args:
-        cache: The cache, which records how long steps take.
+        cache: The cache, which records the durations of steps.
         worker: The connector's worker side, with the KV memory registered.
         batcher: Schedules the steps, and has the connector's scheduler side.
         memory: The KV memory.
-        model: Computes the time of a step.
+        model: Computes the duration of a step.
 
     Attributes:
         cache: The cache.
         batcher: Schedules the steps.
-        counts: Counts so far.
+        counts: The counts so far.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ReplayEngine:
         return total
 
     def _record_loaded(self, req_ids: Iterable[str]) -> None:
-        """Record loaded blocks for comparison in the next step."""
+        """Record loaded blocks, for the comparison in the next step."""
         for req_id in req_ids:
             request = self.batcher.requests[req_id]
             count = request.loaded_tokens // self.batcher.block_tokens

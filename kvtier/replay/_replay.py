@@ -80,9 +80,9 @@ class ReplayOptions:
         chunk_bytes: Bytes of one of the trace's chunks.
         gpu_bytes: Bytes of the paged KV memory.
         speedup: Factor by which arrivals are accelerated.
-        requests: Requests to replay; None for all.
-        tokens_per_s: Tokens computed per second; None for a rate that keeps the engine busy
-            70 % of the time without a cache.
+        requests: Number of requests to replay; None for all.
+        tokens_per_s: Number of tokens computed per second. None for the rate at which an engine
+            without a cache would be busy for 70 % of the time.
         speeds: Measured speeds of the slower tiers, for the prediction.
     """
 
@@ -100,14 +100,15 @@ class ReplayedTraffic:
 
     Attributes:
         name: The tier's name.
-        hits: Chunks loaded into the GPU from this tier.
+        hits: Number of chunks loaded into the GPU from this tier.
         predicted_hits: The simulator's prediction of ``hits``.
         read_bytes: Bytes read from the tier.
-        read_bytes_per_s: Mean rate of a read; several reads run at once.
+        read_bytes_per_s: Mean rate of a read, in bytes per second; several reads run at once.
         written_bytes: Bytes written to the tier from faster tiers or the GPU.
-        write_bytes_per_s: Mean rate of a write.
-        failed_chunks: Chunks with a failed or expired transfer, or wrong bytes.
-        skipped_chunks: Chunks that were computed because the estimated load time was longer.
+        write_bytes_per_s: Mean rate of a write, in bytes per second.
+        failed_chunks: Number of chunks with a failed or expired transfer, or with wrong bytes.
+        skipped_chunks: Number of chunks that were computed because the estimated load time was
+            longer.
     """
 
     name: str
@@ -127,15 +128,15 @@ class ReplayResult:
 
     Attributes:
         trace: The trace's name.
-        requests: Requests served.
-        skipped_requests: Requests whose prompt does not fit the KV memory.
-        refs: Chunk references.
-        seconds: Time from the first arrival to the last token.
-        counts: Counts of the engine's work.
+        requests: Number of served requests.
+        skipped_requests: Number of requests whose prompt does not fit into the KV memory.
+        refs: Number of chunk references.
+        seconds: Seconds from the first arrival to the last token.
+        counts: The counts of the engine's work.
         preemptions: Number of preemptions.
         tiers: Transfers of each tier, fastest first.
         hit_ratio: Chunks loaded, as a share of all references.
-        ttft_s: Time to first token: ``p50``, ``p90``, ``p99``.
+        ttft_s: Seconds to the first token: ``p50``, ``p90``, ``p99``.
         predicted: The simulator's result for the same requests.
     """
 
@@ -175,14 +176,14 @@ def replay_trace(
 ) -> ReplayResult:
     """Replay ``trace`` through the tiers of ``config``, with real bytes.
 
-    Stores are in temporary directories beside the directories of ``config``.
+    The caches are in temporary directories beside the directories of ``config``.
 
     Args:
         trace: The trace. Prompts are rounded up to whole chunks.
-        config: The configuration. ``load_path: auto`` means the same as with kvtier's
+        config: The configuration. ``load_path: auto`` has the meaning that it has with kvtier's
             connector.
         options: Settings.
-        progress: Called with the share of requests that arrived.
+        progress: Called with the share of the requests that have arrived, 0 to 1.
 
     Raises:
         ConfigError: The chunk size, the memory and the configuration do not fit together.
@@ -261,7 +262,7 @@ def _replay(
 def _fitting(
     trace: Trace, chunk_bytes: int, room_tokens: int, blocks_per_chunk: int
 ) -> list[ReplayRequest]:
-    """Return the requests of at most ``room_tokens`` tokens, prompt and answer together.
+    """Return the requests of at most ``room_tokens`` tokens in prompt and answer together.
 
     Raises:
         ConfigError: No request fits.
@@ -343,7 +344,7 @@ def _open_device(memory: PagedMemory, region: HostRegion, config: KvtierConfig) 
 
     Closing the engine closes ``region``.
 
-    There is no GPU: GDS reads are reads into memory of this process.
+    Without a GPU, GDS reads are reads into memory of this process.
     """
     per_chunk = config.engine.blocks_per_chunk
     with contextlib.ExitStack() as opened:
@@ -402,7 +403,7 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
 def _scratch_directories(config: KvtierConfig) -> Iterator[KvtierConfig]:
     """Yield ``config`` with an empty temporary directory in place of every tier's directory.
 
-    Request recording and shadow policies are off, because both are for live engines.
+    Recording of requests and shadow policies are disabled, because both are for live engines.
     """
     with contextlib.ExitStack() as stack:
         tiers = []

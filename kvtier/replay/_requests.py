@@ -30,18 +30,18 @@ class ReplayRequest:
 
     Attributes:
         request_id: The request's position in the trace.
-        arrival_s: Arrival, in seconds from the start.
-        num_prompt_tokens: Length of the prompt.
-        output_tokens: Tokens to generate.
+        arrival_s: Time of arrival, in seconds from the start.
+        num_prompt_tokens: Number of tokens of the prompt.
+        output_tokens: Number of tokens to generate.
         block_hashes: One per block of the prompt; equal prefixes have equal hashes.
         blocks: The allocated blocks.
-        num_computed_tokens: Tokens with KV in ``blocks``.
-        generated: Tokens generated so far.
-        loaded_tokens: Tokens of the last load.
-        first_token_s: Time of the first token; negative before.
+        num_computed_tokens: Number of tokens with KV in ``blocks``.
+        generated: Number of tokens generated so far.
+        loaded_tokens: Number of tokens of the last load.
+        first_token_s: Time of the first token, in seconds; negative before it.
         kv_transfer_params: The client's hints: the session, if the trace names it.
         skip_reading_prefix_cache: Whether lookups for the request must miss.
-        shared_prefix_boundary: Tokens known to be shared with other requests.
+        shared_prefix_boundary: Number of tokens that other requests are known to share.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class ReplayRequest:
 
 
 def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
-    """Return ``trace`` with only the requests at ``numbers``, in that order."""
+    """Return ``trace`` with only the requests at ``numbers``, in this order."""
     chains = trace.chains()
     picked = with_chains(trace, [chains[number] for number in numbers])
     index = list(numbers)
@@ -102,7 +102,7 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
     """Yield the requests of ``trace`` in order of arrival.
 
     Args:
-        trace: The trace; prompts have whole chunks only, each at most once per prompt.
+        trace: The trace. Its prompts have only whole chunks, each at most once per prompt.
         blocks_per_chunk: Blocks of a chunk.
     """
     numbers = trace.ids.tolist()
@@ -129,7 +129,7 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
 def shorten_sessions(trace: Trace) -> Trace:
     """Return ``trace`` with session names short enough for a request hint.
 
-    Replay and prediction then see the same names.
+    Then the replay and the prediction use the same names.
     """
     short = (
         session

@@ -32,9 +32,9 @@ class StepModel(TimeModel):
 
     Attributes:
         step_tokens: Largest number of tokens in a step; a generating request takes one token.
-        step_s: Shortest time of a step that computes: the time to read weights and launch
+        step_s: Shortest duration of a computing step: the time to read weights and launch
             kernels.
-        idle_s: Time of a step that computes nothing while requests wait.
+        idle_s: Duration of a step without computation while requests wait.
     """
 
     step_tokens: int = 2048
@@ -54,7 +54,7 @@ class _Served:
         request: The request.
         computed: Number of tokens with KV in the engine.
         generated: Number of tokens generated so far.
-        next_chunk: Index of the first chunk that was not yet offered for storing.
+        next_chunk: Index of the first chunk to offer for storing.
     """
 
     request: ModelRequest
@@ -97,7 +97,7 @@ class BatchingEngine(Engine[StepModel]):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether there is work for another step."""
+        """Whether the engine has work for another step."""
         return bool(
             self._waiting
             or self._running
@@ -118,7 +118,7 @@ class BatchingEngine(Engine[StepModel]):
     # -- a step -----------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Schedule a step, advance the clock by its time, and apply the results."""
+        """Schedule a step, advance the clock by its duration, and apply the results."""
         self._ended = []
         self._take_results()
         batch = self._continue_running()
@@ -148,7 +148,7 @@ class BatchingEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Start loaded and waiting requests; return the ids of all requests that started."""
+        """Start loaded and waiting requests; return the ids of the started requests."""
         left = self._model.step_tokens - sum(batch.values())
         taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
@@ -181,7 +181,7 @@ class BatchingEngine(Engine[StepModel]):
         return True
 
     def _store_computed(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Offer the chunks that are now complete to the manager; return the accepted chunks."""
+        """Offer the newly complete chunks to the manager; return the accepted chunks."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens
@@ -193,7 +193,7 @@ class BatchingEngine(Engine[StepModel]):
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
         """Ask the manager to store the chunks before ``end``; yield the accepted chunks.
 
-        If RAM has no free slots, a later call asks again.
+        If RAM has no free slots, a later call offers the chunks again.
         """
         keys = served.request.keys[served.next_chunk : end]
         if not keys:

@@ -1,17 +1,17 @@
 """A simulated engine: calls the manager as vLLM's scheduler does, in simulated time.
 
-:class:`Engine` owns the rules of these calls: how a request is looked up, loaded and stored,
-and how the results of storage jobs reach the manager. A derived class only decides when it
-makes the calls:
+:class:`Engine` has the rules of these calls: how a request is looked up, loaded and stored, and
+how the results of storage jobs reach the manager. A derived class only decides the times of the
+calls:
 
 * :class:`~kvtier.sim._sequential_engine.SequentialEngine` computes one request after the other.
-  It needs no settings of an engine, and is for comparing policies.
+  It needs no settings of an engine and serves to compare policies.
 * :class:`~kvtier.sim._batching_engine.BatchingEngine` computes in steps, each with tokens of
   many requests. It predicts times from known step times; ``kvtier replay`` compares the
   prediction with real transfers.
 
-Not modelled: the GPU's own prefix cache (so every hit is in a tier), its memory (so no
-preemptions), and the time of a store to RAM.
+The model leaves out the GPU's own prefix cache (so every hit is in a tier), the size of its
+memory (so there are no preemptions), and the time of a store to RAM.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ModelRequest:
     Attributes:
         number: Position of the request in the trace and in the queue.
         req_id: The request's id, which is ``number`` as text.
-        arrival_s: Time of the arrival.
-        tokens: Length of the prompt.
+        arrival_s: Time of the arrival, in seconds.
+        tokens: Number of tokens of the prompt.
         keys: The prompt's chunks, root to leaf.
         session: The request's session; an empty string if unknown.
-        output_tokens: Tokens to generate; only an engine that batches models them.
-        hits: Leading chunks that were loaded.
-        first_token_s: Time of the first token.
+        output_tokens: Number of tokens to generate; only an engine that batches models them.
+        hits: Number of leading chunks that were loaded.
+        first_token_s: Time of the first token, in seconds.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class PlannedLoad(NamedTuple):
     Attributes:
         request: The request; its ``hits`` are the chunks of the load.
         plan: The manager's plan.
-        promoted_s: Time at which all chunks of the load are in RAM.
+        promoted_s: Time at which all chunks of the load are in RAM, in seconds.
     """
 
     request: ModelRequest
@@ -109,7 +109,7 @@ class Engine(ABC, Generic[_Model]):
         model: Speeds of the engine and the tiers.
         transfers: Decides when loads and storage jobs end.
         slot_status: The manager's slot status, in which the engine records failed promotions.
-        chunk_tokens: Tokens of a chunk.
+        chunk_tokens: Number of tokens of a chunk.
         retain_s: Seconds for which chunks are retained in RAM after a use.
     """
 
@@ -136,7 +136,7 @@ class Engine(ABC, Generic[_Model]):
 
     @abstractmethod
     def _set_up(self) -> None:
-        """Set up the state of a derived class. The constructor calls this."""
+        """Set up the state of a derived class. The constructor calls this method."""
 
     @abstractmethod
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
@@ -158,7 +158,7 @@ class Engine(ABC, Generic[_Model]):
         return True
 
     def _plan_load(self, request: ModelRequest) -> PlannedLoad:
-        """Plan the load of the request's hits, and run the promotions that it waits for."""
+        """Plan the load of the request's hits, and run the promotions that the load needs."""
         plan = self._manager.prepare_load(request.keys[: request.hits], request.req_id)
         promoted_s = self._run_jobs() if plan.wait_s else self._now_s
         return PlannedLoad(request, plan, promoted_s)
@@ -173,9 +173,9 @@ class Engine(ABC, Generic[_Model]):
         return chunks
 
     def _uncomputed(self, request: ModelRequest) -> int:
-        """Return the prompt tokens to compute beyond the request's hits.
+        """Return the number of prompt tokens to compute beyond the request's hits.
 
-        An engine computes at least the last token, whose logits it needs.
+        An engine computes at least the last token, because it needs this token's logits.
         """
         return max(request.tokens - request.hits * self._chunk_tokens, 1)
 
@@ -191,7 +191,7 @@ class Engine(ABC, Generic[_Model]):
         self._retain(keys)
 
     def _retain(self, keys: Sequence[ChunkKey]) -> None:
-        """Retain the chunks just used, if retention is configured."""
+        """Retain the chunks that were just used, if retention is configured."""
         if self._retain_s:
             self._manager.retain(keys, self._now_s + self._retain_s)
 
@@ -225,13 +225,13 @@ class Engine(ABC, Generic[_Model]):
 
 
 class ReliableSlotStatus:
-    """Slot status without a worker: loads fail only for chunks with failed promotions."""
+    """Slot status without workers, in which only chunks with failed promotions fail to load."""
 
     def __init__(self) -> None:
         self._lost: set[tuple[int, int]] = set()
 
     def record(self, job: Job, result: TransferResult) -> None:
-        """Record which destination slots of the promotion ``job`` did not get their chunks."""
+        """Record the destination slots of the promotion ``job`` whose chunks are missing."""
         if result.outcomes.count(Outcome.DONE) == len(result.outcomes):
             return
         places = zip(job.destination_slots, job.payload, result.outcomes, strict=True)
@@ -242,7 +242,7 @@ class ReliableSlotStatus:
         )
 
     def count_loaded(self, plan: LoadPlan) -> int:
-        """Return the number of chunks of ``plan`` before the first that was not loaded."""
+        """Return the number of chunks of ``plan`` before the first one that was not loaded."""
         if not self._lost and NO_SLOT not in plan.slots:
             return len(plan.slots)
         loaded = self.loaded(plan.slots, plan.generations)
@@ -262,7 +262,7 @@ class ReliableSlotStatus:
         return [True] * len(slots)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot False if the promotion of its generation failed, else True."""
+        """Return for each slot whether the promotion of its generation did not fail."""
         if not self._lost:
             return [True] * len(slots)
         return [place not in self._lost for place in zip(slots, generations, strict=True)]

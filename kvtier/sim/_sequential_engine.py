@@ -5,8 +5,8 @@ while other requests compute, chunks in RAM are copied to the GPU, and the rest 
 computed, one request at a time in order of arrival. Then the request has its first token, and
 its new chunks are offered to the manager.
 
-This engine models neither decoding nor chunked prefill. The module of :class:`Engine` lists
-what no simulated engine models.
+This engine models neither decoding nor chunked prefill. The module of :class:`Engine` lists the
+limits of all simulated engines.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SequentialEngine(Engine[TimeModel]):
 
     @property
     def next_s(self) -> float:
-        """Time of the next event; infinite if this engine has nothing to do."""
+        """Time of the next event; infinite without further events."""
         if self._events:
             return self._events[0][0]
         # No event is due, but a live engine would continue to step.
@@ -123,7 +123,7 @@ class SequentialEngine(Engine[TimeModel]):
         return bool(answered)
 
     def _start(self, request: ModelRequest) -> bool:
-        """Look up ``request`` and load its hits; return False if ``request`` must wait."""
+        """Look up ``request`` and load its hits; return False if it must wait."""
         if not self._look_up(request):
             return False
         self._may_answer = True
@@ -137,7 +137,7 @@ class SequentialEngine(Engine[TimeModel]):
         return True
 
     def _compute(self) -> None:
-        """Begin to compute the first ready request."""
+        """Start to compute the first ready request."""
         self._computing = True
         _, request = heapq.heappop(self._ready)
         left = self._uncomputed(request)

@@ -1,9 +1,9 @@
 """Simulates all tiers: replays a trace through the manager of a live engine.
 
 As in a live engine, :mod:`kvtier.connector.build` builds the manager from the YAML file. Time
-is simulated: a time model decides when jobs end. No bytes move, and no transfer returns wrong
-bytes. So the manager decides as in a live engine with the same traffic: requests arrive at
-their timestamps, and wait for promotions and demotions in flight.
+is simulated: a time model decides when jobs end. No bytes move, so no transfer returns wrong
+bytes. The manager makes the same decisions as in a live engine with the same traffic: requests
+arrive at their timestamps, and wait for promotions and demotions in flight.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class TierTraffic:
         kind: The tier's kind.
         eviction: The tier's eviction policy.
         capacity_chunks: Capacity in chunks.
-        hits: Chunks loaded into the GPU from this tier, through RAM or directly.
+        hits: Number of chunks loaded into the GPU from this tier, through RAM or directly.
         hit_ratio: ``hits`` as a share of all references.
-        chunks_written: Chunks stored or demoted into the tier; promotions excluded.
-        chunks_promoted: Chunks promoted from the tier to RAM.
-        evictions: Chunks evicted from the tier.
+        chunks_written: Number of chunks stored or demoted into the tier, without promotions.
+        chunks_promoted: Number of chunks promoted from the tier to RAM.
+        evictions: Number of chunks evicted from the tier.
     """
 
     name: str
@@ -110,22 +110,23 @@ class CacheResult:
     Attributes:
         trace: The trace's name.
         trace_sha256: SHA-256 of the trace's file.
-        requests: Requests served.
-        refs: Chunk references.
-        chunk_bytes: Bytes of a chunk, before rounding to whole pages.
-        chunk_tokens: Tokens of a chunk.
+        requests: Number of served requests.
+        refs: Number of chunk references.
+        chunk_bytes: Bytes of a chunk, before it is rounded up to whole pages.
+        chunk_tokens: Number of tokens of a chunk.
         load_path: Path of loads from slower tiers: ``direct`` or ``staged``.
         tiers: One result per tier, fastest first.
         total_hit_ratio: Chunks loaded from any tier, as a share of all references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, as a share of all prompt tokens.
         writes_per_ref: Chunks written to the slower tiers, per reference.
         promotions_per_ref: Chunks promoted, per reference.
-        ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
+        ttft_s: Seconds from arrival to the first token: ``p50``, ``p90``, ``p99``.
         ttft_no_cache_s: The same times for an engine that computes every prompt.
         peak_load_no_cache: Prompt tokens that arrive in the busiest tenth of the trace's time,
             divided by the tokens that the engine can compute in that time. Above 1, the queue
-            of an engine without a cache grows, and its times are mostly waiting.
-        time_model: The speeds used.
+            of an engine without a cache grows, and most of its times to the first token are
+            waits.
+        time_model: The speeds of the simulation.
         seconds: Real time that the simulation took.
         refs_per_second: ``refs / seconds``.
     """
@@ -153,8 +154,8 @@ class CacheResult:
 def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) -> TimeModel:
     """Return the default time model for ``config`` and ``trace``.
 
-    The tiers have the usual speed of their kind. The engine's speed is such that, without a
-    cache, each of ``engines`` engines would compute prompts during 70 % of the trace's time.
+    The tiers have the usual speed of their kind. With the engine's speed, each of ``engines``
+    engines without a cache would compute prompts during 70 % of the trace's time.
     """
     tokens = int(trace.input_tokens.sum()) / engines
     duration_s = max(trace.duration_s, 1e-3)
@@ -176,15 +177,15 @@ def simulate_cache(
 
     Args:
         trace: The trace.
-        config: The configuration; its directories are not touched. ``load_path: auto`` means
-            the same as with kvtier's connector.
-        chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
+        config: The configuration, whose directories stay unused. ``load_path: auto`` has the
+            meaning that it has with kvtier's connector.
+        chunk_bytes: Bytes of one of the trace's chunks, of all ranks together.
         model: The speeds; by default :func:`default_time_model`. A :class:`StepModel` selects
             an engine that computes in steps.
-        progress: Called now and then with the finished share of the requests, 0 to 1.
+        progress: Called at intervals with the finished share of the requests, 0 to 1.
 
     Raises:
-        ConfigError: A tier holds less than one chunk, or a policy is not installed.
+        ConfigError: A tier is smaller than one chunk, or a policy is not installed.
         NoVictimError: An eviction policy picks too few victims.
     """
     begun = time.perf_counter()
@@ -228,9 +229,9 @@ class BuiltEngine(NamedTuple, Generic[_Engine]):
 
     Attributes:
         engine: The engine.
-        manager: Its manager.
+        manager: The engine's manager.
         tiers: The manager's tiers, fastest first.
-        shared: Its client of the shared tier; None if no tier is shared.
+        shared: The engine's client of the shared tier; None if no tier is shared.
     """
 
     engine: _Engine
@@ -257,7 +258,7 @@ def build_engine(
 
     Args:
         engine_type: The kind of engine.
-        trace: The trace that it will serve.
+        trace: The trace that the engine will serve.
         config: The configuration, with its load path resolved.
         model: The speeds.
         slot_bytes: Bytes of a chunk in a tier.
@@ -361,12 +362,12 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
 def waits_without_cache(
     trace: Trace, model: TimeModel, routes: Sequence[int] = ()
 ) -> NDArray[np.float64]:
-    """Return each request's time to its first token if every prompt is computed.
+    """Return each request's seconds to its first token if every prompt is computed.
 
     Args:
         trace: The trace.
         model: The speeds.
-        routes: Index of each request's engine; all have the same engine if not given.
+        routes: Index of each request's engine; if not given, all requests have the same engine.
     """
     services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
     waits = np.zeros(trace.requests)
@@ -408,7 +409,7 @@ def tier_traffic(
 def simulated_traffic(
     config: KvtierConfig, built: BuiltEngine[Any], *, refs: int
 ) -> list[TierTraffic]:
-    """Return the figures of an engine's tiers; a shared tier has those of its service."""
+    """Return the figures of an engine's tiers; those of a shared tier are its service's."""
     traffic = tier_traffic(config, built.tiers, refs=refs)
     if (shared := built.shared) is not None:
         traffic[-1] = replace(

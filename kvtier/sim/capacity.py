@@ -45,7 +45,7 @@ def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
     Args:
         text: A share of the trace's distinct chunks (``5%``), a number of chunks (``9140``) or
             a size (``64GiB``).
-        distinct: The trace's distinct chunks.
+        distinct: Number of distinct chunks of the trace.
         chunk_bytes: Bytes of a chunk.
 
     Raises:

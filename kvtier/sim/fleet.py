@@ -1,8 +1,9 @@
 """Simulates a fleet: several engines with local tiers of their own and one shared tier.
 
-All engines have the same configuration and speeds. Each has its own manager, which asks the
-shared tier as a live engine's manager does; the engines' events run in order of time. Without a
-shared tier in the configuration, the fleet shows what private tiers achieve under a routing.
+All engines have the same configuration and speeds. Each engine has its own manager, which asks
+the shared tier like a live engine's manager. The events of all engines run in order of time.
+Without a shared tier in the configuration, the fleet shows the hits of private tiers under a
+routing.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Rate:
     """An amount per second.
 
     Attributes:
-        mean: Over the trace's time; None for a trace without duration.
-        peak: In the busiest minute.
+        mean: The mean over the trace's time; None for a trace without duration.
+        peak: The amount per second in the busiest minute.
     """
 
     mean: float | None
@@ -67,11 +68,11 @@ class EngineResult:
     """The figures of one engine. The names of the fields are a stable interface.
 
     Attributes:
-        requests: Requests that the engine served.
-        prompt_tokens: Tokens of their prompts.
-        saved_tokens: Prompt tokens loaded from any tier.
-        hit_tokens: Tokens of whole chunks loaded from each tier, by the tier's name.
-        shared: What the engine asked of the shared tier; None if no tier is shared.
+        requests: Number of requests that the engine served.
+        prompt_tokens: Number of tokens of the prompts of these requests.
+        saved_tokens: Number of prompt tokens loaded from any tier.
+        hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
+        shared: The engine's calls to the shared tier; None if no tier is shared.
     """
 
     requests: int
@@ -86,15 +87,15 @@ class SharedResult:
     """The figures of the shared tier. The names of the fields are a stable interface.
 
     Attributes:
-        traffic: What all engines together asked of it.
-        questions_per_s: Questions.
-        read_bytes_per_s: Bytes from the shared tier.
-        written_bytes_per_s: Bytes to the shared tier.
-        chunks_at_end: Chunks in the shared tier at the end.
+        traffic: The calls of all engines together.
+        questions_per_s: Questions per second.
+        read_bytes_per_s: Bytes per second from the shared tier.
+        written_bytes_per_s: Bytes per second to the shared tier.
+        chunks_at_end: Number of chunks in the shared tier at the end.
         belady_hit_ratio: Hits of a single cache of the shared tier's size that serves every
             request and evicts by Belady's optimal rule, as a share of all references.
-        belady_prefix_hit_ratio: Prompt tokens in its leading hits, as a share of all prompt
-            tokens.
+        belady_prefix_hit_ratio: Prompt tokens in the leading hits of this cache, as a share of
+            all prompt tokens.
     """
 
     traffic: SharedTraffic
@@ -113,10 +114,10 @@ class FleetResult:
     :class:`~kvtier.sim.cache.CacheResult` documents the fields that both classes have.
 
     Attributes:
-        routing: How requests were sent to engines.
+        routing: The rule by which requests were sent to engines.
         tiers: One result per tier, fastest first: the sums over the engines. A shared tier
             counts once.
-        hit_tokens: Tokens of whole chunks loaded from each tier, by the tier's name.
+        hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
         engines: One result per engine.
         shared: The figures of the shared tier; None if no tier is shared.
     """
@@ -156,15 +157,15 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
 
     Args:
         trace: The trace.
-        config: The configuration of every engine; its directories are not touched.
+        config: The configuration of every engine, whose directories stay unused.
         engines: Number of engines, at least 1.
         routing: One of :data:`ROUTINGS`.
-        chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
+        chunk_bytes: Bytes of one of the trace's chunks, of all ranks together.
         model: The speeds of each engine; by default :func:`default_time_model` for the fleet.
-        progress: Called now and then with the finished share of the requests, 0 to 1.
+        progress: Called at intervals with the finished share of the requests, 0 to 1.
 
     Raises:
-        ConfigError: A tier holds less than one chunk, or a policy is not installed.
+        ConfigError: A tier is smaller than one chunk, or a policy is not installed.
         NoVictimError: An eviction policy picks too few victims.
     """
     begun = time.perf_counter()
@@ -215,7 +216,7 @@ def _serve(
     routes: Sequence[int],
     progress: Progress | None,
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """Serve ``trace``; return each request's wait, and the prompt tokens saved by engine."""
+    """Serve ``trace``; return each request's wait, and the prompt tokens saved per engine."""
     waits = np.zeros(trace.requests)
     saved = [0] * len(fleet)
     arrivals = zip(routes, model_requests(trace), strict=True)
@@ -235,15 +236,15 @@ def _serve(
 
 
 def _by_turns(trace: Trace, engines: int) -> list[int]:
-    """Send requests to each engine in turn."""
+    """Send requests to the engines in turn."""
     return [number % engines for number in range(trace.requests)]
 
 
 def _by_prefix(trace: Trace, engines: int) -> list[int]:
-    """Send a request to the engine that was sent its longest prefix last.
+    """Send a request to the engine that last got the longest known prefix of its prompt.
 
-    If no engine was sent half of the prompt's chunks, the next engine in turn gets the request.
-    So a prompt that all requests share does not send all of them to one engine.
+    If no engine got half of the prompt's chunks before, the next engine in turn gets the
+    request. So a prompt that all requests share does not send all of them to one engine.
     """
     turns = cycle(range(engines))
     last: dict[int, int] = {}

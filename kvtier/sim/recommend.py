@@ -1,11 +1,11 @@
 """Recommends a configuration for a trace within given memory and disk.
 
-There are two stages, because simulating all tiers costs much more than simulating one tier. The
-first stage runs each eviction policy in a tier of RAM's size and in a tier of the disk's size.
-A policy replaces the default only if it hits clearly more. The second stage runs all tiers with
-the winners, once with each value of ``placement.write``. The configuration with the shortest
-waits wins. If waits are similar, the configuration wins that keeps most chunks when a process
-is killed, unless another one wears the disk clearly less.
+There are two stages, because a simulation of all tiers takes much longer than a simulation of
+one tier. The first stage runs each eviction policy in a tier of RAM's size and in a tier of the
+disk's size. A policy replaces the default only if it has clearly more hits. The second stage
+runs all tiers with the winners, once with each value of ``placement.write``. The configuration
+with the shortest waits wins. Among configurations with similar waits, the one that keeps the
+most chunks after a kill wins, unless another one wears the disk clearly less.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class RecommendRequest:
     """The resources that the cache may use.
 
     Attributes:
-        ram_bytes: Memory for chunks.
-        nvme_bytes: Disk for chunks.
+        ram_bytes: Bytes of memory for chunks.
+        nvme_bytes: Bytes of disk for chunks.
         path: Directory of the disk tier.
         chunk_bytes: Bytes of one of the trace's chunks.
-        prefill_tokens_per_s: Prompt tokens the engine computes per second; None for the
-            default.
+        prefill_tokens_per_s: Number of prompt tokens that the engine computes per second; None
+            for the default.
         speeds: Known speeds by tier: ``ram``, ``nvme``.
     """
 
@@ -80,7 +80,7 @@ def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | N
     """Return the recommended configuration as YAML text, with comments that explain it.
 
     Raises:
-        ConfigError: RAM or disk is smaller than a chunk, or a speed's tier does not exist.
+        ConfigError: RAM or disk is smaller than a chunk, or ``speeds`` names an unknown tier.
     """
     slots = _slots(request)
     steps, ended = len(slots) * len(CANDIDATES) + len(_WRITES), count(1)
@@ -119,7 +119,7 @@ def _slots(request: RecommendRequest) -> dict[str, int]:
 
 
 def _winner(results: Sequence[SingleResult]) -> str:
-    """Return the policy with the best hit ratio, or the default if the lead is not clear."""
+    """Return the policy with the best hit ratio, or the default without a clear winner."""
     default = next(result for result in results if result.policy == _DEFAULT)
     best = max(results, key=lambda result: result.prefix_hit_ratio)
     clearly = best.prefix_hit_ratio > default.prefix_hit_ratio + _CLEARLY

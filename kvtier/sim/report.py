@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
     """Check that :func:`write_plot` can write ``path``.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format.
+        ConfigError: matplotlib is not installed or does not support the format.
     """
     try:
         import_module("matplotlib")
@@ -35,14 +35,14 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(results: Sequence[SweepResult], path: Path) -> None:
-    """Draw the prefix hit ratio over the size, with a panel per trace and a line per policy.
+    """Draw the prefix hit ratio over the size: a panel per trace, a line per policy.
 
     Args:
         results: The results of a sweep.
         path: The file; its suffix determines the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format.
+        ConfigError: matplotlib is not installed or does not support the format.
         OSError: The file cannot be written.
     """
     check_plot(path)
@@ -88,7 +88,7 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return the size in percent: as requested, or computed for sizes in other units."""
+    """Return the size in percent, computed if the user gave another unit."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 

@@ -1,11 +1,12 @@
 """A simulated service behind a shared tier, and one engine's client of it.
 
-The service keeps chunks by key and evicts by least recent use. A put or a get is a use; a
-question is none, and neither is a put of a chunk that is there. A put can be read when it ends.
-Questions, gets and the choice what to put see the service as it is when their job begins.
+The service keeps chunks by key and evicts by least recent use. Gets, and puts of absent chunks,
+count as uses. Questions, and puts of present chunks, do not. A chunk can be read when its put
+ends. A question, a get, and the choice of the chunks to put use the state of the service at the
+start of their job.
 
 The speeds of a shared tier are those of each engine's connection. The service itself has no
-limit; compare its peaks with what the real one can do.
+limit, so compare the peaks with the capabilities of the real service.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class SharedCache:
 
     Attributes:
         capacity: Chunks that the service holds.
-        evicted: Chunks evicted so far.
-        asked: Questions of all engines.
-        read: Chunks that all engines got.
-        written: Chunks that all engines put.
+        evicted: Number of chunks evicted so far.
+        asked: Number of questions of all engines.
+        read: Number of chunks that all engines got.
+        written: Number of chunks that all engines put.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -72,12 +73,12 @@ class SharedCache:
         return len(self._chunks)
 
     def contains(self, keys: Sequence[ChunkKey], now_s: float) -> list[bool]:
-        """Return for each key whether its chunk is there; this is no use of the chunks."""
+        """Return for each key whether the service has its chunk; does not count as a use."""
         self._end_puts(now_s)
         return [key in self._chunks for key in keys]
 
     def get(self, keys: Sequence[ChunkKey], now_s: float) -> list[ChunkKey]:
-        """Use the chunks of ``keys`` that are there, and return their keys."""
+        """Use those chunks of ``keys`` that the service has, and return their keys."""
         self._end_puts(now_s)
         found = [key for key in keys if key in self._chunks]
         for key in found:
@@ -86,7 +87,7 @@ class SharedCache:
         return found
 
     def put(self, keys: Sequence[ChunkKey], now_s: float, *, done_s: float) -> None:
-        """Begin to put the chunks of ``keys``, which are there from ``done_s`` on."""
+        """Start to put the chunks of ``keys``, which are present from ``done_s`` on."""
         self.written.add(len(keys), now_s)
         heapq.heappush(self._puts, (done_s, next(self._order), keys))
 
@@ -102,16 +103,16 @@ class SharedCache:
 
 @dataclass(slots=True)
 class SharedTraffic:
-    """What one engine asked of a shared tier. The names of the fields are a stable interface.
+    """One engine's calls to a shared tier. The names of the fields are a stable interface.
 
     Attributes:
-        questions: Questions, each for the chunks of one request.
-        keys_asked: Chunks in these questions.
-        keys_found: Those that the tier had.
-        chunks_read: Chunks got.
-        chunks_missing: Chunks that were gone when the engine wanted to get them.
-        chunks_written: Chunks put.
-        chunks_already_there: Chunks not put because the tier had them.
+        questions: Number of questions, each about the chunks of one request.
+        keys_asked: Number of chunks in these questions.
+        keys_found: Number of these chunks that the tier had.
+        chunks_read: Number of chunks got from the tier.
+        chunks_missing: Number of chunks that were missing at their get.
+        chunks_written: Number of chunks put into the tier.
+        chunks_already_there: Number of chunks not put because the tier had them.
     """
 
     questions: int = 0
@@ -132,7 +133,7 @@ class SharedClient:
 
     Attributes:
         cache: The service.
-        traffic: What the engine asked so far.
+        traffic: The engine's calls so far.
     """
 
     def __init__(self, cache: SharedCache, tier: str) -> None:
@@ -150,10 +151,10 @@ class SharedClient:
         return [Outcome.DONE if is_there else Outcome.MISSING for is_there in found]
 
     def begin(self, job: Job, now_s: float) -> Sequence[ChunkKey]:
-        """Return the chunks of ``job`` that must move.
+        """Return the chunks of ``job`` to move.
 
-        These are the chunks of a get that the service still has, those of a put that it lacks,
-        and all of a job between other tiers.
+        For a get, these are the chunks that the service still has; for a put, the chunks that
+        it lacks; for a job between other tiers, all chunks.
         """
         traffic = self.traffic
         if job.source == self._tier:
@@ -172,7 +173,7 @@ class SharedClient:
     def end(
         self, job: Job, moved: Sequence[ChunkKey], now_s: float, *, done_s: float
     ) -> list[Outcome]:
-        """Return the outcomes of ``job``, which moves ``moved`` until ``done_s``."""
+        """Return the outcomes of ``job``; the chunks ``moved`` arrive at ``done_s``."""
         if job.destination == self._tier and moved:
             self.cache.put(moved, now_s, done_s=done_s)
         if job.source != self._tier or len(moved) == len(job.keys):

@@ -53,19 +53,19 @@ class SingleResult:
     Attributes:
         trace: The trace's name.
         policy: The policy's name.
-        touch_order: The order used: forward or reverse.
-        capacity_chunks: Chunks the tier holds.
-        refs: Chunk references.
-        hits: References to resident chunks.
+        touch_order: The order of touches: forward or reverse.
+        capacity_chunks: Number of chunks that the tier can hold.
+        refs: Number of chunk references.
+        hits: Number of references to resident chunks.
         block_hit_ratio: ``hits / refs``.
         prefix_hit_ratio: Prompt tokens in leading hits, as a share of all prompt tokens. A
             request's leading hits are the hits before its first miss. A partial last chunk
             counts with its own tokens.
-        lead_chunks: Leading hits.
-        stranded_hits: Resident chunks behind a missing ancestor. In forward order, this is
-            ``hits - lead_chunks``. In reverse order, chunks count if they are resident when
-            their request arrives; some may be evicted before they are accessed.
-        seconds: Real time of the run, without reading the trace.
+        lead_chunks: Number of leading hits.
+        stranded_hits: Number of resident chunks behind a missing ancestor. In forward order,
+            this is ``hits - lead_chunks``. In reverse order, chunks count if they are resident
+            when their request arrives; some may be evicted before they are accessed.
+        seconds: Real time of the run in seconds, without the time to read the trace.
         refs_per_second: ``refs / seconds``.
     """
 
@@ -84,17 +84,17 @@ class SingleResult:
 
 
 class Belady(Eviction):
-    """Evicts the copy with the farthest next use; every new chunk is inserted.
+    """Evicts the copy with the farthest next use, and inserts every new chunk.
 
-    No policy that inserts every new chunk has more hits. Hits behind a missing ancestor count
-    too, so Belady's prefix hits are no upper bound for other policies.
+    Among the policies that insert every new chunk, Belady's has the most hits. Because hits
+    behind a missing ancestor count too, other policies may have more prefix hits.
 
     Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
     Journal 5(2), 1966.
 
     Args:
         capacity: Slots of the tier.
-        next_uses: For each access, in order, the position of the chunk's next access.
+        next_uses: For each access, in order, the position of the next access to the same chunk.
     """
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
@@ -123,7 +123,7 @@ class Belady(Eviction):
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        """Return the next victim; in a simulated tier every copy is evictable."""
+        """Return the next victim. In a simulated tier every copy is evictable."""
         while self._heap:
             _, queued, copy = heapq.heappop(self._heap)
             if copy.queued == queued:
@@ -133,7 +133,7 @@ class Belady(Eviction):
 
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:
-    """Return one key object per chunk number; the object caches the hash of the key."""
+    """Return one key object per chunk number. The object caches the hash of the key."""
     keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
     keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
     chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
@@ -153,12 +153,12 @@ def simulate_single(
     Args:
         trace: The trace.
         policy: Name of an eviction policy, or :data:`BELADY`.
-        capacity: Chunks the tier holds, at least 1.
+        capacity: Number of chunks that the tier can hold, at least 1.
         touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
-        progress: Called now and then with the finished share.
+        progress: Called at intervals with the finished share, 0 to 1.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: The policy is unknown.
     """
     begun = time.perf_counter()
     eviction = _make_eviction(trace, policy, capacity, touch_order)

@@ -1,9 +1,8 @@
 """Simulates many policies at many sizes on many traces, in several processes.
 
-A *cell* is one run: a trace, a policy and a size, with a single tier. Traces are read once and
-sent to every process once.
-A result contains everything needed to reproduce it: the trace's hash, the seed of the policies'
-random numbers, every parameter and the version.
+A *cell* is one run: a trace, a policy and a size, with a single tier. Each trace is read once
+and sent to every process once. A result can be reproduced from its fields: the trace's hash,
+the seed of the policies' random numbers, every parameter and the version.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Cell:
     Attributes:
         trace: Index of the trace.
         policy: The policy's name.
-        capacity: The size as written by the user.
-        capacity_chunks: The size in chunks of this trace.
+        capacity: The size, as the user wrote it.
+        capacity_chunks: The size as a number of chunks of this trace.
     """
 
     trace: int
@@ -53,7 +52,7 @@ class SweepResult:
     """One row of a sweep; the fields are the columns of its CSV file.
 
     :class:`~kvtier.sim.single.SingleResult` documents the fields that both classes have.
-    ``capacity`` is the size as written by the user. ``assumed`` and ``warnings`` are those of
+    ``capacity`` is the size, as the user wrote it. ``assumed`` and ``warnings`` are those of
     the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
     """
 
@@ -82,7 +81,7 @@ class SweepResult:
 
     @property
     def of(self) -> tuple[str, str]:
-        """The trace's name and hash; the hash distinguishes files with the same name."""
+        """The trace's name and hash. The hash distinguishes files with the same name."""
         return self.trace, self.trace_sha256
 
 
@@ -105,7 +104,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         traces: The traces.
         policies: Names of eviction policies.
         capacities: Sizes as :func:`~kvtier.sim.capacity.parse_capacity` reads them.
-        chunk_bytes: Bytes of a chunk of each trace.
+        chunk_bytes: Bytes of a chunk, for each trace.
         touch_order: The order of touches in every run.
         jobs: Number of processes; 1 runs in this process.
         progress: Called with the finished share after each run.

@@ -1,9 +1,9 @@
 """Simulated durations of transfers: devices that serve one job after another.
 
 Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
-A job begins when the device is free. It occupies the device for (bytes / bandwidth) seconds,
-and is done one latency later. Sharing of bandwidth between jobs and directions is not modelled.
-A question to a shared tier takes one latency and waits for no other job.
+A job starts when the device is free, occupies it for (bytes / bandwidth) seconds, and is done
+one latency later. In this model, jobs and directions do not share bandwidth. A question to a
+shared tier takes one latency and does not wait for other jobs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TierSpeed:
     Attributes:
         read_bytes_per_s: Bandwidth of reads, towards the GPU.
         write_bytes_per_s: Bandwidth of writes, away from the GPU.
-        latency_s: Latency added to every job.
+        latency_s: Latency of every job, in seconds.
     """
 
     read_bytes_per_s: float
@@ -68,8 +68,10 @@ class TimeModel:
     """Speeds of the engine and its tiers.
 
     Attributes:
-        prefill_tokens_per_s: Prompt tokens computed per second; one request at a time.
-        concurrency: Largest number of requests in progress, counted from their lookup.
+        prefill_tokens_per_s: Number of prompt tokens computed per second, one request at a
+            time.
+        concurrency: Largest number of requests in progress, which are counted from their lookup
+            on.
         speeds: Speed of every tier, by the tier's name.
     """
 
@@ -104,11 +106,11 @@ class Device:
     """One direction of one device.
 
     Args:
-        bytes_per_s: The bandwidth.
-        latency_s: Time from a job's last byte until the job is done.
+        bytes_per_s: The bandwidth in bytes per second.
+        latency_s: Seconds from a job's last byte until the job is done.
 
     Attributes:
-        free_at_s: Time at which the device has transferred all queued bytes.
+        free_at_s: Time at which the device has transferred all queued bytes, in seconds.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
@@ -126,8 +128,8 @@ class Device:
 class TransferModel:
     """Computes the end time and the outcome of each load and each storage job.
 
-    As in a live engine, a job that has not begun at its deadline is dropped. A job that is
-    running at its deadline is reported as expired, and keeps its slots until it ends.
+    As in a live engine, a job that has not started at its deadline is dropped. A job that is
+    running at its deadline is reported as expired and keeps its slots until its end.
 
     Args:
         model: Speeds of the tiers.

@@ -1,7 +1,7 @@
-"""Contract suites for authors of tiers and policies, with the helpers that the suites use.
+"""Contract suites for authors of tiers and policies, and the helpers of the suites.
 
-Importing a module here imports pytest only where pytest runs: an engine may use
-:class:`~kvtier.testing.file_tier.FileTier` without it.
+The modules of this package import pytest only in a test run, so an engine may use
+:class:`~kvtier.testing.file_tier.FileTier` without pytest.
 """
 
 from __future__ import annotations

@@ -42,14 +42,14 @@ class AdmissionContract(DecisionContract[Admission, bool]):
     Inherit as ``TestX`` and implement :meth:`make_admission`.
 
     Attributes:
-        keys_per_slot: Maximum number of keys that the policy remembers per slot of a tier.
+        keys_per_slot: Largest number of keys that the policy keeps per slot of a tier.
     """
 
     keys_per_slot: ClassVar[int] = 1
 
     @abstractmethod
     def make_admission(self, *, capacity: int) -> Admission:
-        """Return a new policy; RAM and the largest tier together have ``capacity`` slots."""
+        """Return a new policy. RAM and the largest tier together have ``capacity`` slots."""
 
     @override
     def make_policy(self) -> Admission:
@@ -95,7 +95,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
-        """Return the steps per chunk after a policy has seen more chunks than it remembers."""
+        """Return the steps per chunk after a policy has seen more chunks than it can keep."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
         for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
@@ -110,7 +110,8 @@ class BudgetContract(AdmissionContract):
     Inherit as ``TestX``, implement :meth:`make_admission` and set ``chunks_per_day``.
 
     Attributes:
-        chunks_per_day: Most chunks that the policy admits to one tier within 24 hours.
+        chunks_per_day: Largest number of chunks that the policy admits to one tier within 24
+            hours.
     """
 
     chunks_per_day: ClassVar[int]
@@ -126,10 +127,10 @@ class BudgetContract(AdmissionContract):
                 assert max(days) <= self.chunks_per_day, f"tier {tier}, {quiet_s=}"
 
     def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
-        """Return the times of admitted chunks by tier, when requests exceed the budget.
+        """Return the times of admitted chunks by tier, under requests beyond the budget.
 
         Args:
-            quiet_s: Length of a pause after half of the requests.
+            quiet_s: Seconds of a pause after half of the requests.
         """
         admission, ctx = self.make_admission(capacity=64), PolicyContext()
         admitted: dict[int, list[float]] = {1: [], 2: []}

@@ -70,7 +70,7 @@ def make_copies(
     Args:
         numbers: Numbers of the chunks.
         rng: Draws the hit counts.
-        generation: Generation of their writes; 0 for copies in a slower tier.
+        generation: Generation of the copies' writes; 0 for copies in a slower tier.
     """
     copies = []
     for number in numbers:
@@ -110,7 +110,7 @@ def _queries(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterato
 
 
 def sample_queries(count: int) -> Sequence[Query]:
-    """Return ``count`` random queries about a small set of chunks, so that chunks repeat."""
+    """Return ``count`` random queries about a few chunks, so that chunks repeat."""
     return make_queries(count, tiers=TIERS, chunks=96, seed=8)
 
 
@@ -142,14 +142,15 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         return steps / sum(len(query.copies) for query in queries)
 
     def check_memory(self, policy: Policy, *, most_keys: int, slots: int = 0) -> None:
-        """Check that ``policy`` refers to no copy of a chunk and at most ``most_keys`` keys.
+        """Check that ``policy`` refers to no copies and to at most ``most_keys`` keys.
 
         The policy may refer to a limited number of other objects.
 
         Args:
             policy: The policy.
-            most_keys: Maximum number of keys.
-            slots: Slots of the cache; the limit for other objects grows with this number.
+            most_keys: Largest number of keys.
+            slots: Number of slots of the cache. The limit for other objects grows with this
+                number.
         """
         copies, keys = held_by(policy)
         assert not copies, "it keeps copies"

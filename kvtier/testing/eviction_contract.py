@@ -310,7 +310,7 @@ class EvictionContract(ABC):
             assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
 
     def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
-        """Return the work per access to a full tier: steps plus calls of ``evictable``."""
+        """Return the work per access to a full tier: steps, plus calls of ``evictable``."""
         tier = ModelTier(self.make_eviction(capacity=capacity))
         accesses = 6 * capacity
         keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]

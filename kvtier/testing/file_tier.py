@@ -1,8 +1,8 @@
-"""A storage tier in two files: a complete example.
+"""A storage tier in two files, as a complete example.
 
 ``slots`` holds the payloads. ``table`` has a row for each slot and is mapped into memory, so
-that :meth:`FileTier.forget` and :meth:`FileTier.touch` do not block and survive SIGKILL. Loss
-of power may tear a row; its chunk then fails the checksum.
+that :meth:`FileTier.forget` and :meth:`FileTier.touch` do not block and survive SIGKILL. A
+power loss may leave a row incomplete; its chunk then fails the checksum.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class FileTier(StorageTier):
         """Write payloads until one fails. This call blocks.
 
         Returns:
-            Checksums of the written payloads, and the error; the error is empty if all were
-            written.
+            Checksums of the written payloads, and the error, which is empty if all payloads
+            were written.
         """
         checksums: list[int] = []
         for key, slot, source in zip(keys, slots, sources, strict=True):

@@ -19,7 +19,7 @@ __all__ = ["MemoryService", "MemorySharedTier", "MemorySharedTierConfig", "Servi
 
 
 class MemorySharedTierConfig(SharedTierConfig):
-    """A dictionary of this process that several engines of the process share."""
+    """A dictionary of this process, which several engines of the process share."""
 
     kind: str = Field(
         default="kvtier.testing.memory_shared_tier:MemorySharedTier",
@@ -28,7 +28,7 @@ class MemorySharedTierConfig(SharedTierConfig):
     service: str = "default"
     """Name of the dictionary."""
     own_process: bool = False
-    """Always false: another process does not see the dictionary."""
+    """Always false, because another process could not access the dictionary."""
 
 
 class ServiceCall(NamedTuple):
@@ -39,12 +39,12 @@ class ServiceCall(NamedTuple):
 
 
 class MemoryService:
-    """The values of all clients, and the faults.
+    """The values of all clients, and the faults to simulate.
 
     Attributes:
         values: The stored values, payload and proof, by key.
         calls: The calls so far.
-        error: Error that every call raises; None for a service that works.
+        error: Error that every call raises; None for a working service.
         failing: Keys whose outcome is FAILED.
         is_full: Whether every put is REFUSED.
     """
@@ -62,15 +62,15 @@ class MemoryService:
 
     @classmethod
     def named(cls, name: str) -> MemoryService:
-        """Return the service that clients with the option ``service: name`` use."""
+        """Return the service of the clients with the option ``service: name``."""
         return cls._named.setdefault(name, cls())
 
     def hang(self) -> None:
-        """Let every call hang from now on, cancelled or not, until :meth:`release`."""
+        """Let every call hang from now on until :meth:`release`, even after a cancellation."""
         self._hangs = True
 
     def release(self) -> None:
-        """Let all calls continue. May be called from any thread."""
+        """Let all calls continue. Any thread may call this method."""
         self._hangs = False
         while self._hanging:
             loop, future = self._hanging.pop()
@@ -82,7 +82,7 @@ class MemoryService:
             self.values.pop(key, None)
 
     async def receive(self, method: str, keys: Sequence[str]) -> None:
-        """Note a call, hang while the service hangs, and raise its error.
+        """Record a call, hang while the service hangs, and raise the service's error.
 
         Cancellation:
             Deferred until the service is released.

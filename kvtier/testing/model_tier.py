@@ -12,7 +12,7 @@ __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
 class ModelTier:
-    """A simulated tier with pins that checks its policy's victims.
+    """A simulated tier with pins, which checks its policy's victims.
 
     Args:
         eviction: The policy; its capacity is the tier's.
@@ -23,8 +23,8 @@ class ModelTier:
         ctx: The policy's context.
         members: The resident copies by key.
         pinned: Keys of chunks that must not be evicted.
-        hits: Accesses that found their chunk.
-        asked: How often the policy asked whether a copy is evictable.
+        hits: Number of accesses that found their chunk.
+        asked: Number of times that the policy asked whether a copy is evictable.
     """
 
     def __init__(self, eviction: Eviction, *, one_by_one: bool = False) -> None:
@@ -37,7 +37,7 @@ class ModelTier:
         self.asked = 0
 
     def access(self, key: ChunkKey) -> bool:
-        """Access ``key``; insert it if it is absent and a slot is free or can be freed.
+        """Access ``key``; insert an absent key if a slot is free or can be freed.
 
         Returns:
             Whether ``key`` is resident afterwards.
@@ -56,7 +56,7 @@ class ModelTier:
         return True
 
     def evict(self) -> ChunkCopy | None:
-        """Evict and return one victim; None when nothing is evictable."""
+        """Evict and return one victim; None if no copy is evictable."""
         victim = self.eviction.pick(self._may_go, self.ctx)
         if victim is not None:
             self._forget(victim)
@@ -89,7 +89,7 @@ class ModelTier:
         self.eviction.on_remove(copy)
 
     def may_go(self) -> set[ChunkKey]:
-        """Return the keys that the policy may evict now."""
+        """Return the keys of evictable chunks."""
         return {key for key, copy in self.members.items() if self._is_evictable(copy)}
 
     def _enter(self, key: ChunkKey) -> ChunkCopy:
@@ -126,7 +126,7 @@ def _scan(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
 
 
 def _loop(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Yield chunks in a loop; the loop has slightly more chunks than the tier has slots."""
+    """Yield chunks in a loop, with slightly more chunks than the tier has slots."""
     for number in range(accesses):
         yield number % (capacity + capacity // 8)
 
@@ -138,7 +138,7 @@ def _skewed(capacity: int, accesses: int, rng: random.Random) -> Iterator[int]:
 
 
 def _two_in_turn(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Yield two chunks in turn."""
+    """Yield two chunks alternately."""
     for number in range(accesses):
         yield capacity // 2 + number % 2
 

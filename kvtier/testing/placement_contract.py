@@ -35,7 +35,7 @@ class PlacementContract(DecisionContract[Placement, object]):
     Inherit as ``TestX`` and implement :meth:`make_placement`.
 
     Attributes:
-        most_keys: Maximum number of keys that the policy remembers.
+        most_keys: Largest number of keys that the policy keeps.
     """
 
     most_keys: ClassVar[int] = 0

@@ -1,14 +1,14 @@
 """Helpers of the policy contracts: count steps and references, and find impure calls.
 
-Work is counted in steps, because timings vary. A line of Python is one step. But one line can
-do any amount of work in C. So a built-in function that iterates over an argument counts a step
-for each item, and a method that iterates over a list or a deque counts its length. This applies
-to calls in the examined packages only. Slices, ``in`` on a list and comparisons of containers
-count as one line.
+Work is counted in steps, because timings vary. A line of Python is one step. But a line may do
+any amount of work in C. So a built-in function that iterates over an argument adds a step for
+each item, and a method that iterates over a list or a deque adds its length. Only calls in the
+examined packages are counted in this way. A slice, ``in`` on a list and a comparison of
+containers count as one line.
 
-A policy gets time and randomness as arguments. A policy that reads a clock, another generator
-or a file behaves differently live and in a simulator. Such reads are calls of C functions, and
-the interpreter reports these calls.
+A policy gets time and random numbers as arguments. A policy that reads a clock, another
+generator or a file would behave differently live and in a simulator. Such reads are calls of C
+functions, which the interpreter reports.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ _CLOCKS: Final = frozenset(["now", "today", "utcnow"])
 
 
 def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -> int:
-    """Count the Python lines that ``work`` runs plus the items that C functions loop over.
+    """Return how many steps ``work`` takes, as this module defines a step.
 
     Args:
-        work: What to run; lines of :mod:`kvtier.testing` do not count.
+        work: The function to run. Lines of :mod:`kvtier.testing` do not count.
         packages: Names of the packages whose work in C counts too.
     """
     return _Counter(packages).run(work)
@@ -92,7 +92,7 @@ class _Counter:
         self._charging = {kind.__name__: self._charged(kind) for kind in _WALKING}
 
     def run(self, work: Callable[[], object]) -> int:
-        """Run ``work`` and return its steps."""
+        """Run ``work`` and return how many steps it took, as the module defines a step."""
         trace, profile = sys.gettrace(), sys.getprofile()
         collects = gc.isenabled()
         gc.disable()  # finalizers of earlier garbage would count
@@ -199,7 +199,7 @@ def _stand_in_for(
 def reachable(root: object) -> Iterator[object]:
     """Yield the objects that ``root`` refers to, directly or indirectly, once per reference.
 
-    References of classes, modules, functions, copies and plain values are not followed.
+    The references of classes, modules, functions, copies and plain values are not followed.
     """
     seen: set[int] = set()
     pending: list[object] = [root]
@@ -220,7 +220,7 @@ def count_entries(root: object) -> int:
 
 @contextmanager
 def impure_calls(rng: random.Random) -> Iterator[list[str]]:
-    """Collect the names of the clock, random and system functions called in the ``with`` block.
+    """Collect the names of the clock, random and system functions called in the body.
 
     Args:
         rng: The only permitted random generator.
@@ -255,7 +255,7 @@ def fields_of(copy: ChunkCopy) -> dict[str, object]:
 
 
 def held_by(policy: object) -> tuple[int, int]:
-    """Return how many copies, and how many different keys, ``policy`` refers to."""
+    """Return the number of copies and of different keys to which ``policy`` refers."""
     held = list(reachable(policy))
     copies = sum(isinstance(item, ChunkCopy) for item in held)
     return copies, len({item for item in held if isinstance(item, bytes)})

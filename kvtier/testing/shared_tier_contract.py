@@ -8,8 +8,9 @@
         def section(self, directory):
             return "address: 127.0.0.1:6379"
 
-It needs pytest-asyncio in auto mode. The service must run already, for example in a fixture of
-the module with ``autouse``. All tests may use the same service: each has keys of its own.
+The suite needs pytest-asyncio in auto mode. The service must run before the tests, for example
+through a fixture of the module with ``autouse``. All tests may use the same service, because
+each test has its own keys.
 """
 
 # ruff: noqa: D102 - a test is documented by its name
@@ -85,8 +86,8 @@ class SharedTierContract(ABC):
     Attributes:
         tier_class: Class of the tier to test.
         payload_nbytes: Bytes of a chunk in the tests.
-        values_outlive_client: Whether a value stays when the client that put it is closed.
-        arena_nbytes: Size of the memory that a client may register.
+        values_outlive_client: Whether a value stays in the service after its client is closed.
+        arena_nbytes: Bytes of the memory that a client may register.
     """
 
     tier_class: ClassVar[type[SharedTier]]
@@ -97,7 +98,7 @@ class SharedTierContract(ABC):
     def section(self, directory: Path) -> str:  # noqa: ARG002 - for those that override it
         """Return the tier's section of a YAML file, without ``kind``.
 
-        Each key has a line of its own. The same text opens every client of a test.
+        Each key is on its own line. The same text opens every client of a test.
 
         Args:
             directory: Directory for the service's files. It does not exist yet.
@@ -123,7 +124,7 @@ class SharedTierContract(ABC):
         Args:
             harness: Clients of the service.
             key: Key of the value.
-            value: The bytes to store; perhaps fewer than a whole value has.
+            value: The bytes to store, perhaps fewer than those of a whole value.
         """
         payload_nbytes = len(value) - PROOF_NBYTES
         client = await harness.client(payload_nbytes)
@@ -371,7 +372,7 @@ class SharedTierContract(ABC):
     async def test_a_cancelled_put_stores_values_whole_or_not_at_all(
         self, harness: SharedTierHarness
     ) -> None:
-        """Sources are overwritten as soon as a put has raised, as in an engine."""
+        """Like an engine, the test overwrites source buffers as soon as a put has raised."""
         for turns in range(12):
             keys = harness.keys(range(100 * turns, 100 * turns + 8))
             values = harness.values(keys)
@@ -538,7 +539,7 @@ async def _cancel_with_held_threads(
 ) -> None:
     """Cancel ``moving`` while no thread runs, and clear ``values`` when ``moving`` ends.
 
-    Returns when the threads are idle.
+    This function returns when the threads are idle.
     """
     async with HeldThreads(pool):
         task = asyncio.ensure_future(moving)

@@ -39,7 +39,7 @@ _VERSION_NBYTES = 8
 def make_values(
     keys: Sequence[str], payload_nbytes: int, arena: Arena | None = None, *, version: int = 0
 ) -> list[Value]:
-    """Return distinct values of ``keys`` with their proofs; the payloads state ``version``."""
+    """Return distinct values of ``keys`` with their proofs. The payloads state ``version``."""
     values = make_value_buffers(len(keys), payload_nbytes, arena)
     for key, value in zip(keys, values, strict=True):
         value.payload[:] = _payload(key, version, payload_nbytes)
@@ -87,7 +87,7 @@ class SharedTierHarness:
         return client
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run a blocking call of a test on a thread."""
+        """Run a blocking call of a test in a thread."""
         return await self._pool.run(call, priority=0)
 
     async def aclose(self) -> None:
@@ -98,7 +98,7 @@ class SharedTierHarness:
     def keys(self, numbers: Sequence[int]) -> list[str]:
         """Return a key for each number, in the form of an engine's keys.
 
-        Another harness has other keys, so that tests may share a service.
+        Each harness has its own keys, so that tests may share a service.
         """
         return [
             f"{self._space}/0-{random.Random(number).randbytes(32).hex()}" for number in numbers
@@ -189,7 +189,7 @@ def make_value_buffers(
 ) -> list[Value]:
     """Return zeroed buffers for ``count`` values.
 
-    As in an engine, the proofs are outside of the shared memory.
+    As in an engine, the proofs are outside the shared memory.
     """
     proofs = memoryview(bytearray(count * PROOF_NBYTES))
     return [
@@ -204,7 +204,7 @@ def _payload(key: str, version: int, nbytes: int) -> bytes:
 
 
 def version_of(key: str, value: Value) -> int:
-    """Return the version of a value after checking that it is whole.
+    """Check that a value is whole, and return its version.
 
     Raises:
         AssertionError: The value is not whole, or belongs to another key.

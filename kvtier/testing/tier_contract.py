@@ -8,8 +8,8 @@
         def section(self, directory):
             return f"path: {directory}"
 
-It needs pytest-asyncio in auto mode. Tiers are opened on a thread of the pool, so opening may
-block. Two tests fork a process that opens the tier and is killed.
+The suite needs pytest-asyncio in auto mode. Tiers are opened in a thread of the pool, so
+opening may block. Two tests fork a process that opens the tier, and kill it.
 """
 
 # ruff: noqa: D102 - a test is documented by its name
@@ -64,7 +64,8 @@ class StorageTierContract(ABC):
 
     Attributes:
         tier_class: Class of the tier to test.
-        persistent: Whether chunks survive closing; if not, restart tests are skipped.
+        persistent: Whether chunks survive the closing of the tier. If not, restart tests are
+            skipped.
         outlives_process: Whether chunks survive the end of the process.
         slot_nbytes: Slot size of the tests.
         capacity_slots: Number of slots of the tests.
@@ -79,7 +80,7 @@ class StorageTierContract(ABC):
     def section(self, directory: Path) -> str:
         """Return the tier's section of a YAML file, without ``kind`` and ``capacity``.
 
-        Each key has a line of its own.
+        Each key is on its own line.
 
         Args:
             directory: Directory for the tier's files. It does not exist yet.
@@ -93,10 +94,11 @@ class StorageTierContract(ABC):
     def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> bool:  # noqa: ARG002
         """Retain the chunks in ``slots`` of the closed tier until ``until``.
 
-        Override this method if the tier implements :meth:`StorageTier.retained`. It may block.
+        Override this method if the tier implements :meth:`StorageTier.retained`. The method may
+        block.
 
         Returns:
-            Whether the tier can retain chunks; if not, the tests of it are skipped.
+            Whether the tier can retain chunks. If not, these tests are skipped.
         """
         return False
 
@@ -303,7 +305,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A restart may drop chunks stored after a reset: the weights may have changed."""
+        """A restart may drop chunks stored after a reset, because weights may have changed."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()
@@ -357,7 +359,7 @@ class StorageTierContract(ABC):
             await harness.tier.write(keys, [0], half, purpose=Purpose.STORE)
 
     async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, harness: AnyHarness) -> None:
-        """Source buffers are overwritten as soon as a write has raised, as in an engine."""
+        """Like an engine, the test overwrites source buffers as soon as a write has raised."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
             sources = harness.sources(keys)
@@ -545,7 +547,7 @@ async def _cancel_with_held_threads(
 ) -> None:
     """Cancel ``moving`` while no thread runs, and clear ``buffers`` when ``moving`` ends.
 
-    Returns when the threads are idle.
+    This function returns when the threads are idle.
     """
 
     def clear(_: object) -> None:

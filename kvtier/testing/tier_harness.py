@@ -44,7 +44,7 @@ class Arena:
     """Shared memory for buffers. No buffer is reused until the arena is closed.
 
     Args:
-        nbytes: Size; pages that are never touched take no memory.
+        nbytes: Bytes of the memory. Untouched pages take no memory.
     """
 
     def __init__(self, nbytes: int = 1 << 30) -> None:
@@ -61,7 +61,7 @@ class Arena:
 
     @property
     def view(self) -> memoryview:
-        """The memory as this process maps it, for a client that registers it."""
+        """The memory, mapped by this process, for a client that registers it."""
         return self._view
 
     def take(self, nbytes: int) -> memoryview:
@@ -71,7 +71,7 @@ class Arena:
         return self._view[start : start + nbytes]
 
     def close(self) -> None:
-        """Free the memory when its last view is released."""
+        """Free the memory with its last view."""
         os.close(self._descriptor)
         self._view.release()
 
@@ -90,7 +90,7 @@ def make_buffers(count: int, nbytes: int, arena: Arena | None = None) -> list[me
 def make_sources(
     keys: Sequence[ChunkKey], nbytes: int, arena: Arena | None = None
 ) -> list[memoryview]:
-    """Return page-aligned buffers that hold the payloads of ``keys``."""
+    """Return page-aligned buffers with the payloads of ``keys``."""
     buffers = make_buffers(len(keys), nbytes, arena)
     for key, buffer in zip(keys, buffers, strict=True):
         buffer[:] = make_payload(key, nbytes)
@@ -103,7 +103,7 @@ class TierHarness(Generic[T]):
     Args:
         opener: Opens the tier; it may block.
         pool: The threads of the tier.
-        arena: Memory for buffers; private memory when omitted.
+        arena: Memory for buffers; private memory if omitted.
 
     Attributes:
         tier: The open tier.
@@ -140,7 +140,7 @@ class TierHarness(Generic[T]):
         return make_buffers(count, self.tier.slot_nbytes, self._arena)
 
     def sources(self, keys: Sequence[ChunkKey]) -> list[memoryview]:
-        """Return buffers that hold the payloads of ``keys``."""
+        """Return buffers with the payloads of ``keys``."""
         return make_sources(keys, self.tier.slot_nbytes, self._arena)
 
     async def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:

@@ -1,9 +1,9 @@
 """Helpers of the tier contract: find blocking calls, hold back threads, kill a process.
 
-Timing cannot find blocking calls: a read from the page cache takes microseconds, and the same
-read takes seconds when a disk hangs. So blocking calls are found by name: system calls for
-files, sockets and processes, SQL statements, sleeps, and waits for threads. Page faults in
-mapped memory are not found.
+Timing cannot find blocking calls, because a read from the page cache takes microseconds, but
+seconds when the disk hangs. So blocking calls are found by name: system calls for files,
+sockets and processes, SQL statements, sleeps, and waits for threads. Page faults in mapped
+memory are not found.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 def blocking_calls() -> Iterator[list[str]]:
     """Collect the blocking calls of this thread in the ``with`` block, and their callers.
 
-    Calls of the event loop itself do not count.
+    The calls of the event loop itself are left out.
     """
     found: list[str] = []
 
@@ -97,7 +97,7 @@ def _blocking_name(frame: types.FrameType, called: Any) -> str:  # noqa: ANN401 
 
 
 def _caller(frame: types.FrameType | None) -> str | None:
-    """Return the module and line of a call; None for calls that Python itself makes."""
+    """Return the module and line of a call; None for calls of Python itself."""
     starts_thread = False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -131,9 +131,9 @@ class _HeldExecutor(ThreadPoolExecutor):
 
 
 class HeldThreads:
-    """Hold back the threads of ``pool`` and of the loop's executor inside a ``with`` block.
+    """Hold back the threads of ``pool`` and of the loop's executor in a ``with`` block.
 
-    Leaving the block releases the threads and waits until they are idle.
+    At its end, the block releases the threads and waits until they are idle.
 
     Args:
         pool: The threads of a tier.
@@ -171,12 +171,12 @@ def run_and_kill(
     *,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run ``work`` in a forked process, then ``meanwhile`` in this one, then kill the fork.
+    """Run ``work`` in a forked process, then ``meanwhile`` here, then kill the fork.
 
     SIGKILL ends the forked process before it closes anything.
 
     Args:
-        work: Runs in the forked process, on an event loop of its own.
+        work: Runs in the forked process, on a new event loop.
         meanwhile: Runs in this process while the forked process lives.
 
     Raises:
@@ -202,7 +202,7 @@ def run_and_kill(
 
 
 def _receive_error(connection: Connection) -> str:
-    """Return the error that the process sends; empty if it sends none."""
+    """Return the error that the process sends; empty without one."""
     if not connection.poll(_TIMEOUT_S):
         return f"the other process was not done after {_TIMEOUT_S:g} s"
     try:

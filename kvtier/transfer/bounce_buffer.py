@@ -2,13 +2,13 @@
 
 A tier that has its own process moves chunks only to and from the memory that it shares with the
 engine. So a chunk that moves between two storage tiers is first read into a bounce slot and
-verified, then written from there. Bounce slots are no part of the RAM tier: the manager counts
-no RAM for such a move and evicts nothing, and a full RAM tier cannot make the move fail.
+verified, then written from there. Bounce slots are separate from the RAM tier: such a move
+evicts no chunk, and succeeds even if the RAM tier is full.
 
 The buffer has two *lanes*. A lane is a group of bounce slots for one I/O piece, so one piece is
-written while the next is read. A job uses one lane per piece, and frees the lane when neither
-tier accesses it any more. A disk that hangs therefore blocks only the moves between storage
-tiers, and no request waits for these.
+written while the next is read. A job uses one lane per piece, and frees the lane when both
+tiers have ended their accesses. A hanging disk therefore blocks only moves between storage
+tiers, for which no request waits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
     """Return how many bounce slots the tiers of ``config`` need.
 
     Returns:
-        The number of slots; 0 if no chunk moves between storage tiers. Chunks do not move if
-        there is at most one storage tier, or if RAM writes through to all storage tiers.
+        The number of slots; 0 if chunks do not move between storage tiers, because there is at
+        most one such tier or because RAM writes through to all of them.
     """
     if config.placement.writes_through or len(config.tiers) <= 2:
         return 0
@@ -43,7 +43,7 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
 
 
 class BounceBuffer:
-    """Lends lanes, groups of bounce slots, to the routes between storage tiers.
+    """Lends lanes, which are groups of bounce slots, to the routes between storage tiers.
 
     Only one event loop may use a buffer.
 
@@ -73,8 +73,8 @@ class BounceBuffer:
 class BetweenTiers(Route):
     """Moves chunks from one storage tier to another; the source tier verifies every byte.
 
-    If a job is abandoned or a tier raises, the route starts no further read or write for the
-    job. A reset may follow, and nothing may be written after a reset.
+    After a job is abandoned or a tier raises, the route starts no further read or write for the
+    job. A reset may follow, after which no chunk of the job may be written.
 
     Args:
         source: The tier to read from.

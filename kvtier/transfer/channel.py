@@ -1,4 +1,4 @@
-"""Channels of a transfer engine: a channel has the state of one (source, destination) pair."""
+"""Channels of a transfer engine: the state of each (source, destination) pair of tiers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class EngineLimits:
     """Limits of one transfer engine.
 
     Attributes:
-        queued_bytes: Bytes that may be queued or running per channel; further jobs are refused.
-        running_bytes: Bytes that may be running per channel; one job may always run.
-        breaker_failures: Consecutive failed jobs that open a channel's breaker.
-        breaker_backoff_s: Seconds until an open breaker lets one job probe.
+        queued_bytes: Largest number of bytes queued or running per channel; further jobs are
+            refused.
+        running_bytes: Largest number of bytes running per channel; one job may always run.
+        breaker_failures: Number of consecutive failed jobs that opens a channel's breaker.
+        breaker_backoff_s: Seconds until an open breaker admits one job as a probe.
     """
 
     queued_bytes: int
@@ -33,13 +34,13 @@ class ChannelStatistics(NamedTuple):
     """Snapshot of one channel's counters since the engine started.
 
     Attributes:
-        jobs: Settled jobs.
+        jobs: Number of settled jobs.
         nbytes: Bytes that reached their destination.
-        seconds: Total run time of the jobs.
-        queued_s: Total queueing time of the jobs.
+        seconds: Total run time of the jobs, in seconds.
+        queued_s: Total time of the jobs in the queue, in seconds.
         queued_bytes: Bytes queued or running now.
-        refused: Jobs refused because the queue was full or the breaker open.
-        expired: Jobs whose deadline passed.
+        refused: Number of jobs refused because the queue was full or the breaker open.
+        expired: Number of jobs whose deadline passed.
         out_of_service: Whether jobs are refused now because recent jobs failed.
     """
 
@@ -54,15 +55,15 @@ class ChannelStatistics(NamedTuple):
 
 
 class Breaker:
-    """A circuit breaker, which takes a failing channel out of service for a while.
+    """A circuit breaker, which takes a failing channel out of service for some time.
 
     The breaker is normally closed, and opens after some consecutive failures. After a back-off
     it is half open, and a single probe decides (Nygard, "Release It!", 2007). Callers pass the
     current time.
 
     Args:
-        failures: Consecutive failures that open the breaker.
-        backoff_s: Seconds that the breaker stays open before it lets a probe through.
+        failures: Number of consecutive failures that opens the breaker.
+        backoff_s: Seconds that the breaker stays open before it admits a probe.
     """
 
     def __init__(self, *, failures: int, backoff_s: float) -> None:
@@ -103,7 +104,7 @@ class Breaker:
         self._closed_again_s = now + self._backoff_s
 
     def discount(self) -> None:
-        """Record that an allowed job ended without showing whether the tier works.
+        """Record that an allowed job ended without evidence about the tier.
 
         If the job was the probe, the next job becomes the probe.
         """
@@ -125,11 +126,11 @@ class Channel:
     refused: int = 0
     expired: int = 0
     late: int = 0
-    """Number of jobs whose deadline passed while one of their system calls still runs."""
+    """Number of jobs whose deadline has passed but which still run a system call."""
     pauses: int = 0
-    """Number of exclusive actions in progress; jobs wait until these end."""
+    """Number of exclusive actions in progress. Jobs wait until these actions end."""
     quiet_until_s: float = 0.0
-    """Failures before this time are not logged while the breaker is tripped."""
+    """Time until which failures are not logged while the breaker is tripped."""
 
     def is_out_of_service(self, now: float) -> bool:
         """Return whether jobs other than a probe are refused at ``now``.

@@ -39,12 +39,12 @@ _OVERWRITTEN: Final = "a slot was reused while it was read"
 
 @dataclass(frozen=True, slots=True)
 class GdsReads:
-    """Chunks of a load that are read from an NVMe tier instead of RAM slots.
+    """The chunks of a load that are read from an NVMe tier instead of RAM slots.
 
     Attributes:
         file: The tier's slot file.
         positions: Positions of the chunks in the load. At these positions the load's plan has
-            placeholder numbers instead of RAM slots.
+            placeholders in place of RAM slots.
         slots: Slots of the chunks in the tier.
         hashes: Hash of this rank's part of each chunk.
     """
@@ -61,10 +61,10 @@ class LoadRequest:
 
     Attributes:
         plan: The block copies.
-        after: Point in the compute stream that the copies must follow; None on a CPU.
+        after: Point in the compute stream after which the copies start; None on a CPU.
         generations: Required generation per slot; 0 for a chunk without a slot, whose load
             fails.
-        wait_s: Longest time to wait until the slots have their generations, and for GDS reads.
+        wait_s: Longest time in seconds to wait for the generations of slots and for GDS reads.
         gds: The chunks to read from an NVMe tier; None if all chunks are in RAM slots.
     """
 
@@ -88,17 +88,17 @@ class _DeviceRoute(Route):
 
     @override
     def abandon(self, job: Job) -> None:
-        """Do nothing: no other worker waits for this rank's copies."""
+        """Do nothing, because no other worker waits for this rank's copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """A request to copy KV blocks to RAM slots; a store job carries out one or several.
+    """A request to copy KV blocks to RAM slots. A store job has one or several requests.
 
     Attributes:
         job_id: The submitter's id for the store.
         plan: The block copies.
-        after: Point in the compute stream that the copies must follow; None on a CPU.
+        after: Point in the compute stream after which the copies start; None on a CPU.
         generations: Generation to give each slot; all are equal.
     """
 
@@ -109,7 +109,7 @@ class StoreRequest:
 
 
 class DeviceStore(_DeviceRoute):
-    """Copies KV blocks to RAM slots and sets their generation before the job settles.
+    """Copies KV blocks to RAM slots, and sets their generation before the job settles.
 
     A job's payload is a sequence of :class:`StoreRequest`, for example the stores of all
     prompts of a step. A single call of the copier copies the blocks of all stores, because each
@@ -117,7 +117,7 @@ class DeviceStore(_DeviceRoute):
 
     A chunk that lacks blocks gets no generation, because a later hit would load the slot's
     former content. An engine may offer such a chunk if a sliding window is shorter than a
-    chunk. The engine does not say which blocks are missing, so the group's other chunks get no
+    chunk. The engine does not report the missing blocks, so the group's other chunks get no
     generation either, unless only the head of the first chunk is missing.
 
     Args:
@@ -185,12 +185,13 @@ class DeviceStore(_DeviceRoute):
 class DeviceLoad(_DeviceRoute):
     """Copies RAM slots to KV blocks once each slot has the generation that its load requires.
 
-    A load may wait for slots that a slower tier is still filling. It polls their generations on
-    the engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
+    A load may wait for slots that a slower tier is still filling. The load polls their
+    generations on the engine's loop, without delay for other loads, and copies chunks as they
+    arrive.
 
-    A chunk is useless without the chunks before it. So once a chunk is lost, the load stops
-    waiting for later ones. It still loads earlier ones, because the engine may keep the head of
-    the prompt.
+    A chunk is useless without the chunks before it. So after the loss of a chunk, the load does
+    not wait for later chunks. It still loads earlier chunks, because the engine may keep the
+    head of the prompt.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Make running and later loads fail for chunks that have not arrived yet."""
+        """Let running and later loads fail for chunks that have not arrived yet."""
         self._waits = False
 
     @override
@@ -245,7 +246,7 @@ class DeviceLoad(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return the positions in ``waiting`` of arrived chunks, and those of lost chunks."""
+        """Return the positions in ``waiting`` of arrived chunks, and of lost chunks."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
         generations = [payload.generations[at] for at in near]
@@ -312,5 +313,5 @@ def _reason(payload: LoadRequest, lost: int) -> str:
 
 
 def _pause_s(waited_s: float) -> float:
-    """Return the time until the next look for chunks, after ``waited_s`` without any."""
+    """Return the seconds until the next poll, after ``waited_s`` without a new chunk."""
     return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * waited_s), _LONGEST_PAUSE_S)

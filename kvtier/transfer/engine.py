@@ -1,19 +1,19 @@
-"""Runs jobs on an event loop of its own, without blocking its callers.
+"""Runs jobs on its own event loop, without blocking its callers.
 
 vLLM's scheduler and model runner are synchronous and must not block. So every transfer engine
 has a thread with an event loop, and ``submit`` and ``poll`` only touch queues. Five rules hold:
 
 * **One settled result per job.** Every submitted job ends in exactly one settled
   :class:`~kvtier.types.TransferResult`, also when it is refused or the engine shuts down.
-* **Deadlines free the waiter, not the buffer.** If a job's deadline passes while a thread is
-  inside a system call, an unsettled result is posted at once and no request waits any longer.
-  The job keeps its slots until the call returns and the settled result is posted.
+* **Deadlines free the waiter, not the buffer.** If a job's deadline passes during a system
+  call, an unsettled result is posted at once, and requests stop waiting. The job keeps its
+  slots until the call returns and the settled result is posted.
 * **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. Running bytes per
-  channel are limited, so few bytes of less urgent work are ever ahead of a load.
+  channel are limited, so a load waits for few bytes of less urgent jobs.
 * **A tier's fault is a job's failure.** If a tier raises, or does not return one outcome per
   chunk, only that job fails. If the engine's thread dies, it first answers every job.
-* **A failing tier is left alone.** After some consecutive failures a channel's breaker opens:
-  jobs are refused for a back-off time, then one job is let through to probe.
+* **A failing tier gets a pause.** After some consecutive failures a channel's breaker opens:
+  jobs are refused for a back-off time, then one job is admitted as a probe.
 
 This module has the public interface and the thread. :mod:`~kvtier.transfer.runner` runs the
 jobs on that thread, and :mod:`~kvtier.transfer.jobs` carries their results back.
@@ -53,15 +53,15 @@ class TransferEngine:
 
     Args:
         name: Name for the thread and for log lines.
-        routes: How to move chunks, by (source tier, destination tier).
+        routes: The route that moves chunks, by (source tier, destination tier).
         chunk_nbytes: Bytes of one chunk.
         limits: The engine's limits.
-        openers: Awaited in order on the engine's loop before the first job; failures are
+        openers: Awaited in order on the engine's loop before the first job. Their failures are
             logged.
         closers: Awaited in order on the engine's loop after the last job.
 
     Raises:
-        ClosedError: The thread could not start its loop, or a tier did not get ready.
+        ClosedError: The thread could not start its loop, or a tier could not be prepared.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TransferEngine:
     def out_of_service(self) -> list[Pair]:
         """Return the channels that refuse jobs because their breaker is open.
 
-        Once the engine's thread has died, all channels refuse jobs for good.
+        After the death of the engine's thread, all channels refuse jobs for good.
         """
         if self._death is not None:
             return list(self._channels)
@@ -121,13 +121,13 @@ class TransferEngine:
         return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
 
     def submit(self, *jobs: Job) -> None:
-        """Queue ``jobs``; :meth:`poll` returns a result for each job, even for a refused job.
+        """Queue ``jobs``. :meth:`poll` returns a result for each job, even a refused one.
 
         Submit jobs together where possible: the engine's thread then wakes up once. A job
         without a route fails; the others run.
 
         Raises:
-            ClosedError: The engine is closing, or its thread died; no job is queued. Call
+            ClosedError: The engine is closing, or its thread died. No job was queued. Call
                 :meth:`abandon` to release workers that wait for the jobs' chunks.
         """
         now = time.monotonic()
@@ -146,7 +146,7 @@ class TransferEngine:
                 channel.route.abandon(job)
 
     def _enqueue(self, job: Job, now: float) -> bool:
-        """Hand a job to the engine's thread; return False if the job was refused instead."""
+        """Pass a job to the engine's thread; return False if the job was refused instead."""
         channel = self._channels.get((job.source, job.destination))
         if channel is None:
             self._fail_unrouted(job)
@@ -173,7 +173,7 @@ class TransferEngine:
         self._results.fail_unrouted(job, error=error)
 
     def cancel(self, job_id: JobId) -> None:
-        """Drop a job that has not started; a running job continues."""
+        """Drop a job that has not started. A running job continues."""
         self._runner.cancel(job_id)
         self._runner.wake()
 
@@ -213,19 +213,19 @@ class TransferEngine:
         return self._results.wait_any(timeout_s=timeout_s)
 
     def exclusively_each(self, actions: Mapping[str, Action], *, timeout_s: float) -> bool:
-        """Run an action for each tier while no job reads from or writes to that tier.
+        """Run an action for each tier, during which no job reads or writes the tier.
 
         Jobs queued for the tier are cancelled, running jobs are awaited, and newly submitted
-        jobs wait. Workers that wait for chunks of running jobs are released at once. A tier
-        that hangs does not delay the others.
+        jobs wait. Workers that wait for chunks of running jobs are released at once. A hanging
+        tier does not delay the others.
 
         Args:
             actions: The action of each tier, by the tier's name.
-            timeout_s: Longest time this blocks.
+            timeout_s: Longest time that this call blocks, in seconds.
 
         Returns:
-            Whether all actions ended; False if ``timeout_s`` passed first. An action that
-            has not ended then goes on, and new jobs of its tier wait until it ends.
+            Whether all actions ended; False if ``timeout_s`` passed first. Then the other
+            actions continue, and new jobs of their tiers wait until these actions end.
 
         Raises:
             ClosedError: The engine was closed, or its thread died.
@@ -245,16 +245,15 @@ class TransferEngine:
         return True
 
     def close(self, *, timeout_s: float) -> bool:
-        """Run the queued jobs, cancel those that cannot start in time, and stop the thread.
+        """Run the queued jobs, cancel jobs that cannot start in time, and stop the thread.
 
         Calling the method again has no effect.
 
-        A quarter of the time is reserved for running jobs to end and tiers to close.
+        A quarter of the time is reserved for the ends of running jobs and the closing of tiers.
 
         Returns:
-            Whether every job is settled and the thread ended. False means that a system call
-            is stuck or a tier is not closed yet. The thread is a daemon and dies with the
-            process.
+            Whether every job is settled and the thread ended. If not, a system call is stuck or
+            a tier is still closing. The thread is a daemon and ends with the process.
         """
         if self._closing:
             return self._results.complete and not self._thread.is_alive()

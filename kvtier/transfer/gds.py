@@ -1,16 +1,16 @@
-"""Worker-side route that reads chunks from an NVMe tier's slot file into the device's blocks.
+"""The worker-side route that reads chunks from an NVMe tier's slot file into KV blocks.
 
-Such reads are called *GDS reads*. A load may also have chunks in RAM slots; the route for RAM
-slots loads these at the same time.
+Such reads are called *GDS reads*. A load may have chunks in RAM slots too. The route for RAM
+slots loads them at the same time.
 
 The chunks are read in the order of their slots in the file, one staging buffer after the other.
-While one buffer is filled, the other is verified and copied to blocks. A buffer is filled again
-only when it is empty. All loads share the buffers, so loads take turns.
+While one buffer is filled, the other is verified and copied to blocks. Only an empty buffer is
+filled again. All loads share the buffers, so one load runs at a time.
 
-**If a read hangs**, its request does not wait for it: the load fails at its deadline, and so do
-later loads. The rank also reports that it can do no more GDS reads, so the scheduler side plans
-none. The late read may still write to its buffer. All reads use one thread, so the late read
-has ended before the next read begins.
+**If a read hangs**, its load fails at the deadline, and so do later loads. The rank then
+reports that it cannot do GDS reads any more, and the scheduler side plans no further ones. The
+late read may still write to its buffer. All reads use one thread, so the next read starts after
+the end of the late one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
     Attributes:
         places: Positions of the chunks in the request's GDS reads.
-        slots: Their slots in the tier.
+        slots: Slots of the chunks in the tier.
     """
 
     places: Sequence[int]
@@ -78,15 +78,15 @@ class _Load:
 
 
 class GdsLoad(Route):
-    """Reads the chunks that a load's ``gds`` names from a tier's slot file into KV blocks.
+    """Reads the chunks in a load's ``gds`` from a tier's slot file into KV blocks.
 
     Args:
         loader: Reads chunks into staging buffers, verifies them and copies them to blocks.
         ram: Loads the chunks in RAM slots.
-        control: Receives the report that this rank can do no more GDS reads.
+        control: Gets the report that this rank cannot do GDS reads any more.
         rank: This rank.
         reader: A pool with one thread, for reads of the slot file.
-        pool: The thread pool of ``ram``, for everything else that blocks.
+        pool: The thread pool of ``ram``, for the other blocking calls.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class GdsLoad(Route):
         self._failures = 0
 
     def wait_no_more(self) -> None:
-        """Begin no further read, so that all chunks that have not been read fail."""
+        """Start no further read, so that all unread chunks fail."""
         self._waits = False
 
     @override
     def abandon(self, job: Job) -> None:
-        """Do nothing: no other worker waits for this rank's reads."""
+        """Do nothing, because no other worker waits for this rank's reads."""
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
@@ -169,7 +169,7 @@ class GdsLoad(Route):
         return SlotOutcomes(load.outcomes, load.error or late)
 
     async def _run(self, load: _Load) -> None:
-        """Read all pieces, and wait until the chunks that were read are copied to blocks."""
+        """Read all pieces, and wait until the chunks are copied to blocks."""
         emptying: list[asyncio.Task[None] | None] = [None] * self._loader.buffers
         try:
             for number, piece in enumerate(self._pieces(load)):
@@ -259,7 +259,7 @@ class GdsLoad(Route):
             self._withdraw(f"{_MOST_FAILURES} loads in a row had failed reads")
 
     def _withdraw(self, reason: str) -> None:
-        """Report that this rank can do no more GDS reads, and log the reason."""
+        """Report that this rank cannot do GDS reads any more, and log the reason."""
         logger.warning("no GDS reads any more, chunks are loaded through RAM: %s", reason)
         self._control.withdraw_gds(self._rank)
 

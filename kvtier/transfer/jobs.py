@@ -38,7 +38,7 @@ class Pending:
 
     @property
     def pair(self) -> Pair:
-        """Source and destination tier of the job."""
+        """Source tier and destination tier of the job."""
         return self.job.source, self.job.destination
 
 
@@ -53,7 +53,7 @@ class JobQueue:
         return pending.job.job_id in self._queued
 
     def __iter__(self) -> Iterator[Pending]:
-        """Yield the queued jobs in any order; the caller may remove jobs while iterating."""
+        """Yield the queued jobs in any order. The caller may remove jobs while iterating."""
         return iter(list(self._queued.values()))
 
     def get(self, job_id: JobId) -> Pending | None:
@@ -70,7 +70,7 @@ class JobQueue:
         del self._queued[pending.job.job_id]
 
     def in_order(self) -> Iterator[Pending]:
-        """Yield the queued jobs, most urgent first; the caller may remove jobs meanwhile."""
+        """Yield the queued jobs, most urgent first. The caller may remove jobs meanwhile."""
         kept: list[Pending] = []
         queued = self._queued
         try:
@@ -89,8 +89,8 @@ class JobResults:
     """Passes results from the engine's thread to the threads that submit jobs.
 
     Attributes:
-        changed: A condition variable, locked while jobs are submitted; notified when a result
-            is posted.
+        changed: A condition variable. It is locked while jobs are submitted, and notified when
+            a result is posted.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class JobResults:
             self.changed.notify_all()
 
     def drop(self, pending: Pending, outcome: Outcome, *, error: str) -> None:
-        """Settle a job that never ran; count the job as refused if ``outcome`` says so."""
+        """Settle a job that never ran; count it as refused if ``outcome`` is REFUSED."""
         pending.channel.route.abandon(pending.job)
         if outcome is Outcome.REFUSED:
             with self.changed:
@@ -162,7 +162,7 @@ class JobResults:
             self.changed.notify_all()
 
     def settle(self, pending: Pending, result: TransferResult) -> None:
-        """Post the final result of a job and count the job as settled."""
+        """Post the final result of a job, and count the job as settled."""
         pending.done = True
         if pending.alarm is not None:
             pending.alarm.cancel()

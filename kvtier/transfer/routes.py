@@ -46,14 +46,15 @@ class SlotMemory(Protocol):
 
 
 class Route(ABC):
-    """Moves the chunks of jobs; there is one object per (source, destination) pair."""
+    """Moves the chunks of jobs. Each (source, destination) pair has one route."""
 
     @abstractmethod
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Move every chunk of ``job`` and return each one's outcome.
+        """Move every chunk of ``job``; return the outcome of each chunk.
 
-        This is a coroutine function, or a function that starts at once and returns a coroutine
-        for the rest. The engine awaits the coroutine in a task that is never cancelled.
+        This is a coroutine function, or a function that starts the move at once and returns a
+        coroutine for the rest. The engine awaits the coroutine in a task that is never
+        cancelled.
 
         Cancellation:
             Deferred until no thread touches the job's slots.
@@ -63,19 +64,19 @@ class Route(ABC):
     def abandon(self, job: Job) -> None:
         """Release workers that wait for chunks of ``job``; must not block.
 
-        Called from any thread when a job ends without having run, when its deadline passes, and
-        before an exclusive action. Never called after the last await of :meth:`run`.
+        Any thread may call this method: when a job ends without a run, at a job's deadline, and
+        before an exclusive action. There is no call after the last await of :meth:`run`.
         """
 
 
 class Generations(Protocol):
-    """The part of the control block that routes use: the generations of RAM slots."""
+    """The generations of RAM slots: the part of the control block that routes use."""
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Set the generations of ``slots``, because all bytes of the slots arrived."""
 
     def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Set the generations of ``slots`` and a flag: these chunks will never arrive."""
+        """Set the generations of ``slots`` with the flag for chunks that will never arrive."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether it has its generation in all ranks."""
@@ -95,9 +96,9 @@ class ToTier(Route):
     """Writes RAM slots to a storage tier.
 
     The job's payload has the generation of each RAM slot. The job pins its slots, so nothing
-    should overwrite them. In case a pin was lost, the generations are checked before and after
-    the write. If a slot has another generation, it holds another chunk: the job's chunk counts
-    as corrupt, and the tier forgets what was written.
+    should overwrite them. As a safeguard against a lost pin, the generations are checked before
+    and after the write. A slot with another generation has another chunk. Then the job's chunk
+    counts as corrupt, and the tier forgets the written bytes.
 
     Args:
         memory: The RAM slots.
@@ -138,7 +139,7 @@ class ToTier(Route):
     async def _finish(
         self, job: Job, writing: Coroutine[Any, Any, SlotOutcomes]
     ) -> SlotOutcomes:
-        """Await the write, then forget the chunks in slots that were reused meanwhile."""
+        """Await the write, then forget the chunks of slots that were reused meanwhile."""
         chunks = len(job.source_slots)
         moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
         keeps = self._part_hashes
@@ -178,7 +179,7 @@ class ToTier(Route):
 
     @override
     def abandon(self, job: Job) -> None:
-        """Do nothing: no worker waits for chunks on their way to a storage tier."""
+        """Do nothing, because no worker waits for chunks on their way to a storage tier."""
 
 
 @dataclass(slots=True)
@@ -186,8 +187,8 @@ class _EndedParts:
     """The parts of a running job that have been read.
 
     Attributes:
-        parts: Each part, with a flag per chunk for success, in the order in which they ended.
-        lost: How many of ``parts`` were marked lost later by :meth:`FromTier.abandon`.
+        parts: The parts in the order in which they ended, each with a success flag per chunk.
+        lost: Number of ``parts`` that :meth:`FromTier.abandon` marked lost later.
     """
 
     parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
@@ -195,15 +196,15 @@ class _EndedParts:
 
 
 class FromTier(Route):
-    """Reads chunks of a storage tier into RAM slots; the tier verifies every byte.
+    """Reads chunks of a storage tier into RAM slots. The tier verifies every byte.
 
     The job's payload has the generation of each slot. Workers may already wait for the chunks.
-    So whole chunks are published and lost chunks are marked lost before the job's result is
+    So whole chunks are published, and lost chunks are marked, before the job's result is
     posted.
 
-    A job of some MiB is read in a few parts that are published one by one, so a worker copies
-    the first while the last are still being read. Abandoning the job marks all parts lost; the
-    whole chunks are published again at the end.
+    A job of some MiB is read in a few parts, which are published one by one. So a worker copies
+    the first parts while the last ones are still being read. :meth:`abandon` marks all parts
+    lost; the whole chunks are published again at the end.
     """
 
     def __init__(self, memory: SlotMemory, tier: StorageTier, generations: Generations) -> None:
@@ -227,7 +228,7 @@ class FromTier(Route):
         return self._tier.begin_read(job.keys, job.source_slots, views, purpose=job.purpose)
 
     def _begin_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Start reading a part; never raises."""
+        """Start to read a part; never raises."""
         try:
             return self._finish(part, self._begin(part))
         except Exception as raised:  # noqa: BLE001 - earlier parts have started
@@ -273,7 +274,7 @@ class FromTier(Route):
         self._generations.mark_lost(job.destination_slots, job.payload)
 
     def _publish(self, job: Job, whole: Sequence[bool]) -> None:
-        """Publish the slots of arrived chunks and mark all other slots as lost."""
+        """Publish the slots of arrived chunks, and mark all other slots as lost."""
         slots, generations = job.destination_slots, job.payload
         if all(whole):
             self._generations.publish(slots, generations)
@@ -286,7 +287,7 @@ class FromTier(Route):
 class FindInTier(Route):
     """Asks a shared tier which chunks it has.
 
-    Such a job has no slots of its own: both slot sequences only have a number for each key.
+    Such a job uses no slots: both slot sequences only have a number for each key.
     """
 
     def __init__(self, tier: KeyFinder) -> None:
@@ -298,7 +299,7 @@ class FindInTier(Route):
 
     @override
     def abandon(self, job: Job) -> None:
-        """Do nothing: no worker waits for the answer."""
+        """Do nothing, because no worker waits for the answer."""
 
 
 def part_of(job: Job, part: slice) -> Job:
@@ -312,7 +313,7 @@ def part_of(job: Job, part: slice) -> Job:
 
 
 async def all_of(parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]) -> SlotOutcomes:
-    """Await all parts of a job concurrently; return their chunks' outcomes in order.
+    """Await all parts of a job concurrently; return the outcomes of their chunks in order.
 
     Raises:
         BaseException: The error of the first failed part, after all have ended. Until then

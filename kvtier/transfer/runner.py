@@ -26,15 +26,15 @@ Action = Callable[[], Awaitable[None]]
 
 
 class Runner:
-    """Starts queued jobs, the most urgent first, and posts the final result of each job.
+    """Starts queued jobs, most urgent first, and posts the final result of each job.
 
-    Other threads than the engine's may only call :meth:`enqueue`, :meth:`cancel`,
-    :meth:`close` and :meth:`wake`, and read :attr:`running`. :meth:`answer_all` may only be
-    called after the loop has died.
+    Only the engine's thread may call the methods, except :meth:`enqueue`, :meth:`cancel`,
+    :meth:`close`, :meth:`wake` and :attr:`running`. Call :meth:`answer_all` only after the loop
+    has died.
 
     Args:
-        results: Where results are posted.
-        channels: The channels that jobs run on.
+        results: Gets the results.
+        channels: The channels on which jobs run.
         chunk_nbytes: Bytes of one chunk.
         limits: The engine's limits.
     """
@@ -69,7 +69,7 @@ class Runner:
         return sorted(self._running)
 
     def enqueue(self, pending: Pending) -> None:
-        """Hand a job to the engine's thread; call :meth:`wake` afterwards."""
+        """Pass a job to the engine's thread; call :meth:`wake` afterwards."""
         self._inbox.append(pending)
 
     def cancel(self, job_id: JobId) -> None:
@@ -90,7 +90,7 @@ class Runner:
     def answer_all(self, error: str) -> None:
         """Answer every job after the engine's thread died.
 
-        Running jobs are not settled: other threads may still write into their slots.
+        Running jobs stay unsettled, because other threads may still write into their slots.
         """
         for pending in self._running.values():
             self._results.post_expired(pending, error)
@@ -192,8 +192,8 @@ class Runner:
     def _start(self) -> None:
         """Start queued jobs, most urgent first, while their channels have room.
 
-        A smaller job never overtakes a larger one on its channel, because the larger job could
-        then wait for ever.
+        A smaller job never overtakes a larger one on its channel; otherwise the larger job
+        could wait for ever.
         """
         full: set[Pair] = set()
         for pending in self._queue.in_order():
@@ -312,7 +312,7 @@ class Runner:
 
 
 def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
-    """Start moving a job's chunks now; never raises."""
+    """Start to move a job's chunks now; never raises."""
     try:
         return pending.channel.route.run(pending.job)
     except Exception as raised:  # noqa: BLE001 - raised again where the job ends
@@ -323,7 +323,7 @@ def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
 async def _outcomes_of(
     job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
 ) -> tuple[Sequence[Outcome], str]:
-    """Return each chunk's outcome and an error text; all chunks fail if ``moving`` raises."""
+    """Return each chunk's outcome, and an error text. If ``moving`` raises, all chunks fail."""
     chunks = len(job.source_slots)
     try:
         mover = f"route {job.source} -> {job.destination}"
@@ -338,8 +338,8 @@ async def _outcomes_of(
 def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
     """Log the failed and corrupt chunks of a job, with the key of one of them.
 
-    Device jobs have no keys: their failures are logged without one. A corrupt RAM slot is not
-    logged, because it was only overwritten and the worker reports the request.
+    Device jobs have no keys, so their failures are logged without one. A corrupt RAM slot was
+    only overwritten. It is not logged, because the worker reports the request.
     """
     losses = {Outcome.FAILED, Outcome.CORRUPT}
     lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]

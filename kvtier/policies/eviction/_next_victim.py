@@ -1,19 +1,19 @@
 """The base class of eviction policies that select victims one by one.
 
-A policy in a paper selects exactly one victim. In a live tier that victim may be pinned, and
+In papers, a policy selects exactly one victim. In a live tier this victim may be pinned, and
 the policy must select another one. So a derived class has three methods:
 
 * :meth:`~NextVictimEviction._take` removes and returns the next candidate.
 * :meth:`~NextVictimEviction._spare` inserts a candidate that must stay, as if just used.
 * :meth:`~NextVictimEviction._record_evicted` records a candidate that is evicted.
 
-Candidates that must stay are inserted only after a victim was found. So no pick tests a
-candidate twice.
+Candidates that must stay are inserted again only after a victim was found. So each pick tests a
+candidate at most once.
 
-If a policy has one list of copies, a pick is O(1) amortised. A policy may also have two lists,
-one of new and one of reused chunks, and select victims from the reused chunks. If all of these
-are pinned, every pick would scan their whole list. So after a pick that spared n candidates,
-the next n victims come from the new chunks; ``_backoff`` counts down these picks.
+In a policy with one list of copies, a pick takes O(1) amortised time. A policy may have two
+lists, one of new and one of reused chunks, and select victims from the reused chunks. If all
+reused chunks were pinned, every pick would scan their whole list. So after a pick that spared n
+candidates, the next n victims come from the new chunks; ``_backoff`` counts down these picks.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class NextVictimEviction(Eviction):
 
     @abstractmethod
     def _take(self) -> ChunkCopy | None:
-        """Remove the next candidate and return it; None if there is none."""
+        """Remove the next candidate and return it; None without candidates."""
 
     @abstractmethod
     def _spare(self, copy: ChunkCopy) -> None:
-        """Insert the candidate ``copy``, which must stay, as if it was just used."""
+        """Insert the candidate ``copy``, which must stay, as if it were just used."""
 
     def _record_evicted(self, copy: ChunkCopy) -> None:
         """Record that the candidate ``copy`` is evicted."""
@@ -84,10 +84,10 @@ class NextVictimEviction(Eviction):
 
 
 class Ghosts:
-    """Keys of chunks that left the tier; the key that was added first is dropped first.
+    """Keys of chunks that left the tier, in a limited number; the oldest is dropped first.
 
     Args:
-        limit: Most keys to hold.
+        limit: Largest number of keys.
     """
 
     __slots__ = ("_keys", "_limit")
@@ -104,7 +104,7 @@ class Ghosts:
             keys.popitem(last=False)
 
     def take(self, key: ChunkKey) -> bool:
-        """Remove ``key`` if it is held; return whether it was."""
+        """Remove ``key``; return whether it was present."""
         if key in self._keys:
             del self._keys[key]
             return True

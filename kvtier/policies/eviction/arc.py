@@ -1,13 +1,13 @@
 """ARC: keeps a recency list and a frequency list; misses decide the length of each list.
 
-T1 holds chunks used once since their insertion, T2 chunks used again; both are LRU lists. B1
-and B2 hold the keys of chunks evicted from T1 and T2. A miss on a key in B1 means that T1 was
-too short, so the target length ``p`` of T1 grows; a miss on a key in B2 reduces ``p``. A
-returning chunk enters T2.
+T1 and T2 are LRU lists: T1 has chunks used once since their insertion, T2 has chunks used
+again. B1 and B2 have the keys of chunks evicted from T1 and T2. A miss on a key in B1 shows
+that T1 was too short, so the target length ``p`` of T1 grows; a miss on a key in B2 reduces
+``p``. A returning chunk enters T2.
 
-The paper shortens B1 and B2 before it makes room; here the insertion shortens them. Nothing
-reads the dropped keys in between, so the victims are the same as in the paper. The lengths stay
-bounded even if the tier loses copies without evictions.
+The paper shortens B1 and B2 before it frees a slot; this class shortens them at the insertion.
+The dropped keys are not read in between, so the victims are the same as in the paper. The
+lengths stay bounded even if the tier loses copies without evictions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ __all__ = ["Arc"]
 class Arc(NextVictimEviction):
     """Adaptive Replacement Cache (ARC): evicts from a recency list or from a frequency list.
 
-    The target length ``p`` of the recency list decides which list loses a chunk; ``p`` is a
-    float.
+    The target length ``p`` of the recency list, a float, decides which list loses a chunk.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, fig. 4.
     """

@@ -1,14 +1,14 @@
-"""LIRS: ranks chunks by the time between their last two uses, not by their last use.
+"""LIRS: ranks chunks by the time between their last two uses.
 
-That time, counted in other chunks, is the *inter-reference recency*. Copies with a low recency
-(LIR) fill almost all of the tier. The other copies (HIR) are in a FIFO queue Q, which has one
-hundredth of the slots, and are evicted soon. A stack S holds keys in order of last use. If a
-HIR chunk is used while its key is in S, the chunk was used twice since the last use of the LIR
-copy at the bottom. So the chunk becomes LIR, and that LIR copy becomes HIR. S is pruned until a
-LIR copy is at the bottom: chunks whose keys are below all LIR copies cannot become LIR.
+This time, as a number of other chunks, is the *inter-reference recency*. Copies with a low
+recency (LIR) fill almost all of the tier. The other copies (HIR) are in a FIFO queue Q with 1 %
+of the slots, and are evicted soon. A stack S holds keys in order of last use. If a HIR chunk is
+used while its key is in S, the chunk was used twice since the last use of the LIR copy at the
+bottom. So the chunk becomes LIR, and that LIR copy becomes HIR. S is pruned until a LIR copy is
+at the bottom, because chunks below all LIR copies cannot become LIR.
 
-S also keeps keys of evicted HIR chunks. The paper sets no limit. Here S has at most twice as
-many entries as the tier has slots, and the keys evicted first are dropped first.
+S also keeps keys of evicted HIR chunks. The paper sets no limit. In this class S has at most
+two entries per slot of the tier, and the keys that were evicted first are dropped first.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Lirs(NextVictimEviction):
         self._stack.move_to_end(copy.key)
 
     def _raise(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` a LIR copy; if there are too many LIR copies, lower the bottom one."""
+        """Make ``copy`` a LIR copy; if there are too many, lower the bottom one."""
         copy.policy = _LOW
         self._low += 1
         self._use(copy)
@@ -114,7 +114,7 @@ class Lirs(NextVictimEviction):
             self._lower_bottom()
 
     def _lower_bottom(self) -> None:
-        """Turn the bottom LIR copy into a HIR copy, and append the copy to the queue."""
+        """Make the bottom LIR copy a HIR copy, and append it to the queue."""
         self._prune()
         _, copy = self._stack.popitem(last=False)
         if copy is None:
@@ -125,7 +125,7 @@ class Lirs(NextVictimEviction):
         self._prune()
 
     def _prune(self) -> None:
-        """Remove everything below the lowest LIR copy from the stack."""
+        """Remove the stack's entries below the lowest LIR copy."""
         stack = self._stack
         while stack:
             key = next(iter(stack))

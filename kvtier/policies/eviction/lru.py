@@ -1,16 +1,16 @@
 """Least recently used, as a lazily cleaned queue.
 
 A doubly linked list costs a dozen attribute writes per use in Python, and an ``OrderedDict``
-hashes every key again. Here a use appends the copy to a queue and does not remove the copy's
-older entries; ``copy.queued`` counts these stale entries. An entry at the old end is valid only
-if its copy has no stale entries; otherwise the entry is skipped. Every entry is appended once
-and removed once, so the cost is O(1) amortised. When stale entries outnumber live ones, the
-queue is rebuilt, so the queue has at most twice as many entries as copies.
+hashes every key again. In this class a use appends the copy to a queue but leaves the copy's
+older entries there; ``copy.queued`` counts these stale entries. An entry at the old end is
+valid only if its copy has no stale entries; otherwise the entry is skipped. Every entry is
+appended once and removed once, so the cost is O(1) amortised. When stale entries outnumber live
+entries, the queue is rebuilt. So the queue has at most two entries per copy.
 
-A request's chunks come, and mostly leave, together. So the queue is two lists: one for appends,
-and a reversed one for removals from its end (Hood and Melville, "Real-time queue operations in
-pure LISP", 1981, but not in real time). Python appends or removes a range of entries at the end
-of a list in one call.
+A request's chunks are inserted, and usually evicted, together. So the queue consists of two
+lists: one for appends, and a reversed one for removals from its end (Hood and Melville,
+"Real-time queue operations in pure LISP", 1981, but not in real time). Python appends or
+removes a range of entries at the end of a list in one call.
 
 A prompt reaches a tier in batches: the loaded chunks, then the chunks that each step computed.
 A chunk is useless without all chunks before it, so the last batch must be evicted first. A
@@ -18,8 +18,8 @@ batch therefore does not enter the queue at once. It waits in a list, its *promp
 extends the waiting prompt that ends with the parent of the batch's first chunk. A prompt enters
 the queue leaf to root in three cases: the queue is empty, too many prompts wait, or a single
 chunk is inserted or used. Prompts wait in the order of their last use and are younger than the
-queue. So only chunks of one prompt change places. Unrelated batches have the order that
-inserting chunk by chunk would give.
+queue. So only chunks of one prompt change places. Unrelated batches have the same order as
+after insertions chunk by chunk.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Lru(Eviction):
         return chain(reversed(self._older), self._newer, prompts)
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies``, leaf to root, to the prompt they continue, or to a new prompt."""
+        """Append ``copies``, leaf to root, to the prompt they continue, or to a new one."""
         # Chunks of different KV cache groups that end at the same token have the same hash.
         prompts, last = self._prompts, hash_part(copies[0].key)
         before = copies[-1].parent
@@ -180,7 +180,7 @@ class Lru(Eviction):
     ) -> list[ChunkCopy] | None:
         """Join ``prompt`` with the waiting prompt that ends with the leaf of ``copies``.
 
-        Another request used the waiting prompt's chunks, so all of them were used again.
+        All chunks of the waiting prompt were used again, by another request.
         """
         if copies[0].parent is None and self._prompts[last] != copies[::-1]:
             self._end_prompts()  # the copies may belong to different prompts
@@ -191,7 +191,7 @@ class Lru(Eviction):
         return same + prompt if same[0].depth <= prompt[0].depth else prompt + same
 
     def _take_prompt(self) -> list[ChunkCopy]:
-        """Remove the prompt that has waited longest and return the prompt's entries."""
+        """Remove the prompt that has waited longest, and return its entries."""
         prompt = self._prompts.pop(next(iter(self._prompts)))
         self._waiting -= len(prompt)
         return prompt
@@ -213,7 +213,7 @@ class Lru(Eviction):
         return bool(self._older)
 
     def _bound(self) -> None:
-        """Rebuild the queue without stale entries if there are too many stale entries."""
+        """Rebuild the queue without stale entries if there are too many of them."""
         entries = len(self._newer) + len(self._older) + self._waiting
         if entries <= 2 * self._members + _SLACK:
             return
@@ -228,7 +228,7 @@ class Lru(Eviction):
 
 
 class Fifo(Lru):
-    """Evicts the copy that was inserted first, whether used or not."""
+    """Evicts the copy that was inserted first, regardless of uses."""
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
@@ -245,7 +245,7 @@ class Fifo(Lru):
 
 
 def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
-    """Return the entries that are not stale, oldest first; uncount the stale entries."""
+    """Return the live entries, oldest first; uncount the stale entries."""
     kept: list[ChunkCopy] = []
     for copy in entries:
         if copy.queued:
@@ -256,9 +256,9 @@ def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
 
 
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
-    """Return for each entry whether the entry may be stale or rejected by ``evictable``.
+    """Return for each entry whether it may be stale or rejected by ``evictable``.
 
-    The manager's own predicates are evaluated inline, without a call per copy.
+    For the manager's own predicates this function needs no call per copy.
     """
     if evictable is is_idle:
         return [copy.queued or copy.pins or copy.dirty for copy in run]

@@ -1,9 +1,9 @@
-"""S3-FIFO: a small queue for new chunks, a main queue, and a queue of keys that left.
+"""S3-FIFO: a small queue for new chunks, a main queue, and a queue of evicted keys.
 
 Most chunks are used once, and are soon evicted from the small queue. A chunk that is used twice
 there moves to the main queue. The key of a chunk evicted from the small queue is remembered; if
 the chunk returns before its key is forgotten, it enters the main queue. In the main queue each
-use allows one more round, up to three.
+use of a chunk gives it one more round, up to three.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_USES = 3
 class S3Fifo(NextVictimEviction):
     """S3-FIFO with 10 % of the slots in the small queue and 90 % in the main queue.
 
-    The number of remembered keys is at most 90 % of the number of slots.
+    It keeps at most 0.9 evicted keys per slot.
 
     Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with two
     details of libCacheSim. Before the first eviction, new chunks enter the main queue if the

@@ -16,8 +16,8 @@ class Slru(NextVictimEviction):
     """Keeps a probationary LRU list, and a protected LRU list of at most 80 % of the slots.
 
     A new chunk enters the probationary list, and its next use moves it to the protected list.
-    If that list is too long, its least recently used copy returns to the probationary list.
-    Victims come from the probationary list.
+    If the protected list is too long, its least recently used copy returns to the probationary
+    list. Victims come from the probationary list.
 
     Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
     Computer 27(3), 1994.

@@ -2,12 +2,12 @@
 
 New chunks enter a small LRU window. A chunk that leaves the window is a candidate for the main
 part, a segmented LRU. If the main part is full, the candidate is compared with the *resident*,
-the main part's victim. The chunk with more recent requests, hits and misses alike, stays. In a
-tie the resident stays, so a scan cannot empty the main part.
+the main part's victim. The chunk with the larger number of recent requests, both hits and
+misses, stays. In a tie the resident stays, so a scan cannot empty the main part.
 
-The comparison happens when room is needed, before the new chunk is inserted, and the loser is
-the victim. If the resident lost, the insertion pushes the candidate out of the window into the
-free place.
+The comparison happens when a slot is needed, before the new chunk is inserted. The loser is the
+victim. If the resident lost, the insertion moves the candidate from the window to the main
+part.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def read_keys(source: Source, tokens: int) -> Trace:
 
     Args:
         source: The file.
-        tokens: Tokens of each request, which is one chunk.
+        tokens: Number of tokens of each request, which has one chunk.
 
     Raises:
         TraceError: The file is not UTF-8 text, or has an empty line between keys or a line too
@@ -64,10 +64,10 @@ def read_oracle(source: Source, tokens: int) -> Trace:
 
     Args:
         source: The file.
-        tokens: Tokens of each request, which is one chunk.
+        tokens: Number of tokens of each request, which has one chunk.
 
     Raises:
-        TraceError: The file's size is no multiple of 24 bytes, or its times go backwards.
+        TraceError: The file's size is not a multiple of 24 bytes, or its times go backwards.
     """
     excess = len(source.content) % RECORD_NBYTES
     if excess:

@@ -1,9 +1,9 @@
 """Synthetic traffic: conversations, agents, and prompts with shared prefixes.
 
-A session is a growing text: every prompt is the previous prompt, its answer and new input.
-Only whole chunks have ids, as in an engine. Two chunks have the same id exactly if their whole
-prefixes are equal. All randomness comes from one seeded generator, so a seed and
-a workload always give the same trace.
+A session is a growing text: every prompt is the previous prompt, its answer and new input. Only
+whole chunks have ids, as in an engine. Two chunks have the same id if and only if their whole
+prefixes are equal. All random numbers come from one seeded generator, so a seed and a workload
+always give the same trace.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Workload:
 
     Attributes:
         prompts: Number of shared prefixes; the n-th most popular has weight 1/n.
-        prompt_tokens: Length of a shared prefix.
+        prompt_tokens: Number of tokens of a shared prefix.
         turns: Mean number of turns of a session, geometrically distributed.
-        input_tokens: Tokens that a turn adds to the prompt.
-        output_tokens: Tokens of the answer.
+        input_tokens: Number of tokens that a turn adds to the prompt.
+        output_tokens: Number of tokens of the answer.
         pause_s: Mean time from one turn to the next.
         spread: Sigma of the lengths' logarithms.
-        limit_tokens: Tokens of the longest prompt; a session ends before its prompt is longer.
+        limit_tokens: Number of tokens of the longest prompt. A session ends before its prompt
+            exceeds it.
     """
 
     prompts: int
@@ -92,7 +93,7 @@ def generate(name: str, *, sessions: int, per_s: float, chunk_tokens: int, seed:
         name: One of :data:`GENERATORS`.
         sessions: Number of sessions.
         per_s: Mean number of sessions that begin per second.
-        chunk_tokens: Tokens of one chunk.
+        chunk_tokens: Number of tokens of one chunk.
         seed: Equal seeds give equal traces.
     """
     workload = GENERATORS[name]

@@ -2,11 +2,11 @@
 
 All formats have ``hash_ids``, ``input_length`` and ``output_length``. They differ in the unit
 of timestamps. The number of tokens per id differs even between traces of one format. A record
-may state this number as ``block_tokens``, as kvtier's recordings do. Otherwise the number is
+may have this number as ``block_tokens``, as in kvtier's recordings. Otherwise the number is
 estimated from the records. If a last, partial chunk has an id, a request of ``length`` tokens
-has ``n = ceil(length / tokens)`` ids of ``tokens`` tokens. Otherwise it has
-``n = floor(length / tokens)`` ids. Each request gives a range of ``tokens`` by either equation.
-A number that lies in most ranges fits most requests.
+has ``n = ceil(length / tokens)`` ids of ``tokens`` tokens. Otherwise it has ``n = floor(length
+/ tokens)`` ids. Each of the two equations gives a range of ``tokens`` for a request. The
+estimate is a number in the largest number of ranges, which fits the most requests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
     Args:
         source: The file.
         kind: One of the JSON formats.
-        tokens_per_id: Tokens per id; None to read or estimate the number.
+        tokens_per_id: Number of tokens per id; None to read or estimate the number.
 
     Raises:
         TraceError: A line does not match the format; the message names the line.
@@ -111,7 +111,7 @@ def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]
 
 
 def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, str]:
-    """Return the tokens per id of ``trace``, and a text that names the source of the number."""
+    """Return the tokens per id of ``trace``, and a text with the source of this number."""
     if given is not None:
         return given, "given"
     if trace.chunk_tokens:
@@ -164,7 +164,7 @@ class _Record:
         self._values = values
 
     def error(self, problem: str, remedy: str) -> Exception:
-        """Return an error for this line, for the caller to raise."""
+        """Return an error for this line, which the caller raises."""
         return self._source.error(self._line, problem, remedy)
 
     def ids(self) -> list[Hashable]:
@@ -194,14 +194,14 @@ class _Record:
         return value
 
     def block_tokens(self) -> int:
-        """Return the record's ``block_tokens``; 0 if the field is absent."""
+        """Return the record's ``block_tokens``; 0 if the field is missing."""
         tokens = self.count("block_tokens", default=0)
         if not tokens and "block_tokens" in self._values:
             raise self.error("block_tokens = 0", "write a number of tokens, or leave it out")
         return tokens
 
     def name(self, key: str) -> str:
-        """Return the text or number in the field ``key`` as a string; "" if it is absent."""
+        """Return the text or number in the field ``key`` as text; empty if it is missing."""
         value = self._values.get(key)
         if value is None:
             return ""
@@ -211,7 +211,7 @@ class _Record:
         return str(value)
 
     def timestamp(self, kind: Format) -> float:
-        """Return the arrival in seconds."""
+        """Return the time of arrival in seconds."""
         value = self._field("timestamp")
         shown = json.dumps(value)[:40]
         if kind.text_timestamp:
@@ -233,12 +233,13 @@ class _Record:
 
 
 def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[int, str]:
-    """Return the tokens per id, and a text that names the source of the number.
+    """Return the tokens per id, and a text with the source of this number.
 
     Args:
         lengths: Prompt length of each request, in tokens.
         ids: Number of ids of each request.
-        default: The format's tokens per id, returned if no other number fits more requests.
+        default: The format's tokens per id, which is the result unless another number fits more
+            requests.
     """
     known = (lengths > 0) & (ids > 0)
     lengths, ids = lengths[known], ids[known]
@@ -258,7 +259,7 @@ def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[i
 
 
 def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[int, int]:
-    """Return how many requests have a wrong number of ids, and the index of the first."""
+    """Return the number of requests with a wrong number of ids, and the index of the first."""
     misfits = np.flatnonzero(np.abs(lengths - ids * tokens_per_id) >= tokens_per_id)
     return len(misfits), int(misfits[0]) if len(misfits) else 0
 

@@ -34,8 +34,8 @@ def read_trace(
 
     Args:
         path: The file.
-        format_name: Its format; ``auto`` detects it from the content, not from the name.
-        tokens_per_id: Tokens per id; None to read or estimate the number.
+        format_name: The file's format; ``auto`` detects the format from the content.
+        tokens_per_id: Number of tokens per id; None to read or estimate the number.
 
     Raises:
         TraceError: The file cannot be read; the message has the line and a remedy.

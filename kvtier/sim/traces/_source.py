@@ -38,8 +38,8 @@ class Format:
     Attributes:
         name: The format's name on the command line.
         times: Description of the timestamps.
-        ticks_per_s: Timestamp units per second.
-        tokens_per_id: Tokens per id that the format defines; a trace may deviate.
+        ticks_per_s: Number of timestamp units per second.
+        tokens_per_id: Number of tokens per id that the format defines; a trace may deviate.
         text_timestamp: Whether the timestamp is a string of digits.
     """
 
@@ -71,8 +71,8 @@ class Source:
     """One trace file, decompressed.
 
     Attributes:
-        file: The path as given, for errors.
-        name: The file's name without directory and suffixes, control characters escaped.
+        file: The path as the user gave it, for errors.
+        name: The file's name without directory and suffixes, with control characters escaped.
         sha256: SHA-256 of the bytes on disk.
         content: The decompressed bytes.
     """
@@ -87,7 +87,7 @@ class Source:
         self.content = _decompress(self.file, raw)
 
     def error(self, line: int, problem: str, remedy: str) -> TraceError:
-        """Return an error for ``line``, for the caller to raise."""
+        """Return an error for ``line``, which the caller raises."""
         return TraceError(self.file, line, problem, remedy)
 
 
@@ -95,7 +95,8 @@ def open_source(path: Path) -> Source:
     """Read the file at ``path``.
 
     Raises:
-        TraceError: The file is missing, unreadable, empty, or damaged compressed data.
+        TraceError: The file is missing, unreadable or empty, or its compressed data are
+            damaged.
     """
     try:
         raw = path.read_bytes()
@@ -150,10 +151,10 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
 
 
 class TraceBuilder:
-    """Builds a trace; uses about 8 bytes per reference, and one dict entry per chunk.
+    """Builds a trace, with about 8 bytes per reference and one dict entry per chunk.
 
     Args:
-        chunk_tokens: Tokens of one whole chunk.
+        chunk_tokens: Number of tokens of one whole chunk.
     """
 
     def __init__(self, *, chunk_tokens: int) -> None:
@@ -175,7 +176,7 @@ class TraceBuilder:
         output_tokens: int = 0,
         session: str = "",
     ) -> None:
-        """Append one request; ``ids`` run from root to leaf."""
+        """Append one request, with ``ids`` from root to leaf."""
         numbers = self._numbers
         self._ids.extend([numbers.setdefault(key, len(numbers)) for key in ids])
         self._offsets.append(len(self._ids))
@@ -188,7 +189,7 @@ class TraceBuilder:
         """Return the trace of all added requests, named after ``source``.
 
         Raises:
-            TraceError: No request refers to any chunk.
+            TraceError: All requests lack chunks.
         """
         if not self._ids:
             remedy = "check hash_ids: requests shorter than one chunk refer to none"
@@ -196,7 +197,7 @@ class TraceBuilder:
         return self.finish(name=source.name, format_name=format_name, sha256=source.sha256)
 
     def finish(self, *, name: str, format_name: str, sha256: str) -> Trace:
-        """Return the trace of all added requests, which need not come from a file."""
+        """Return the trace of all added requests, which may come from any source."""
         timestamps = np.array(self._timestamps, dtype=np.float64)
         return Trace(
             name=name,

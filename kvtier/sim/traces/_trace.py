@@ -23,7 +23,8 @@ class TraceError(KvtierError):
 
     Attributes:
         file: Name of the file.
-        line: Line (or binary record) of the problem, counted from 1; 0 for the whole file.
+        line: Number of the line (or binary record) with the problem, from 1; 0 for the whole
+            file.
         problem: The problem.
         remedy: The remedy.
     """
@@ -41,8 +42,8 @@ class TraceError(KvtierError):
 class Trace:
     """Requests in order of arrival, with chunks numbered in order of first appearance.
 
-    So a chunk's number is an index into lists and arrays of length :attr:`distinct`. The ids of
-    the file are not kept.
+    So a chunk's number is an index into lists and arrays of length :attr:`distinct`. The trace
+    does not keep the ids of the file.
 
     Attributes:
         name: The file's name without its directory and suffixes.
@@ -50,16 +51,17 @@ class Trace:
         sha256: SHA-256 of the file on disk.
         ids: Chunk number of every reference, shape (references,).
         offsets: Index in ``ids`` of each request's first reference, shape (requests + 1,).
-        timestamps_s: Arrival of each request, shape (requests,), seconds since the earliest.
-        input_tokens: Prompt length of each request, shape (requests,).
-        output_tokens: Generated length of each request, shape (requests,); 0 where unknown.
-        chunk_tokens: Tokens of one whole chunk.
+        timestamps_s: Arrival of each request in seconds since the first, shape (requests,).
+        input_tokens: Number of prompt tokens of each request, shape (requests,).
+        output_tokens: Number of generated tokens of each request, shape (requests,); 0 if
+            unknown.
+        chunk_tokens: Number of tokens of one whole chunk.
         distinct: Number of distinct chunks.
         sessions: One session per request, an empty string if unknown; an empty sequence if all
             are unknown.
-        assumed: Choices in reading the file: its format, the unit of its times, the tokens of a
-            chunk.
-        warnings: Contradictions in the file, and corrections on reading.
+        assumed: Choices of the reader: the file's format, the unit of its times, the tokens of
+            a chunk.
+        warnings: Contradictions in the file, and corrections by the reader.
     """
 
     name: str
@@ -102,7 +104,8 @@ class Trace:
     def chains(self) -> list[list[int]]:
         """Return every request's chunk numbers, root to leaf.
 
-        Plain lists, because a Python loop over an array creates an object per element.
+        The result has plain lists, because a Python loop over an array creates an object per
+        element.
         """
         numbers = self.ids.tolist()
         return [numbers[start:end] for start, end in pairwise(self.offsets.tolist())]
@@ -114,7 +117,7 @@ class Trace:
             backwards: Whether each request's chunks are accessed leaf to root.
 
         Returns:
-            Shape (references,), in order of access. If there is no next access, the position is
+            Shape (references,), in order of access. Without a next access, the position is
             ``refs``, which is above every other position.
         """
         ids = self.ids
@@ -133,8 +136,8 @@ def describe(trace: Trace) -> dict[str, Any]:
     """Return figures of ``trace`` as plain values.
 
     ``reuse_*_s`` are the times between two references to the same chunk. The
-    ``infinite_*_ratio`` are hit ratios of a cache that never evicts, the upper bound of every
-    policy.
+    ``infinite_*_ratio`` are hit ratios of a cache that never evicts, which is the upper bound
+    for every policy.
     """
     following = trace.next_uses()
     again = following < trace.refs
@@ -162,7 +165,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return how many prompt tokens a cache that never evicts would hit."""
+    """Return the number of prompt tokens that a cache without evictions would hit."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):

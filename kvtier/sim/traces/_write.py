@@ -20,9 +20,9 @@ def write_trace(trace: Trace, path: Path, *, format_name: str) -> None:
 
     Args:
         trace: The trace.
-        path: The file; replaced if it exists.
-        format_name: One of :data:`WRITERS`. The flat formats do not keep which references
-            belong to one request.
+        path: The file, which is replaced if it exists.
+        format_name: One of :data:`WRITERS`. The flat formats lose the boundaries between
+            requests.
 
     Raises:
         OSError: The file cannot be written.
