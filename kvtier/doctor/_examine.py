@@ -222,6 +222,10 @@ class _Examiner:
             remedy = "start the service, or correct its address; engines start without it"
             yield Finding(f"{tier.name}: service", Status.WARNING, str(error), remedy)
             return
+        except shared_rates.TierFullError as error:
+            remedy = "give it more room; until then engines keep new chunks in faster tiers"
+            yield Finding(f"{tier.name}: room", Status.WARNING, str(error), remedy)
+            return
         self.examination.rates[tier.name] = measured
         yield from shared_rates.check_shared_rates(tier, measured)
 

@@ -18,17 +18,21 @@ from typing import Final
 from kvtier.config import TIERS, KvtierConfig, SharedTierConfig
 from kvtier.doctor._findings import Finding, Status
 from kvtier.doctor.rates import Timed, milliseconds
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import CapacityError, TierUnavailableError
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
 from kvtier.types import Outcome
 from kvtier.units import approximate_rate, approximate_size, format_duration
 
-__all__ = ["SharedRates", "check_shared_rates", "measure_shared_tier"]
+__all__ = ["SharedRates", "TierFullError", "check_shared_rates", "measure_shared_tier"]
 
 _VALUES: Final = 8
 _QUESTION_KEYS: Final = 64
 _STALLED_S: Final = 30.0
+
+
+class TierFullError(CapacityError):
+    """The service has no room for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ def measure_shared_tier(
     Raises:
         ConfigError: The tier's options cannot work here.
         TierUnavailableError: The service failed, or did not answer in time.
+        TierFullError: The service has no room.
     """
     nbytes = config.transfer.piece_bytes
     memory = memoryview(mmap.mmap(-1, _VALUES * nbytes))
@@ -118,7 +123,7 @@ async def _measure(
             asked = await _repeat(lambda: tier.contains_leading(absent), seconds / 4)
             written = await _repeat(write, seconds)
             got = await _repeat(read, seconds)
-    except TierUnavailableError:
+    except (TierUnavailableError, TierFullError):
         raise
     except TimeoutError as error:
         raise TierUnavailableError(name, f"no answer for {_STALLED_S:.0f} s") from error
@@ -139,6 +144,8 @@ async def _measure(
 
 
 def _require_done(name: str, outcomes: Sequence[Outcome]) -> None:
+    if Outcome.REFUSED in outcomes:
+        raise TierFullError(f"tier {name}: full: it refused a value")
     for outcome in outcomes:
         if outcome is not Outcome.DONE:
             raise TierUnavailableError(name, f"a value was {outcome.value}")

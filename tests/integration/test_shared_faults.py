@@ -11,7 +11,13 @@ import pytest
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import Reference, Site
-from tests.integration.shared_services import SERVICES, Directory, Service, running, write_config
+from tests.integration.shared_services import (
+    SERVICES,
+    Directory,
+    Service,
+    running,
+    write_config,
+)
 from tests.integration.test_faults import counted, few, there_and_back
 
 pytestmark = pytest.mark.slow
@@ -93,7 +99,17 @@ def check(site: Site, kind: str, waves: tuple[Wave, ...], report: Report) -> Non
     healthy = report.waves[:HEALTHY]
     troubled = report.waves[HEALTHY : HEALTHY + TROUBLED]
     last = report.waves[-1]
-    print([(round(w.seconds, 1), failures(w, kind), counted(w, "kvtier_hit_tokens", tier=kind), counted(w, "kvtier_out_of_service", tier=kind)) for w in report.waves])
+    print(
+        [
+            (
+                round(w.seconds, 1),
+                failures(w, kind),
+                counted(w, "kvtier_hit_tokens", tier=kind),
+                counted(w, "kvtier_out_of_service", tier=kind),
+            )
+            for w in report.waves
+        ]
+    )
     print(site.log("engine")[-6000:])
     patience_s = 2 * healthy[0].seconds + LOAD_TIMEOUT_S + LOOKUP_TIMEOUT_S + SLACK_S
     assert max(wave.seconds for wave in report.waves) < patience_s

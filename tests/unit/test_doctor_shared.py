@@ -7,6 +7,7 @@ from pathlib import Path
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.doctor import Status, examine
 from kvtier.doctor.shared_rates import SharedRates
+from kvtier.testing.memory_shared_tier import MemoryService
 
 
 def make_config(section: str) -> KvtierConfig:
@@ -49,6 +50,18 @@ def test_a_service_that_does_not_work_is_a_warning(tmp_path: Path) -> None:
     ]
     assert warnings
     assert all(each.status in {Status.WARNING, Status.PROBLEM} for each in warnings)
+
+
+def test_a_service_without_room_is_reported_as_full() -> None:
+    MemoryService.named("full").is_full = True
+    config = make_config(
+        "kind: kvtier.testing.memory_shared_tier:MemorySharedTier, service: full"
+    )
+    findings = examine(config, measure_s=0.05).findings
+    (finding,) = [each for each in findings if each.check.endswith(": room")]
+    assert finding.status is Status.WARNING
+    assert "full" in finding.reason
+    assert not any(each.check.endswith(": service") for each in findings)
 
 
 def test_nothing_is_measured_without_a_time(tmp_path: Path) -> None:

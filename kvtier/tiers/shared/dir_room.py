@@ -1,16 +1,17 @@
 """Keeps the folders of a shared directory within their shares of the capacity.
 
-Every engine does so for the folders into which it writes; a folder without writers does not
-grow. Two engines may evict from a folder at the same time: both choose the same files, and an
-already removed file is no failure. So the directory needs no lock, which a dead engine might
-hold.
+Every engine does it alike, for the folders into which it writes. No engine is needed: if no
+engine writes, no folder grows. Two engines may evict from a folder at the same time: both
+choose the same files, and a file that is gone already is no failure. So there is no lock that
+an engine could hold when it dies.
 
-An engine lists a folder before its first put. Afterwards it estimates the folder's size: the
-listed bytes plus the bytes that it has put since. If the folder grew faster between the last
-two listings, other engines write to it too, and the estimate grows at that rate. The engine
-lists the folder again after its first put, then each time its puts double, at the latest when
-the folder grew by 1/20 of its share. If the folder is nearly full, the engine removes its least
-recently used values. A put that does not fit is refused.
+An engine lists a folder before its first put, and estimates what is in it afterwards: the bytes
+that it listed, and the bytes by which its puts made the folder grow since. If the folder grew
+faster than that between the last two listings, others write to it too, and the estimate grows
+faster as well. It lists the folder again after its first put, when it has put twice as much,
+and so on, later whenever the folder has grown by a twentieth of its share. If the folder is
+nearly full then, its least recently used values are removed. A put that does not fit meanwhile
+is refused.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ T = TypeVar("T")
 
 _LISTED_AFTER: Final = 0.05
 """Growth after which a folder is listed again, as a part of its share of the capacity."""
-_FULL_FROM: Final = 0.95
+_FULL_FROM: Final = 0.9
+"""Filled part of its share from which on a folder counts as nearly full. The rest is for the
+puts of the time in which the folder is listed and files are removed."""
 _FIRST_LISTING_S: Final = 5.0
 """Longest wait of a put for the listing of folders that this engine has not used before."""
-_EVICTED_TO: Final = 0.9
+_EVICTED_TO: Final = 0.8
+_THREADS: Final = 4
+"""Folders that are listed at a time."""
 _MOST_GROWTH: Final = 64.0
 """Most engines that a folder's growth is attributed to."""
 _STALE_NS: Final = 3600 * 10**9
@@ -52,7 +57,7 @@ _STALE_NS: Final = 3600 * 10**9
 
 
 class _OneThread(Executor):
-    """Runs one call at a time on a daemon thread, which a hanging file server may block."""
+    """Runs one call at a time on a daemon thread, which a hanging file server may keep."""
 
     def __init__(self) -> None:
         self._calls = TimedCalls(name="kvtier-shared-dir")
@@ -68,14 +73,14 @@ class _OneThread(Executor):
 
 @dataclass(slots=True)
 class _Folder:
-    """What this engine knows about the size of a folder.
+    """The size of a folder, as far as this engine knows.
 
     Attributes:
-        listed_nbytes: Bytes of the folder's files after the last listing.
-        put_nbytes: Bytes that this engine has put since the last listing.
-        put_before_nbytes: Bytes that this engine put before the last listing.
+        listed_nbytes: Bytes of its files after the last listing.
+        put_nbytes: Bytes that this engine has added since.
+        put_before_nbytes: Bytes that this engine had added before the last listing.
         writing_nbytes: Bytes that this engine is putting now.
-        growth: Bytes by which the folder grows per byte that this engine puts.
+        growth: Bytes by which the folder grows per byte that this engine adds.
     """
 
     listed_nbytes: int
@@ -85,11 +90,11 @@ class _Folder:
     growth: float = 1.0
 
     def estimate(self) -> float:
-        """Return the estimated size of the folder in bytes."""
+        """Return how many bytes the folder probably has."""
         return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
 
     def is_due(self, share_nbytes: int) -> bool:
-        """Return whether this engine must list the folder again.
+        """Return whether the folder is to be listed again.
 
         Args:
             share_nbytes: Bytes that the folder may have.
@@ -98,13 +103,13 @@ class _Folder:
         return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
-        """Update the growth after a new listing.
+        """Learn how fast the folder grows from a new listing.
 
         Args:
             found_nbytes: Bytes of all files.
-            put_nbytes: Bytes that this engine put between the listings.
+            put_nbytes: Bytes that this engine added between the listings.
         """
-        if put_nbytes:
+        if put_nbytes > 0:
             growth = (found_nbytes - self.listed_nbytes) / put_nbytes
             self.growth = min(max(growth, 1.0), _MOST_GROWTH)
 
@@ -120,15 +125,17 @@ class DirRoom:
     def __init__(self, layout: DirLayout, io: DirIo) -> None:
         self._layout = layout
         self._folders: dict[Path, _Folder] = {}
-        self._due: dict[Path, None] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._keeping: dict[Path, asyncio.Task[None]] = {}
         self._is_failing = False
-        self._executor = _OneThread()
+        self._threads = [_OneThread() for _ in range(_THREADS)]
+        self._idle = asyncio.LifoQueue[_OneThread]()  # so that few threads start
+        for thread in self._threads:
+            self._idle.put_nowait(thread)
         self._list = aiofiles.os.wrap(io.list_files)
         self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
 
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
-        """Return for each value whether it may be put. Then call :meth:`finish` for those.
+        """Return for each value whether it may be put; call :meth:`finish` for those later.
 
         A value whose folder cannot be listed in time may not.
 
@@ -143,26 +150,34 @@ class DirRoom:
             Has no effect.
         """
         if unknown := [folder for folder in folders if folder not in self._folders]:
-            listing = self._list_soon(unknown)
-            await asyncio.wait([listing], timeout=_FIRST_LISTING_S)
+            listings = {self._keep_soon(folder) for folder in unknown}
+            await asyncio.wait(listings, timeout=_FIRST_LISTING_S)
             if self._folders.keys().isdisjoint(folders):
                 raise OSError(errno.EIO, f"cannot list {unknown[0]}")
         return [folder in self._folders and self._admit(folder, nbytes) for folder in folders]
 
-    def finish(self, path: Path, nbytes: int, *, was_put: bool) -> None:
-        """Record the end of an admitted put."""
+    def finish(self, path: Path, nbytes: int, *, added_nbytes: int) -> None:
+        """Note the end of a put that was admitted.
+
+        Args:
+            path: The value's folder.
+            nbytes: Bytes that were admitted.
+            added_nbytes: Bytes by which the put made the folder grow.
+        """
         folder = self._folders[path]
         folder.writing_nbytes -= nbytes
-        folder.put_nbytes += nbytes if was_put else 0
+        folder.put_nbytes += added_nbytes
         if folder.is_due(self._layout.folder_nbytes):
-            _ = self._list_soon([path])
+            _ = self._keep_soon(path)
 
     async def aclose(self) -> None:
-        """Stop, without a wait for a call that hangs. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        self._executor.shutdown(wait=False)
+        """Stop, without waiting for a call that hangs. Idempotent."""
+        if tasks := list(self._keeping.values()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
     def _admit(self, path: Path, nbytes: int) -> bool:
         folder = self._folders[path]
@@ -170,35 +185,39 @@ class DirRoom:
         if fits:
             folder.writing_nbytes += nbytes
         else:
-            _ = self._list_soon([path])
+            _ = self._keep_soon(path)
         return fits
 
-    def _list_soon(self, folders: Sequence[Path]) -> asyncio.Task[None]:
-        """Schedule ``folders`` for listing and eviction; return the task that does it."""
-        self._due.update(dict.fromkeys(folders))
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._keep_due())
-        return self._task
+    def _keep_soon(self, path: Path) -> asyncio.Task[None]:
+        """Return the task that lists a folder and evicts from it."""
+        task = self._keeping.get(path)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._keep(path))
+            self._keeping[path] = task
+            task.add_done_callback(lambda _: self._keeping.pop(path))
+        return task
 
-    async def _keep_due(self) -> None:
-        while self._due:
-            path = next(iter(self._due))
-            try:
-                await self._keep_folder(path)
-            except OSError as error:
-                if not self._is_failing:
-                    logger.warning("cannot list or evict the chunks of %s: %s", path, error)
-                self._is_failing = True
-            else:
-                self._is_failing = False
-            self._due.pop(path, None)
+    async def _keep(self, path: Path) -> None:
+        thread = await self._idle.get()
+        try:
+            await self._keep_folder(path, thread)
+            while self._folders[path].is_due(self._layout.folder_nbytes):  # it grew meanwhile
+                await self._keep_folder(path, thread)
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("cannot list or evict the chunks of %s: %s", path, error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        finally:
+            self._idle.put_nowait(thread)
 
-    async def _keep_folder(self, path: Path) -> None:
+    async def _keep_folder(self, path: Path, thread: _OneThread) -> None:
         """List a folder, and evict from it if it is nearly full."""
         folder = self._folders.get(path)
         put_nbytes = folder.put_nbytes if folder else 0
         try:
-            files = await self._list(path, executor=self._executor)
+            files = await self._list(path, executor=thread)
         except FileNotFoundError:
             files = []
         nbytes = sum(file.nbytes for file in files)
@@ -207,7 +226,7 @@ class DirRoom:
         folder.learn_growth(nbytes, put_nbytes)
         if victims := _choose_victims(files, self._layout.folder_nbytes):
             paths = [path / file.name for file in victims]
-            await self._remove(paths, executor=self._executor)
+            await self._remove(paths, executor=thread)
             nbytes -= sum(file.nbytes for file in victims)
         folder.listed_nbytes = nbytes
         folder.put_nbytes -= put_nbytes

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import chain, compress
 from pathlib import Path
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, Final, NamedTuple, TypeVar
 
 from typing_extensions import override
 
@@ -151,9 +151,10 @@ class SharedDirTier(SharedTier):
         folders = [self._layout.folder_of(key) for key in keys]
         fits = await self._room.admit(folders, self._value_nbytes)
         given = zip(keys, values, strict=True)
-        outcomes = await self._put(list(compress(given, fits)), list(compress(folders, fits)))
-        written = iter(outcomes)
-        return [next(written) if is_fitting else Outcome.REFUSED for is_fitting in fits]
+        written = iter(
+            await self._put(list(compress(given, fits)), list(compress(folders, fits)))
+        )
+        return [next(written).outcome if is_fitting else Outcome.REFUSED for is_fitting in fits]
 
     @override
     async def aclose(self) -> None:
@@ -162,15 +163,14 @@ class SharedDirTier(SharedTier):
 
     async def _put(
         self, values: Sequence[tuple[str, Value]], folders: Sequence[Path]
-    ) -> Sequence[Outcome]:
-        outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(values)
+    ) -> Sequence[_Written]:
+        written = [_Written(Outcome.FAILED)] * len(values)
         try:
-            outcomes = await self._split(self._files.write, values, purpose=Purpose.STORE)
+            written = await self._split(self._files.write, values, purpose=Purpose.STORE)
         finally:
-            for folder, outcome in zip(folders, outcomes, strict=True):
-                was_put = outcome is Outcome.DONE
-                self._room.finish(folder, self._value_nbytes, was_put=was_put)
-        return outcomes
+            for folder, (_, added_nbytes) in zip(folders, written, strict=True):
+                self._room.finish(folder, self._value_nbytes, added_nbytes=added_nbytes)
+        return written
 
     async def _begin(self) -> None:
         if self._closed:
@@ -200,6 +200,18 @@ class SharedDirTier(SharedTier):
         return list(chain.from_iterable(results))
 
 
+class _Written(NamedTuple):
+    """The end of a put.
+
+    Attributes:
+        outcome: Its outcome.
+        added_nbytes: Bytes by which the value's folder grew, less than 0 if it shrank.
+    """
+
+    outcome: Outcome
+    added_nbytes: int = 0
+
+
 class _ValueFiles:
     """Reads and writes the files of values. All methods block."""
 
@@ -218,12 +230,11 @@ class _ValueFiles:
             OSError: The file system failed.
         """
         try:
-            status = self._io.status(self._layout.path_of(key))
+            return self._nbytes_of(self._layout.path_of(key)) == self._value_nbytes
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             return False
-        return status.st_size == self._value_nbytes
 
     def read(self, item: tuple[str, Value]) -> Outcome:
         """Read the value of a key into its buffers."""
@@ -254,7 +265,7 @@ class _ValueFiles:
                 self._io.touch(fd)
         return Outcome.DONE
 
-    def write(self, item: tuple[str, Value]) -> Outcome:
+    def write(self, item: tuple[str, Value]) -> _Written:
         """Write the value of a key under a temporary name, then rename it."""
         key, value = item
         path = self._layout.path_of(key)
@@ -262,6 +273,7 @@ class _ValueFiles:
         try:
             try:
                 self._write_temporary(temporary, value)
+                replaced_nbytes = self._replaced_nbytes(path)
                 self._io.rename(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -269,8 +281,19 @@ class _ValueFiles:
                 raise
         except OSError as error:
             logger.debug("cannot write the value of %s: %s", key, error)
-            return Outcome.REFUSED if error.errno in _NO_ROOM else Outcome.FAILED
-        return Outcome.DONE
+            is_full = error.errno in _NO_ROOM
+            return _Written(Outcome.REFUSED if is_full else Outcome.FAILED)
+        return _Written(Outcome.DONE, self._value_nbytes - replaced_nbytes)
+
+    def _replaced_nbytes(self, path: Path) -> int:
+        """Return the size of the file that a put replaces; 0 if there is none."""
+        try:
+            return self._nbytes_of(path)
+        except OSError:
+            return 0  # at worst the folder is listed too early
+
+    def _nbytes_of(self, path: Path) -> int:
+        return self._io.status(path).st_size
 
     def _write_temporary(self, path: Path, value: Value) -> None:
         page = self._page()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,25 +63,63 @@ async def test_engines_that_write_at_once_stay_near_the_capacity(directory: Dire
     assert 100 <= len(directory.values()) <= 230
 
 
-async def test_a_capacity_of_one_chunk_keeps_the_latest(directory: Directory) -> None:
+async def test_a_capacity_of_one_chunk_holds_the_latest_at_most(directory: Directory) -> None:
     harness = await directory.harness(capacity_bytes=FILE)
     keys = harness.keys(range(4))
     await put_each(harness, keys)
-    assert await harness.get(keys) == [MISSING] * 3 + [0]
+    found = await harness.get(keys)
+    assert found[:3] == [MISSING] * 3
+    assert found[3] in {0, MISSING}
 
 
 async def test_the_least_recently_used_values_are_evicted(directory: Directory) -> None:
     harness = await directory.harness()
     keys = harness.keys(range(CAPACITY + 4))
-    await put_each(harness, keys[:18])
-    for number, key in enumerate(keys[:18]):
+    await put_each(harness, keys[:16])
+    for number, key in enumerate(keys[:16]):
         set_age(file_of(directory, key), HOUR_S - number)
     await harness.get(keys[:3])
-    await put_each(harness, keys[18:])
+    await put_each(harness, keys[16:])
     found = await harness.get(keys)
     assert found[:3] == [0] * 3
     assert found[3:5] == [MISSING] * 2
-    assert found[10:] == [0] * 14
+    assert found[12:] == [0] * 12
+
+
+async def test_values_are_evicted_before_puts_are_refused(directory: Directory) -> None:
+    harness = await directory.harness()
+    assert await harness.put(harness.keys(range(18))) == [DONE] * 18
+    async with asyncio.timeout(10):
+        while len(directory.values()) > 16:  # noqa: ASYNC110 - a thread removes files
+            await asyncio.sleep(0)
+    assert await harness.put(harness.keys([18])) == [DONE]
+
+
+async def test_values_that_replace_others_take_no_more_room(
+    directory: Directory, io: FaultyDirIo
+) -> None:
+    harness = await directory.harness(io)
+    keys = harness.keys(range(8))
+    await harness.put(keys)
+    released = io.stall("list_files")
+    for version in range(1, 6):
+        assert await harness.put(keys, version=version) == [DONE] * 8
+    released.set()
+
+
+async def test_several_folders_are_listed_at_a_time(
+    directory: Directory, io: FaultyDirIo
+) -> None:
+    harness = await directory.harness(io, capacity_bytes=1024 * FILE)  # four folders
+    released = io.stall("list_files")
+    putting = asyncio.ensure_future(harness.put(harness.keys(range(40))))
+    try:
+        async with asyncio.timeout(4):
+            while io.calls.count("list_files") < 4:  # noqa: ASYNC110 - threads list folders
+                await asyncio.sleep(0)
+    finally:
+        released.set()
+    assert await putting == [DONE] * 40
 
 
 async def test_a_read_renews_a_value_at_most_once_a_minute(
@@ -172,8 +211,9 @@ async def test_two_engines_may_evict_the_same_values(
     await fast.put(keys[1:2])
     released = io.stall("unlink")
     await slow.put(keys[2:20])
+    others = itertools.count(100)
     while not io.wait_until_stalled(timeout_s=0):
-        await slow.put(keys[20:21])
+        await slow.put(slow.keys([next(others)]))
         await asyncio.sleep(0)
     await put_each(fast, keys[21:40])
     released.set()
