@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.grants import RequestState, SharedAccess
@@ -40,6 +40,10 @@ __all__ = ["Questions"]
 _ABSENT_S: Final = 1.0
 """Time in which a missing key is not asked for again."""
 _MAX_ABSENT: Final = 1 << 14
+_ANSWERS: Final = (Outcome.DONE, Outcome.MISSING)
+_MAX_PRICED: Final = 256
+"""Number of chunks with which the cost model decides whether to ask. If it loads none of so
+many, it would load none of more."""
 
 
 class _Part(NamedTuple):
@@ -80,8 +84,6 @@ class Questions:
         rules: The chunks that a hit needs.
     """
 
-    _ANSWERS: ClassVar = frozenset((Outcome.DONE, Outcome.MISSING))
-
     def __init__(self, stack: TierStack, jobs: StorageJobs, rules: HitRules) -> None:
         self._stack = stack
         self._jobs = jobs
@@ -116,7 +118,8 @@ class Questions:
         parts = self._parts(prompt, lead)
         if not parts or not self._is_worthwhile(tier, parts):
             return False
-        keys = list(chain.from_iterable(part.keys for part in parts))
+        (first, *others) = parts
+        keys = [*first.keys, *chain.from_iterable(part.keys for part in others)]
         job_id = self._jobs.plan_question(tier, keys, [part.question for part in parts])
         self._pending[job_id] = _Question(request, parts)
         request.shared = SharedAccess.ASKED
@@ -129,7 +132,7 @@ class Questions:
             return False
         request, parts = question
         request.shared = SharedAccess.NONE
-        if not self._ANSWERS.issuperset(result.outcomes):
+        if result.outcomes[0] not in _ANSWERS:  # a question fails as a whole
             return True
         at = 0
         for part in parts:
@@ -171,6 +174,9 @@ class Questions:
         counted = sum(len(part.keys) for part in parts if stack.is_counted(part.keys[0]))
         if not counted:
             return True  # only chunks of other groups are missing
+        if chunks > _MAX_PRICED:
+            counted = max(counted * _MAX_PRICED // chunks, 1)
+            chunks = _MAX_PRICED
         sources = [tier.index] * chunks
         choice = stack.cost_model.choose(sources, counted=counted, now=stack.ctx.now)
         return choice is None or choice.kept > 0
@@ -184,7 +190,7 @@ class Questions:
             # Chunks behind the first missing one are of no use, but may be remembered wrongly.
             end = list(outcomes).index(Outcome.MISSING)
             self._record_absent(keys[end])
-            if tier.copies.keys().isdisjoint(keys[end:]):
+            if not tier.copies or tier.copies.keys().isdisjoint(keys[end:]):
                 keys, outcomes = keys[:end], outcomes[:end]
         found: list[int] = []
         for at, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):

@@ -235,7 +235,8 @@ class Runner:
         channel.running_bytes -= pending.nbytes
         del self._running[job.job_id]
         failed = Outcome.FAILED in outcomes
-        if not failed or channel.should_log_failure(ended_s):
+        quiet = job.moves_nothing and not failed
+        if not quiet and (not failed or channel.should_log_failure(ended_s)):
             _log_losses(job, outcomes, error)
         if pending.late:
             channel.late -= 1
