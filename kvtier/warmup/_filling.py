@@ -26,7 +26,7 @@ _RAM_SHARE: Final = 0.5
 """Share of RAM that chunks may take while they wait for a slower tier."""
 _PROGRESS_S: Final = 0.25
 _STALL_S: Final = 300.0
-"""Longest time without any progress: a step of a large model takes seconds."""
+"""Longest time without progress; a step of a large model takes seconds."""
 
 
 class Target(Protocol):

@@ -40,15 +40,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LISTED_AFTER: Final = 0.05
-"""Growth after which a folder is listed again, as a part of its share of the capacity."""
+"""Growth after which a folder is listed again, as a fraction of its share of the capacity."""
 _FULL_FROM: Final = 0.95
 _FIRST_LISTING_S: Final = 5.0
 """Longest wait of a put for the listing of folders that this engine has not used before."""
 _EVICTED_TO: Final = 0.9
 _MOST_GROWTH: Final = 64.0
-"""Most engines that a folder's growth is attributed to."""
+"""Largest factor by which a folder is assumed to grow faster than this engine's puts."""
 _STALE_NS: Final = 3600 * 10**9
-"""Age from which on a file that is being written belongs to a dead engine."""
+"""Age from which a temporary file belongs to a dead engine."""
 
 
 class _OneThread(Executor):
