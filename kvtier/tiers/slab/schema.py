@@ -78,7 +78,7 @@ CREATE TABLE IF NOT EXISTS retained(
     until INTEGER NOT NULL
 )
 """
-"""The table of retained chunks. Its first row creates it; engines may run without it."""
+"""The table of retained chunks. It exists once a chunk was retained."""
 
 _COLUMNS: Final = {
     "chunks": [
