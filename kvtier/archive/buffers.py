@@ -36,7 +36,7 @@ _MOST_SLOTS: Final = 1024  # their keys make a header of some 150 KB
 _IN_FLIGHT_NBYTES: Final = 64 << 20
 _MOST_THREADS: Final = 4
 _LEVEL: Final = 1
-"""KV is noise with a pattern in its exponents: higher levels cost more and save no more."""
+"""KV is mostly noise, so higher levels take longer without a smaller result."""
 
 
 class BufferPool:

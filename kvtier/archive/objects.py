@@ -30,7 +30,7 @@ _CLIENT: Final[ClientConfig] = {
     "timeout": timedelta(seconds=120),
     "allow_http": True,  # only an endpoint that the environment names is without TLS
 }
-"""Of one request."""
+"""Settings of the HTTP client, for one request."""
 _RETRY: Final[RetryConfig] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
 _NAMES_AT_ONCE: Final = 1000
 

@@ -36,7 +36,7 @@ __all__ = ["replay"]
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
 _LATE = 0.1
-"""Times are reliable if steps are late by at most this share of the replay's time."""
+"""The times are reliable if the sum of delays is at most this share of the replay's time."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command

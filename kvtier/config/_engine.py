@@ -93,9 +93,9 @@ class VllmEntryPoint(enum.StrEnum):
     """The entry point through which vLLM loads kvtier."""
 
     CONNECTOR = "connector"
-    """kvtier's own connector, the default. A request recomputes what fails to load."""
+    """kvtier's own connector, the default. The engine computes chunks that fail to load."""
     SPEC = "spec"
-    """A spec for vLLM's ``OffloadingConnector``, which stops when a load fails."""
+    """A spec for vLLM's ``OffloadingConnector``. A failed load ends the engine."""
 
 
 def resolve_load_path(

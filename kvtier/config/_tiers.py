@@ -30,7 +30,7 @@ __all__ = [
 NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
 """Names of tiers, for logs and metrics."""
 _SLOT_ALIGNMENT_NBYTES: Final = 4096
-"""A slot is a multiple of this: direct I/O moves whole pages only."""
+"""Alignment of a slot's size, because direct I/O moves whole pages only."""
 
 
 @dataclass(frozen=True, slots=True)

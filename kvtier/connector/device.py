@@ -67,14 +67,14 @@ logger = get_logger(__name__)
 _COPY_TIMEOUT_S: Final = 60.0
 """Seconds after which a copy has failed; a copy normally takes milliseconds."""
 _POOLS_S: Final = 1.0
-"""Seconds reserved for closing the copying threads, after the transfer engine."""
+"""Seconds reserved for the end of the copying threads, after the transfer engine's end."""
 _GDS: Final = "gds"
 """Source tier of load jobs in which some chunks are read from an NVMe tier."""
 _UNBOUNDED: Final = 1 << 62
 _NO_LIMITS: Final = EngineLimits(
     queued_bytes=_UNBOUNDED, running_bytes=_UNBOUNDED, breaker_failures=_UNBOUNDED
 )
-"""An engine cannot handle a refused job, so the queue accepts every job."""
+"""The queue accepts every job, because an engine cannot handle a refused job."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvtier.recording import Recorder, RequestLog
 __all__ = ["Observer", "Positions", "build_observer"]
 
 Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
-"""Returns a request's chunks so far, root to leaf, and the token count at the end of each."""
+"""Returns a request's chunks so far, root to leaf, each with its end in tokens."""
 
 
 class Observer:

@@ -39,8 +39,8 @@ __all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
 
 _SAMPLE_NBYTES: Final = 16 << 20
 _DEADLINE_SHARE: Final = 0.8
-"""Longest planned load time, as a fraction of the deadline. The rest is a margin, because an
-estimate is a mean, and even a slightly late job moves its bytes in vain."""
+"""Longest planned load time, as a fraction of the deadline. The rest is a margin: an estimate
+is a mean, and the bytes of a slightly late job are useless."""
 
 
 class SkipCause(enum.Enum):

@@ -40,7 +40,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 _BudgetUse: TypeAlias = tuple[int, int, int]
-"""Number of grant changes so far, RAM slots of direct loads, RAM slots of late promotions."""
+"""Numbers of: grant changes so far, RAM slots of direct loads, RAM slots of late promotions."""
 
 
 class LookupPhase:

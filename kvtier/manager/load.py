@@ -33,7 +33,7 @@ from kvtier.policies import ChunkCopy, CopyState
 __all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader", "ReadFailures"]
 
 NO_SLOT: Final = -1
-"""Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
+"""Number in a :class:`LoadPlan` of a chunk without a slot; the load of the chunk fails."""
 NO_LOAD: Final = -1
 """The ``load_id`` of a :class:`LoadPlan` without a load."""
 _RESIDENT = CopyState.RESIDENT
@@ -86,7 +86,7 @@ class _PendingLoad:
         origins: Index of the tier that each copy's bytes come from.
         lead: Number of keys that precede the first key without a copy.
         direct: Number of RAM slots that the load fills from slower tiers.
-        coming: Copies that were still being written at the plan of the load, or were too late
+        coming: Copies that were still being written when the load was planned, or were too late
             for another load in flight.
         request: The request; None if the engine never began it.
         reads: Copies that workers read from their tier, by the position of their key.

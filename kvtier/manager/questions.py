@@ -38,7 +38,7 @@ from kvtier.types import JobId, Outcome, QuestionPart, TransferResult
 __all__ = ["Questions"]
 
 _ABSENT_S: Final = 1.0
-"""Time in which a missing key is not asked for again."""
+"""Seconds after a negative answer during which a missing key is not asked for again."""
 _MAX_ABSENT: Final = 1 << 14
 _ANSWERS: Final = (Outcome.DONE, Outcome.MISSING)
 _MAX_PRICED: Final = 256

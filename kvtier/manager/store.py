@@ -121,7 +121,7 @@ class Storer:
         return list(filter(_is_being_stored, copies))
 
     def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
-        """Record that an engine offered ``keys``, all of which RAM has."""
+        """Record that an engine offered ``keys``, which are all in RAM."""
         if request is not None:
             if request.has_gap:
                 self._record_stranded(self._count_stranded(keys, request), request)

@@ -28,7 +28,7 @@ _LATE = CopyState.LATE
 _RESIDENT = CopyState.RESIDENT
 _GONE = CopyState.GONE
 _PREALLOCATED_COPIES = 1 << 18
-"""Upper limit of the copy objects made at start, which take 80 ms and 46 MB."""
+"""Upper limit of the number of copy objects made at the start; they take 80 ms and 46 MB."""
 
 
 class TierState:

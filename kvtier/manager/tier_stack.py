@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 NO_GENERATION: Final = 0
-"""A generation that no write has."""
+"""A generation that is never given to a write."""
 _RESIDENT = CopyState.RESIDENT
 _LATE = CopyState.LATE
 

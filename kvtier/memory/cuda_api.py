@@ -62,9 +62,9 @@ class SourceOrder(enum.IntEnum):
     """When the driver may read the source of a copy (``CUmemcpySrcAccessOrder``)."""
 
     STREAM = 1
-    """After the earlier work on the copy's stream has ended."""
+    """The source is read after the earlier work on the copy's stream has ended."""
     ANY = 3
-    """At any time between the call and the end of the copy."""
+    """The source may be read at any time between the call and the end of the copy."""
 
 
 class _Location(ctypes.Structure):

@@ -36,7 +36,7 @@ SCRATCH_NBYTES: Final = 16 << 20
 """Device memory for a trial, freed afterwards."""
 _ROUNDS: Final = 3
 _LONGEST_FOR_KERNEL_NBYTES: Final = 64 << 10
-"""Copy engines reach the rate of the bus for longer fragments, so no kernel is compiled."""
+"""Length above which copy engines reach the rate of the bus; then no kernel is compiled."""
 
 
 class Choice(NamedTuple):

@@ -20,7 +20,7 @@ from kvtier.memory.cuda_api import Addresses
 __all__ = ["launch"]
 
 _PROGRAMS: Final = 12
-"""Instances of the kernel, one per multiprocessor; more would not be faster."""
+"""Number of instances of the kernel, one per multiprocessor; more would not be faster."""
 _STEP_WORDS: Final = 1024
 """Words of eight bytes that one instance of the kernel copies at a time."""
 

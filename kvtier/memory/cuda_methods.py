@@ -16,7 +16,7 @@ from kvtier.memory.streams import CopyStream, Driver, Fence
 __all__ = ["BatchMethod", "KernelMethod", "Method"]
 
 _BATCHED: Final = 65536
-"""Most copies of one driver call, because a call may lock the driver for its duration."""
+"""Largest number of copies of one driver call, which may lock the driver for its duration."""
 _FEWEST: Final = 32
 """Smallest number of fragments for which a kernel is faster, by vLLM's measurements."""
 _WORD_NBYTES: Final = 8

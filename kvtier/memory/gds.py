@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 _BUFFERS: Final = 2
 BUFFER_NBYTES: Final = 16 << 20
-"""Bytes of a staging buffer; if a slot is longer, the buffer has the length of the slot."""
+"""Bytes of a staging buffer. If a slot is longer, the buffer has the length of the slot."""
 SHORTEST_NBYTES: Final = 64 << 10
 """Shortest range of a slot for which GDS reads are used."""
 _SCATTER_NBYTES: Final = 8 << 20

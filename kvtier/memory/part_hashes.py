@@ -55,9 +55,9 @@ SECOND_SHIFT: Final = 29
 _WORD_NBYTES: Final = 8
 _PAGE_NBYTES: Final = 4096
 _LONGEST_WORDS: Final = 8192
-"""Most words of a range: short enough to share the work between many kernel instances."""
+"""Largest number of words of a range, so that many kernel instances share the work."""
 _AT_ONCE: Final = 4096
-"""Most ranges of one kernel launch; the tables take 160 KiB of page-locked memory."""
+"""Largest number of ranges of one kernel launch; the tables take 160 KiB of pinned memory."""
 
 
 class HashPlanner:
@@ -144,7 +144,7 @@ class HashPlanner:
 
 
 def hash_words(words: Hashes, position: int) -> int:
-    """Return the hash of consecutive ``words``, the first of which is at ``position``.
+    """Return the hash of consecutive ``words``; the first word is at ``position``.
 
     >>> words = np.arange(6, dtype=np.uint64)
     >>> parts = hash_words(words[:2], 10) + hash_words(words[2:], 12)

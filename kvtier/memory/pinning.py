@@ -30,7 +30,7 @@ __all__ = ["PIECE_NBYTES", "PinnedSlots", "cut"]
 logger = get_logger(__name__)
 
 PIECE_NBYTES: Final = 64 << 30
-"""Most bytes to page-lock at once."""
+"""Largest number of bytes to page-lock at once."""
 
 
 class PinnedSlots:

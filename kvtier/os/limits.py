@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 _NO_LIMIT: Final = 1 << 60
-"""Control groups of version 1 write a number near 2**63 for "unlimited"."""
+"""From this number on, a limit stands for "unlimited": version 1 writes a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)

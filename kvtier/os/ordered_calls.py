@@ -16,7 +16,7 @@ __all__ = ["run_in_order"]
 T = TypeVar("T")
 
 _AHEAD: Final = 2
-"""How many calls per thread are in flight or wait for the thread."""
+"""Number of calls per thread that are in flight or wait for the thread."""
 
 
 def run_in_order(calls: Iterator[Callable[[], T]], *, threads: int, name: str) -> Iterator[T]:

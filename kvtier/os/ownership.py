@@ -28,7 +28,7 @@ __all__ = [
 _ROOT: Final = 0
 _OTHERS_WRITE: Final = 0o022
 _OWN_NAMES: Final = re.compile(r"[0-9a-f]{16}|requests-\d+\.jsonl|lost\+found")
-"""Names of namespaces, recordings, and what a new file system has."""
+"""Names of namespaces and recordings, and the entries of a new file system."""
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP: Final = Path("/proc/self/uid_map")
 _ALL_USERS: Final = ["0", "0", "4294967295"]

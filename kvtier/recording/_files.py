@@ -1,4 +1,4 @@
-"""Numbered files of one recording, of which the newest few are kept."""
+"""Numbered files of one recording. Only the newest few are kept."""
 
 from __future__ import annotations
 

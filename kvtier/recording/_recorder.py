@@ -26,7 +26,8 @@ logger = get_logger(__name__)
 
 _STOP: Final = None
 _MOST_WAITING: Final = 4096
-"""Most records that wait for the disk: some seconds of a busy engine. More are dropped."""
+"""Largest number of records that wait for the disk, enough for some seconds of a busy
+engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,10 +61,10 @@ __all__ = ["ReplayOptions", "ReplayResult", "ReplayedTraffic", "replay_trace"]
 
 _LAYERS = 4
 _OUTPUT_TOKENS = 16
-"""Most tokens that a request generates: the replay is about prompts."""
+"""Largest number of tokens that a request generates, because the replay is about prompts."""
 _STEP_TOKENS = 2048
 _STEP_S = 0.005
-"""Least time of a step that computes."""
+"""Shortest duration of a computing step."""
 _CONCURRENCY = 32
 _CALIBRATION_NBYTES = 64 << 20
 _CALIBRATION_ROUNDS = 5

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _ENOUGH: Final = 0.5
-"""Share of a prompt's chunks that an engine must have been sent before."""
+"""Share of a prompt's chunks that an engine must have received before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ ROUTINGS: Final[Mapping[str, Callable[[Trace, int], list[int]]]] = {
     "round-robin": _by_turns,
     "prefix": _by_prefix,
 }
-"""How requests may be sent to engines: functions that return each request's engine."""
+"""Rules to route requests: functions that return each request's engine."""
 
 
 # -- results -----------------------------------------------------------------------------------

@@ -31,18 +31,18 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 T = TypeVar("T")
 
 CANDIDATES: Final = ("hedged-lhd", "lru", "arc", "2q", "s3-fifo")
-"""Policies worth trying live."""
+"""Policies to try."""
 
 _DEFAULT: Final = CANDIDATES[0]
 
 _BLOCK_TOKENS: Final = 16
 """Default tokens of an engine's block."""
 _CLEARLY: Final = 0.003
-"""Least gain in prefix hit ratio for which another policy replaces the default."""
+"""Smallest gain in prefix hit ratio for which another policy replaces the default."""
 _ABOUT: Final = 1.02
-"""Waits within this ratio count as equal, because the time model is no more exact."""
+"""Waits within this ratio count as equal, because the time model is not more exact."""
 _THRIFTY: Final = 0.8
-"""A configuration wins by less wear if it writes less than this share of the safest's."""
+"""Less wear wins if a configuration writes less than this share of the safest one's bytes."""
 _WRITES: Final = ("through", "evict")
 """Values of ``placement.write`` to try, the safest first."""
 

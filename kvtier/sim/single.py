@@ -35,7 +35,7 @@ __all__ = [
 
 TouchOrder = Literal["policy", "forward", "reverse"]
 Progress = Callable[[float], None]
-"""Called now and then with the finished share, 0 to 1."""
+"""Called at intervals with the finished share, 0 to 1."""
 
 SEED: Final = 0
 """Seed of the random numbers that policies may draw."""

@@ -192,7 +192,7 @@ def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iter
 
 
 _prepared: list[Callable[[Cell], tuple[Cell, SweepResult]]] = []
-"""In a process of the pool, the function that runs a cell; empty in other processes."""
+"""The function that runs a cell, in a process of the pool; empty in other processes."""
 
 
 def _prepare(run: Callable[[Cell], tuple[Cell, SweepResult]]) -> None:

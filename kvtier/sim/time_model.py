@@ -55,7 +55,7 @@ DEFAULT_SPEEDS: Final[Mapping[str, TierSpeed]] = {
 store behind a 25 Gbit/s network."""
 
 OTHER_SPEED: Final = TierSpeed(2e9, 2e9, 2e-3)
-"""Default speed of any other kind of tier, as of storage behind a 25 Gbit/s network."""
+"""Default speed of any other kind of tier, such as storage behind a 25 Gbit/s network."""
 
 
 def default_speed(kind: str) -> TierSpeed:

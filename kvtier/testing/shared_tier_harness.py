@@ -31,7 +31,7 @@ KEY_CHARACTERS = string.ascii_letters + string.digits + "-/"
 
 T = TypeVar("T")
 Opener: TypeAlias = Callable[[int], SharedTier]
-"""Opens a client for payloads of that many bytes. It may block."""
+"""Takes the bytes of a payload and opens a client; may block."""
 
 _VERSION_NBYTES = 8
 

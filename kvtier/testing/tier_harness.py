@@ -27,7 +27,7 @@ __all__ = [
 T = TypeVar("T", bound=StorageTier)
 
 _NO_ERRORS: Final = frozenset([Outcome.DONE, Outcome.MISSING, Outcome.REFUSED])
-"""Outcomes of a medium that works."""
+"""Outcomes of a working medium."""
 
 
 def make_keys(numbers: Sequence[int]) -> list[ChunkKey]:

@@ -38,7 +38,7 @@ _FUNCTIONS: Final = {
     "time": frozenset(["sleep"]),
 }
 _HARMLESS: Final = frozenset(["close", "fspath", "getpid", "strerror", "urandom"])
-"""Public functions of ``posix`` that do not block; all others may."""
+"""Public functions of ``posix`` that never block. All other functions may block."""
 _WAITS: Final = frozenset(["_wait_for_tstate_lock", "join", "wait"])
 """Functions of ``threading`` that wait for another thread."""
 _EXEMPT: Final = frozenset(["asyncio", "linecache", "logging", "selectors", "warnings"])

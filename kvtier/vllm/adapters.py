@@ -46,16 +46,16 @@ logger = get_logger(__name__)
 DIGEST_NBYTES: Final = ADAPTER_NBYTES
 
 _PREFIXES: Final = ("adapter_", "new_embeddings")
-"""Beginnings of the file names that vLLM reads in an adapter's directory."""
+"""Beginnings of the names of the files that vLLM reads in an adapter's directory."""
 _WHOLE_NBYTES: Final = 64 << 20
 _SAMPLES: Final = 1024
 _SAMPLE_NBYTES: Final = 32 << 10
 _READ_NBYTES: Final = 1 << 20
 
 _READ_TIMEOUT_S: Final = 2.0
-"""How long an adapter's first request waits until its files are read."""
+"""Longest wait of an adapter's first request for the read of its files."""
 _CHECK_TIMEOUT_S: Final = 0.05
-"""How long a request or a store waits for the state of the files."""
+"""Longest wait of a request or a store for the state of the files."""
 
 _SETTINGS: Final = (
     "lora_dtype",
@@ -66,7 +66,7 @@ _SETTINGS: Final = (
 """Settings of vLLM that change how an adapter is applied."""
 
 _UNKNOWN: Final = ()
-"""Stands for the state of files that was not known in time; equal to no state."""
+"""Stands for a state of files that was not known in time; differs from every state."""
 
 _LATE: Final = "its file system does not answer in time"
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"

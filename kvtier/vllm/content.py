@@ -69,7 +69,7 @@ _ROPES_OF_ANY_LENGTH: Final = frozenset(
 """Position embeddings that do not depend on ``--max-model-len``; LongRoPE does."""
 
 _LENGTH_SWITCH: Final = "attn_temperature_tuning"
-"""Llama 4's setting for long contexts; a generation configuration may switch it off."""
+"""Llama 4's setting for long contexts, which a generation configuration may disable."""
 
 _FITS_MEDIA: Final = frozenset(
     {
@@ -98,11 +98,11 @@ They change neither the model's configuration nor vLLM's hashes of tokens and me
 """
 
 _SOURCES: Final = ("_dir", "_path", "_uri")
-"""Endings of loader options that say where weights are; the others only change speed."""
+"""Endings of loader options that give the place of weights; the others only change speed."""
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH: Final = 32
-"""Deepest nesting of a configuration; a configuration nested deeper contains itself."""
+"""Deepest permitted nesting. A configuration with deeper nesting contains itself."""
 
 
 def kv_content(

@@ -40,14 +40,14 @@ _FORMAT: Final = "kvtier-vllm-3"
 """Version of a slot's layout: increment it when the layout changes."""
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _READ_NBYTES: Final = 64 << 20
-"""Settings up to this size are read as a whole."""
+"""Largest size of files that are read as a whole."""
 _BLOCK_NBYTES: Final = 64 << 10
 _BLOCKS: Final = 256
-"""How many blocks are read of all files together; at least ``_LEAST_BLOCKS`` of each."""
+"""Number of blocks to read of all files together; at least ``_LEAST_BLOCKS`` per file."""
 _LEAST_BLOCKS: Final = 3
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _THREADS: Final = 32
-"""Concurrent reads; each waits for a disk or a network."""
+"""Number of concurrent reads; each waits for a disk or a network."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: its multiples modulo 2**64 are spread evenly, out of step
 with a model's layers."""

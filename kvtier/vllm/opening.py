@@ -46,11 +46,11 @@ __all__ = [
 logger = get_logger(__name__)
 
 _MEET_TIMEOUT_S: Final = 600.0
-"""How long the processes of one engine wait for each other, after they loaded the weights."""
+"""Longest wait of an engine's processes for each other, after they loaded the weights."""
 
 _OFFER_TIMEOUT_S: Final = 24 * 3600.0
-"""How long the first worker offers its memory. vLLM builds the scheduler after the workers'
-warm-up, which has no bound. If vLLM fails, it ends the worker."""
+"""Longest time for which the first worker offers its memory. vLLM builds the scheduler after
+the workers' warm-up, which has no bound. If vLLM fails, it ends the worker."""
 
 
 _FAST_NBYTES: Final = 64 << 10

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
-"""Returns, for the name of a LoRA adapter, what makes kvtier's key of a key of vLLM."""
+"""Takes the name of a LoRA adapter; returns a function from vLLM's keys to kvtier's."""
 
 
 class StoredKeys:

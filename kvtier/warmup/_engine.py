@@ -90,7 +90,7 @@ class EngineSetup(PromptLimits, Protocol):
 
 
 OpenEngine = Callable[[str, Sequence[str], Mapping[str, Any] | None], EngineSetup]
-"""Makes an engine of a model, of other arguments, and of vLLM's ``--kv-transfer-config``."""
+"""Takes a model, other arguments and vLLM's ``--kv-transfer-config``; makes an engine."""
 
 
 def open_vllm(

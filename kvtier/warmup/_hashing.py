@@ -24,7 +24,7 @@ DEFAULT_ALGORITHM: Final = "sha256"
 """vLLM's default for ``--prefix-caching-hash-algo``."""
 
 _DEFAULT_SEED: Final = "vllm-none-hash"
-"""What vLLM hashes in place of the block before the first without ``PYTHONHASHSEED``."""
+"""Hash in place of the block before the first one, without ``PYTHONHASHSEED``."""
 
 
 def _sha256(data: bytes) -> bytes:
@@ -56,7 +56,7 @@ ALGORITHMS: Final[dict[str, tuple[Callable[[object], bytes], Callable[[bytes], b
     "xxhash": (_pickled, xxhash.xxh3_128_digest),
     "xxhash_cbor": (_cbor, xxhash.xxh3_128_digest),
 }
-"""vLLM's hash functions: how each makes bytes of a value, and how it hashes bytes."""
+"""vLLM's hash functions: each with its conversion of values to bytes, and its hash of bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ _ALWAYS_S: Final = 3650 * 86400.0
 _IDLE_S: Final = 0.001
 _MEASURE_S: Final = 1.0
 _OF_TERMINAL: Final = {signal.SIGINT, signal.SIGHUP}
-"""Signals that a terminal sends to every process of the command, vLLM's workers included."""
+"""Signals that a terminal sends to every process of the command, including vLLM's workers."""
 
 
 class OfflineSite:

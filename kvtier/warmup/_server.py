@@ -26,18 +26,18 @@ from kvtier.warmup._stores import readable
 __all__ = ["HttpClient", "OpenClient", "ServerSite", "open_aiohttp"]
 
 _TIMEOUT_S: Final = 3600.0
-"""Longest wait for one answer: a server may compute other prompts first."""
+"""Longest wait for one answer, because a server may compute other prompts first."""
 _AT_ONCE: Final = 4
-"""Requests to one engine at a time, beside those of users."""
+"""Number of concurrent requests to one engine, in addition to those of users."""
 _LOOK_S: Final = 1.0
-"""How often figures are read; the server updates them once a second."""
+"""Interval at which figures are read; the server updates them once a second."""
 _FIRST_REPORT_S: Final = 30.0
 _RANK: Final = "X-data-parallel-rank"
 _ENGINE: Final = "vllm:num_requests_running"
 """A metric that every engine has from its start."""
 Json = Mapping[str, Any]
 _UNKNOWN: Final = KeyRules(((0, GroupReach(16)),), 16)
-"""For stores on other machines: where nothing is stored, only the number of chunks matters."""
+"""For caches on other machines: they count as empty, so only the number of chunks matters."""
 
 
 class HttpClient(Protocol):

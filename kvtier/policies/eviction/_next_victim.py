@@ -29,7 +29,7 @@ from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 __all__ = ["CopyOrder", "Ghosts", "NextVictimEviction"]
 
 CopyOrder = OrderedDict[ChunkCopy, None]
-"""A list of copies, the next candidate first; a dict, to remove any copy in O(1)."""
+"""Copies in order, next candidate first. The type is a dict, to remove any copy in O(1)."""
 
 
 class NextVictimEviction(Eviction):

@@ -45,9 +45,9 @@ from kvtier.policies.base import (
 __all__ = ["Fifo", "Lru"]
 
 _SLACK: Final = 64
-"""Stale entries that even a tiny tier tolerates, so that it seldom rebuilds its queue."""
+"""Number of stale entries that even a tiny tier keeps, so that it rarely rebuilds its queue."""
 _PROMPTS: Final = 1024
-"""Most waiting prompts: as many as an engine runs at a time."""
+"""Largest number of waiting prompts, about as many as an engine runs at a time."""
 
 
 class Lru(Eviction):

@@ -26,9 +26,9 @@ __all__ = ["WTinyLfu"]
 
 
 class WTinyLfu(NextVictimEviction):
-    """W-TinyLFU: a window with 1 % of the slots, a main part with 99 %, 80 % of it protected.
+    """W-TinyLFU with 1 % of the slots in the window and 99 % in the main part.
 
-    A sketch counts the uses of each key.
+    At most 80 % of the main part are protected. A sketch counts the uses of each key.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
     Transactions on Storage 13(4), 2017.

@@ -67,4 +67,4 @@ WRITERS: Final[Mapping[str, Callable[[Trace], bytes]]] = {
     "keys": _keys,
     "oracle": _oracle,
 }
-"""Formats a trace can be written in."""
+"""The formats of written traces."""

@@ -27,7 +27,7 @@ __all__ = ["Connection"]
 logger = get_logger(__name__)
 
 _END_TIMEOUT_S: Final = 15.0
-"""How long to wait for a host to end; only a stuck host takes longer."""
+"""Seconds to wait for the end of a host; only a stuck host takes longer."""
 
 
 class Connection(asyncio.Protocol):

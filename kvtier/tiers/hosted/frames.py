@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 READ_NBYTES: Final = 1 << 18
-"""How many bytes to read from a socket at once, enough for some thousand chunks."""
+"""Number of bytes to read from a socket at once, enough for some thousand chunks."""
 
 _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)

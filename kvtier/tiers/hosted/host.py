@@ -79,7 +79,7 @@ _FIELDS: Final = (
     "process",
     "processName",
 )
-"""Fields of a log record that say when and where it was made."""
+"""The fields of a log record with its time and its place."""
 
 Send = Callable[[Frame], None]
 
@@ -320,7 +320,7 @@ async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> No
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:
-    """Yield frames with the recovered chunks; small ones, which do not fragment the heap."""
+    """Yield frames with the recovered chunks, small enough not to fragment the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)

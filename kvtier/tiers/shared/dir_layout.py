@@ -46,9 +46,10 @@ TEMPORARY: Final = ".tmp"
 _FORMAT: Final = 1
 _MOST_FOLDERS: Final = 1 << 16
 _VALUES_PER_FOLDER: Final = 256
-"""Values of a full folder of a new directory. Hashing then fills all folders alike."""
+"""Number of values of a full folder in a new directory, so that hashing fills folders
+evenly."""
 _LEAST_VALUES: Final = 4
-"""Values of a full folder below which eviction would be arbitrary."""
+"""Number of values of a full folder below which evictions would be arbitrary."""
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _CONFIGURED_WRONG: Final = frozenset(

@@ -51,9 +51,9 @@ _EVICTED_TO: Final = 0.8
 _THREADS: Final = 4
 """Folders that are listed at a time."""
 _MOST_GROWTH: Final = 64.0
-"""Most engines that a folder's growth is attributed to."""
+"""Largest factor by which a folder is assumed to grow faster than this engine's puts."""
 _STALE_NS: Final = 3600 * 10**9
-"""Age from which on a file that is being written belongs to a dead engine."""
+"""Age from which a temporary file belongs to a dead engine."""
 
 
 class _OneThread(Executor):

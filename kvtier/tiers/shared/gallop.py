@@ -22,7 +22,7 @@ Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[bool]]]
 """Returns for each position of a chain whether the service has its key."""
 
 AT_ONCE: Final = 8
-"""Questions of one round."""
+"""Number of requests of one round."""
 
 
 async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:

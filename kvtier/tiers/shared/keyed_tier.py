@@ -2,8 +2,8 @@
 
 The manager addresses chunks by slot, and a shared tier by key. :class:`KeyedTier` joins them:
 its slots hold no bytes. A slot only records that the service had a chunk when this engine last
-stored the chunk or asked for it. So the manager treats a shared tier like any other tier. To
-evict a chunk from a slot only deletes the record.
+stored the chunk or asked for it. So the manager treats a shared tier like any other tier. An
+eviction only deletes this record.
 
 Two things differ from a tier with slots of its own. The manager does not know what other
 engines stored, so it asks (:meth:`KeyedTier.find`). And a chunk may be missing when it is read;
@@ -45,14 +45,14 @@ from kvtier.types import Outcome, Purpose, QuestionPart
 __all__ = ["KeyedTier", "value_key"]
 
 _FORMAT: Final = "kv1"
-"""First part of every key; another format of values would have another."""
+"""First part of every key; a new format of values must change it."""
 _DONE = Outcome.DONE
 _DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
 _MOST_DOUBTED: Final = 1 << 16
 _MOST_LAST_CHUNKS: Final = 256
 """Chunks of a sliding window that are asked for; longer windows are not found."""
 _BEFORE_READS: Final = min(Purpose) - 1
-"""Priority of verifying a value: it overlaps with reads of other values."""
+"""Priority of verifications of values, which overlap with reads of other values."""
 _WRONG: Final = "the value has no matching proof"
 
 

@@ -33,12 +33,12 @@ __all__ = ["MooncakeTier"]
 logger = get_logger(__name__)
 
 _CALL_CHUNKS: Final = 16
-"""Chunks of one call. A stalled host fails the transfers in flight one after the other, so this
-number times the number of calls bounds how long a call takes."""
+"""Largest number of chunks of one call. A stalled host fails the transfers in flight one after
+the other, so this number times the number of calls bounds the duration of a call."""
 _GETS: Final = 2
-"""Calls in progress that get values; while one is verified, the next one is transferred."""
+"""Number of concurrent calls that get values. While one is verified, the next transfers."""
 _PUTS: Final = 2
-"""Calls in progress that put values. They never make a get wait."""
+"""Number of concurrent calls that put values. They never make a get wait."""
 _ARENA_NBYTES: Final = _CALL_CHUNKS * PROOF_NBYTES
 """Memory for the proofs of one call."""
 

@@ -31,11 +31,11 @@ from kvtier.types import Outcome
 __all__ = ["MooncakeClient", "address_of"]
 
 _PROBE_S: Final = 1.0
-"""Longest wait for a connection to the master before the library is asked for one."""
+"""Longest wait for the probe connection to the master, before the library connects."""
 _FIRST_DELAY_S: Final = 1.0
 _LONGEST_DELAY_S: Final = 30.0
 _ABANDONED_S: Final = 50.0
-"""A transfer that fails this late may still be running: the library gives up after 60 s."""
+"""A transfer that fails this late may still run, because the library returns after 60 s."""
 
 _TRANSFER_FAILED: Final = -800
 _WRONG_SIZE: Final = -600

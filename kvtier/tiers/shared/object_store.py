@@ -43,11 +43,11 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _PROBE_S: Final = 4.0
-"""Longest that opening waits for the service."""
+"""Longest wait for the service when the tier opens."""
 _PROBE: Final = "kvtier-access-check"
 """A prefix that no object has."""
 _NO_CREDENTIALS: Final = re.compile(r"/latest/api/token|/computeMetadata/|/metadata/identity/")
-"""Where a client asks for the credentials of its machine, for want of others."""
+"""Addresses from which a client without other credentials requests its machine's."""
 _CREDENTIALS: Final = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",

@@ -53,9 +53,9 @@ R = TypeVar("R")
 _OPEN_S: Final = 5.0
 """Longest wait for the file system when the tier opens."""
 _TOUCHED_EVERY_S: Final = 60.0
-"""A read within this time of the last one leaves the file's time unchanged."""
+"""A read within this time after the last one leaves the file's time unchanged."""
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-"""Errors of a value that is not there, or that another host removed a moment ago."""
+"""Errors for a missing value, or one that another host has just removed."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -31,7 +31,7 @@ __all__ = [
 
 PAGE_NBYTES: Final = 4096
 IOV_MAX: Final = 1024
-"""Most buffers of one vectored call on Linux."""
+"""Largest number of buffers of one vectored call on Linux."""
 
 
 class BlockIo:

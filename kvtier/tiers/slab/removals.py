@@ -44,10 +44,10 @@ PackedMarks = bytes
 """Marks as little-endian 64-bit numbers."""
 
 LIKELY_GROUPS: Final = 64
-"""A pattern without a group matches groups below this; an engine has at most a dozen groups."""
+"""A pattern without a group matches groups below this number; engines have a dozen at most."""
 
 MARKED_NBYTES: Final = 8
-"""How many of a key's first bytes are in its mark."""
+"""Number of a key's first bytes that are in its mark."""
 
 GROUP_SHIFT: Final = 32
 """Position of the group in a mark, in bits."""

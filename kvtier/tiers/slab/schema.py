@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 LATEST: Final = 1 << 62
-"""Greatest valid time of the logical clock; one tick per chunk takes centuries to get there."""
+"""Greatest valid time of the logical clock; with one tick per chunk, it is centuries away."""
 
 REMOVAL_LOG_NBYTES: Final = 8 << 20
 """Size of the log, about a million removals; the row that crosses the limit is kept as well.
@@ -78,7 +78,7 @@ CREATE TABLE IF NOT EXISTS retained(
     until INTEGER NOT NULL
 )
 """
-"""A table that exists once a chunk was retained; kvtier without retention ignores it."""
+"""The table of retained chunks. It exists once a chunk was retained."""
 
 _COLUMNS: Final = {
     "chunks": [
@@ -105,7 +105,7 @@ _MACHINE_ERRORS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors of the machine, which say nothing about the file."""
+"""Errors of the machine, which are independent of the file."""
 
 
 class IndexDamagedError(KvtierError):
