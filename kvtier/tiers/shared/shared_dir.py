@@ -27,7 +27,7 @@ from typing_extensions import override
 from kvtier.config import SharedDirTierConfig, SharedTierConfig
 from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.logs import get_logger
-from kvtier.os.timed_calls import TimedCalls
+from kvtier.os.timed_calls import call_within
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
 from kvtier.tiers.shared.dir_io import DirIo
 from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
@@ -101,9 +101,8 @@ class SharedDirTier(SharedTier):
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
         """
-        calls = TimedCalls(name="kvtier-shared-dir-open")
         try:
-            calls.begin(self._layout.prepare).result(timeout_s)
+            call_within(self._layout.prepare, timeout_s, name="kvtier-shared-dir-open")
         except TierUnavailableError as error:
             logger.warning("%s; trying again when it is used", error)
         except TimeoutError:
@@ -111,8 +110,6 @@ class SharedDirTier(SharedTier):
                 "tier %s: the file system does not answer; trying again when it is used",
                 self._name,
             )
-        finally:
-            calls.close()
 
     @override
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
