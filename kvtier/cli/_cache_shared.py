@@ -101,7 +101,8 @@ def explain_shared(
     pool = IoPool(2, name="kvtier-explain")
 
     def ask() -> SharedExplanation:
-        tier = kind.open(options, SharedContext(nbytes, pool, value.payload))
+        context = SharedContext(nbytes, pool, value.payload, is_nbytes_known=space is not None)
+        tier = kind.open(options, context)
         return asyncio.run(_ask(tier, options, value_name, value))
 
     try:

@@ -81,7 +81,12 @@ class SharedDirTier(SharedTier):
         self._value_nbytes = context.payload_nbytes + PAGE_NBYTES
         self._layout = DirLayout(options, self._value_nbytes, self._io)
         self._room = DirRoom(self._layout, self._io)
-        self._files = _ValueFiles(self._layout, self._io, self._value_nbytes)
+        self._files = _ValueFiles(
+            self._layout,
+            self._io,
+            self._value_nbytes,
+            is_nbytes_known=context.is_nbytes_known,
+        )
         self._closed = False
 
     @classmethod
@@ -211,7 +216,10 @@ class _Written(NamedTuple):
 class _ValueFiles:
     """Reads and writes the files of values. All methods block."""
 
-    def __init__(self, layout: DirLayout, io: DirIo, value_nbytes: int) -> None:
+    def __init__(
+        self, layout: DirLayout, io: DirIo, value_nbytes: int, *, is_nbytes_known: bool
+    ) -> None:
+        self._is_nbytes_known = is_nbytes_known
         self._layout = layout
         self._io = io
         self._value_nbytes = value_nbytes
@@ -226,11 +234,12 @@ class _ValueFiles:
             OSError: The file system failed.
         """
         try:
-            return self._nbytes_of(self._layout.path_of(key)) == self._value_nbytes
+            nbytes = self._nbytes_of(self._layout.path_of(key))
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             return False
+        return not self._is_nbytes_known or nbytes == self._value_nbytes
 
     def read(self, item: tuple[str, Value]) -> Outcome:
         """Read the value of a key into its buffers."""
