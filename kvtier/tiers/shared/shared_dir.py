@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from itertools import chain, compress
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, TypeVar
@@ -52,7 +53,9 @@ R = TypeVar("R")
 _OPEN_S: Final = 5.0
 """Longest wait for the file system when the tier opens."""
 _TOUCHED_EVERY_S: Final = 60.0
-"""A read within this time of the last one leaves the file's time unchanged."""
+"""A read within this time of this engine's last use leaves the file's time unchanged."""
+_MOST_USES: Final = 1 << 14
+"""Uses that an engine remembers; a file whose use is forgotten is touched too early."""
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 """Errors of a value that is not there, or that another host removed a moment ago."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -65,6 +68,7 @@ class SharedDirTier(SharedTier):
         options: The tier's options.
         context: The size of a chunk and threads.
         io: System calls.
+        clock: Returns seconds on a monotonic clock.
 
     Raises:
         ConfigError: The capacity is too small for one chunk.
@@ -73,7 +77,12 @@ class SharedDirTier(SharedTier):
     Options: ClassVar[type[SharedTierConfig]] = SharedDirTierConfig
 
     def __init__(
-        self, options: SharedDirTierConfig, context: SharedContext, io: DirIo | None = None
+        self,
+        options: SharedDirTierConfig,
+        context: SharedContext,
+        io: DirIo | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._io = io or DirIo()
         self._name = options.name
@@ -85,6 +94,7 @@ class SharedDirTier(SharedTier):
             self._layout,
             self._io,
             self._value_nbytes,
+            _Uses(clock),
             is_nbytes_known=context.is_nbytes_known,
         )
         self._closed = False
@@ -213,12 +223,43 @@ class _Written(NamedTuple):
     added_nbytes: int = 0
 
 
+class _Uses:
+    """When this engine last wrote or touched files. Any thread may call the methods.
+
+    The file server's clock may differ from this host's, so files' times are not compared.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._used_s: dict[str, float] = {}
+
+    def note(self, key: str) -> bool:
+        """Note a use of a value; return whether the last one was long ago, or is unknown."""
+        now_s = self._clock()
+        with self._lock:
+            if now_s - self._used_s.get(key, -math.inf) <= _TOUCHED_EVERY_S:
+                return False
+            self._used_s.pop(key, None)
+            self._used_s[key] = now_s  # the latest is the last
+            if len(self._used_s) > _MOST_USES:
+                del self._used_s[next(iter(self._used_s))]
+        return True
+
+
 class _ValueFiles:
     """Reads and writes the files of values. All methods block."""
 
     def __init__(
-        self, layout: DirLayout, io: DirIo, value_nbytes: int, *, is_nbytes_known: bool
+        self,
+        layout: DirLayout,
+        io: DirIo,
+        value_nbytes: int,
+        uses: _Uses,
+        *,
+        is_nbytes_known: bool,
     ) -> None:
+        self._uses = uses
         self._is_nbytes_known = is_nbytes_known
         self._layout = layout
         self._io = io
@@ -248,7 +289,7 @@ class _ValueFiles:
         try:
             fd = self._io.open(self._layout.path_of(key), flags)
             try:
-                return self._read_open(fd, value)
+                return self._read_open(fd, key, value)
             finally:
                 self._io.close(fd)
         except OSError as error:
@@ -257,15 +298,14 @@ class _ValueFiles:
             logger.debug("cannot read the value of %s: %s", key, error)
             return Outcome.FAILED
 
-    def _read_open(self, fd: int, value: Value) -> Outcome:
-        status = self._io.status_of(fd)
-        if status.st_size != self._value_nbytes:
+    def _read_open(self, fd: int, key: str, value: Value) -> Outcome:
+        if self._io.status_of(fd).st_size != self._value_nbytes:
             return Outcome.MISSING
         page = self._page()
         if read_fully(self._io, fd, [value.payload, page], 0) != self._value_nbytes:
             return Outcome.MISSING
         value.proof[:] = page[: value.proof.nbytes]
-        if datetime.now(UTC).timestamp() - status.st_mtime > _TOUCHED_EVERY_S:
+        if self._uses.note(key):
             with contextlib.suppress(OSError):  # another user's file, or one removed meanwhile
                 self._io.touch(fd)
         return Outcome.DONE
@@ -288,6 +328,7 @@ class _ValueFiles:
             logger.debug("cannot write the value of %s: %s", key, error)
             is_full = error.errno in _NO_ROOM
             return _Written(Outcome.REFUSED if is_full else Outcome.FAILED)
+        self._uses.note(key)
         return _Written(Outcome.DONE, self._value_nbytes - replaced_nbytes)
 
     def _replaced_nbytes(self, path: Path) -> int:
