@@ -3,7 +3,7 @@
 Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
 A job begins when the device is free. It occupies the device for (bytes / bandwidth) seconds,
 and is done one latency later. Sharing of bandwidth between jobs and directions is not modelled.
-A question to a shared tier takes one latency and waits for no other job.
+A question to a shared tier takes one latency for each round and waits for no other job.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class TransferModel:
         self, shared: SharedClient, job: Job, now_s: float
     ) -> tuple[float, TransferResult]:
         """Return the answer to the question ``job`` with its time."""
-        outcomes = shared.find(job, now_s)
-        latency_s = self._speeds[job.source].latency_s
+        outcomes, rounds = shared.find(job, now_s)
+        latency_s = rounds * self._speeds[job.source].latency_s
         if latency_s > job.timeout_s:
             return now_s + job.timeout_s, _expired(job)
         return now_s + latency_s, TransferResult(job.job_id, outcomes, seconds=latency_s)
