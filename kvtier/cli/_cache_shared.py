@@ -14,6 +14,7 @@ from kvtier.config import TIERS, KvtierConfig, SharedTierConfig, load_config
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.keys import ChunkKey, group_of
 from kvtier.os.iopool import IoPool
+from kvtier.os.timed_calls import call_within
 from kvtier.tiers.shared import (
     PROOF_NBYTES,
     SharedContext,
@@ -66,7 +67,9 @@ class SharedExplanation:
         return lines
 
 
-def explain_shared(file: Path, key: str, namespace: str | None) -> SharedExplanation:
+def explain_shared(
+    file: Path, key: str, namespace: str | None, *, timeout_s: float = _TIMEOUT_S
+) -> SharedExplanation:
     """Ask the shared tier of a configuration for a chunk; blocks.
 
     The value is read and verified if a local tier of the file has the namespace, whose layout
@@ -76,6 +79,7 @@ def explain_shared(file: Path, key: str, namespace: str | None) -> SharedExplana
         file: The configuration.
         key: The whole key in hex digits.
         namespace: Namespace of the engines; None if a local tier has exactly one.
+        timeout_s: Longest wait for the service.
 
     Raises:
         ConfigError: The file has no shared tier, the key is not whole, or the namespace is
@@ -92,15 +96,22 @@ def explain_shared(file: Path, key: str, namespace: str | None) -> SharedExplana
         raise ConfigError("add --namespace, which kvtier_info and the engine's log name")
     space = spaces.get(name)
     nbytes = _PAGE_NBYTES if space is None else space.layout.slot_nbytes
+    kind = TIERS.find_derived(options.kind, SharedTier)
+    value, value_name = _buffers(nbytes), value_key(name, _whole_key(key))
     pool = IoPool(2, name="kvtier-explain")
+
+    def ask() -> SharedExplanation:
+        context = SharedContext(nbytes, pool, value.payload, is_nbytes_known=space is not None)
+        tier = kind.open(options, context)
+        return asyncio.run(_ask(tier, options, value_name, value))
+
     try:
-        kind = TIERS.find_derived(options.kind, SharedTier)
-        value = _buffers(nbytes)
-        tier = kind.open(options, SharedContext(nbytes, pool, value.payload))
-        asking = _ask(tier, options, value_key(name, _whole_key(key)), value)
-        answer = asyncio.run(asking)
+        # A call that hangs cannot be cancelled, so the thread is left alone.
+        answer = call_within(ask, timeout_s, name="kvtier-explain")
+    except TimeoutError as error:
+        raise TierUnavailableError(options.name, f"no answer for {timeout_s:g} s") from error
     finally:
-        pool.close(timeout_s=_TIMEOUT_S)
+        pool.close(timeout_s=0)
     return answer if space is not None else _without_content(answer)
 
 
@@ -133,10 +144,9 @@ async def _ask(
 ) -> SharedExplanation:
     begin_s = time.monotonic()
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            (is_stored,) = await tier.contains([name])
-            answered_s = time.monotonic() - begin_s
-            outcome = (await tier.get([name], [value]))[0] if is_stored else Outcome.MISSING
+        (is_stored,) = await tier.contains([name])
+        answered_s = time.monotonic() - begin_s
+        outcome = (await tier.get([name], [value]))[0] if is_stored else Outcome.MISSING
     except TierUnavailableError:
         raise
     except Exception as error:  # a client raises errors of its own library

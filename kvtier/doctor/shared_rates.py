@@ -20,6 +20,7 @@ from kvtier.doctor._findings import Finding, Status
 from kvtier.doctor.rates import Timed, milliseconds
 from kvtier.errors import CapacityError, TierUnavailableError
 from kvtier.os.iopool import IoPool
+from kvtier.os.timed_calls import call_within
 from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
 from kvtier.types import Outcome
 from kvtier.units import approximate_rate, approximate_size, format_duration
@@ -59,9 +60,22 @@ class SharedRates:
 
 
 def measure_shared_tier(
-    config: KvtierConfig, options: SharedTierConfig, *, seconds: float
+    config: KvtierConfig,
+    options: SharedTierConfig,
+    *,
+    seconds: float,
+    stalled_s: float = _STALLED_S,
 ) -> SharedRates:
     """Measure a shared tier for ``seconds`` in each direction; blocks.
+
+    A call that hangs cannot be cancelled, so all calls are made on a thread of their own. It is
+    left alone when the time is over.
+
+    Args:
+        config: The configuration.
+        options: The tier's options.
+        seconds: Time for each direction.
+        stalled_s: Longest wait for the service, beyond the time for measuring.
 
     Raises:
         ConfigError: The tier's options cannot work here.
@@ -79,13 +93,19 @@ def measure_shared_tier(
         )
         for at in range(_VALUES)
     ]
+    kind = TIERS.find_derived(options.kind, SharedTier)
     pool = IoPool(config.transfer.io_threads, name="kvtier-doctor")
-    try:
-        kind = TIERS.find_derived(options.kind, SharedTier)
+
+    def measure() -> SharedRates:
         tier = kind.open(options, SharedContext(nbytes, pool, memory))
         return asyncio.run(_measure(options.name, tier, values, seconds))
+
+    try:
+        return call_within(measure, 3 * seconds + stalled_s, name="kvtier-doctor")
+    except TimeoutError as error:
+        raise TierUnavailableError(options.name, f"no answer for {stalled_s:g} s") from error
     finally:
-        pool.close(timeout_s=_STALLED_S)
+        pool.close(timeout_s=0)
 
 
 def check_shared_rates(options: SharedTierConfig, rates: SharedRates) -> Iterator[Finding]:
@@ -119,14 +139,11 @@ async def _measure(
         _require_done(name, await tier.get(keys, values))
 
     try:
-        async with asyncio.timeout(3 * seconds + _STALLED_S):
-            asked = await _repeat(lambda: tier.contains_leading(absent), seconds / 4)
-            written = await _repeat(write, seconds)
-            got = await _repeat(read, seconds)
+        asked = await _repeat(lambda: tier.contains_leading(absent), seconds / 4)
+        written = await _repeat(write, seconds)
+        got = await _repeat(read, seconds)
     except (TierUnavailableError, TierFullError):
         raise
-    except TimeoutError as error:
-        raise TierUnavailableError(name, f"no answer for {_STALLED_S:.0f} s") from error
     except Exception as error:  # a client raises errors of its own library
         raise TierUnavailableError(name, f"{type(error).__name__}: {error}") from error
     finally:

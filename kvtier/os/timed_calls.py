@@ -10,9 +10,28 @@ from typing import Any, TypeVar
 
 from kvtier.os.iopool import start_thread
 
-__all__ = ["TimedCalls"]
+__all__ = ["TimedCalls", "call_within"]
 
 T = TypeVar("T")
+
+
+def call_within(call: Callable[[], T], timeout_s: float, *, name: str) -> T:
+    """Return the result of a blocking call, or leave it to its daemon thread after a time.
+
+    Args:
+        call: The call.
+        timeout_s: Longest wait.
+        name: Name of the thread.
+
+    Raises:
+        TimeoutError: The call did not end in time, or raised this.
+        BaseException: Another error of ``call``.
+    """
+    calls = TimedCalls(name=name)
+    try:
+        return calls.begin(call).result(timeout_s)
+    finally:
+        calls.close()
 
 
 class TimedCalls:

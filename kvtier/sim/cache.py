@@ -59,6 +59,8 @@ _DAY_S = 86_400.0
 _BUSY = 0.7
 _WINDOW = 0.1
 """Length of the window in which the peak load is measured, as a share of the trace's time."""
+_GALLOPING = frozenset({"object", "shared_dir"})
+"""Kinds of shared tiers that ask in rounds; the others ask about all keys at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,8 @@ def simulate_cache(
     service = build_service(config, slot_bytes)
     built = build_engine(engine_type, trace, config, model, slot_bytes, service)
     waits, saved = _serve(built.engine, built.manager, trace, progress)
+    if service is not None:
+        service.end_all_puts()
     seconds = time.perf_counter() - begun
     results = _tier_results(config, built, trace, slot_bytes)
     slower = results[1:]
@@ -287,7 +291,12 @@ def build_engine(
         record_events=False,
         track_reuse=False,
     )
-    shared = None if service is None else SharedClient(service, config.tiers[-1].name)
+    last = config.tiers[-1]
+    shared = (
+        None
+        if service is None
+        else SharedClient(service, last.name, gallops=last.kind in _GALLOPING)
+    )
     engine = engine_type(
         manager,
         model=model,

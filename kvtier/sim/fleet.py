@@ -91,7 +91,7 @@ class SharedResult:
         questions_per_s: Questions per second.
         read_bytes_per_s: Bytes per second from the shared tier.
         written_bytes_per_s: Bytes per second to the shared tier.
-        chunks_at_end: Number of chunks in the shared tier at the end.
+        chunks_at_end: Number of chunks in the shared tier after the last put.
         belady_hit_ratio: Hits of a single cache of the shared tier's size that serves every
             request and evicts by Belady's optimal rule, as a share of all references.
         belady_prefix_hit_ratio: Prompt tokens in the leading hits of this cache, as a share of
@@ -180,6 +180,8 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
     ]
     routes = ROUTINGS[routing](trace, engines)
     waits, saved = _serve(trace, fleet, routes, progress)
+    if service is not None:
+        service.end_all_puts()
     traffic = [simulated_traffic(config, built, refs=trace.refs) for built in fleet]
     tiers = [
         _sum(parts, trace.refs, is_shared=options.is_shared)
@@ -317,7 +319,7 @@ def _shared_result(
 
     def rate(meter: Meter, unit: int = 1) -> Rate:
         mean = meter.total * unit / trace.duration_s if trace.duration_s else None
-        return Rate(mean, meter.peak_per_s * unit)
+        return Rate(mean, meter.peak_per_s(trace.duration_s) * unit)
 
     best = simulate_single(trace, policy=BELADY, capacity=service.capacity)
     sums = {

@@ -12,6 +12,7 @@ limit, so compare the peaks with the capabilities of the real service.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from itertools import count
 from typing import Final
 
 from kvtier.keys import ChunkKey
+from kvtier.tiers.shared.gallop import count_rounds
 from kvtier.types import Job, Outcome
 
 __all__ = ["Meter", "SharedCache", "SharedClient", "SharedTraffic"]
@@ -41,10 +43,14 @@ class Meter:
         """The sum of all amounts."""
         return self._by_minute.total()
 
-    @property
-    def peak_per_s(self) -> float:
-        """The amount per second in the busiest minute."""
-        return max(self._by_minute.values(), default=0) / _WINDOW_S
+    def peak_per_s(self, duration_s: float) -> float:
+        """Return the amount per second in the busiest minute.
+
+        Args:
+            duration_s: Time in which the amounts were added, perhaps less than a minute.
+        """
+        window_s = min(duration_s, _WINDOW_S) or _WINDOW_S
+        return max(self._by_minute.values(), default=0) / window_s
 
 
 class SharedCache:
@@ -91,6 +97,10 @@ class SharedCache:
         self.written.add(len(keys), now_s)
         heapq.heappush(self._puts, (done_s, next(self._order), keys))
 
+    def end_all_puts(self) -> None:
+        """Wait for the end of all puts; nothing follows."""
+        self._end_puts(math.inf)
+
     def _end_puts(self, now_s: float) -> None:
         while self._puts and self._puts[0][0] <= now_s:
             for key in heapq.heappop(self._puts)[2]:
@@ -130,25 +140,29 @@ class SharedClient:
     Args:
         cache: The service.
         tier: Name of the shared tier in the engine's configuration.
+        gallops: Whether a question is asked in the rounds of
+            :mod:`kvtier.tiers.shared.gallop`.
 
     Attributes:
         cache: The service.
         traffic: The engine's calls so far.
     """
 
-    def __init__(self, cache: SharedCache, tier: str) -> None:
+    def __init__(self, cache: SharedCache, tier: str, *, gallops: bool = False) -> None:
         self.cache = cache
         self.traffic = SharedTraffic()
         self._tier = tier
+        self._gallops = gallops
 
-    def find(self, job: Job, now_s: float) -> list[Outcome]:
-        """Answer the question ``job``."""
+    def find(self, job: Job, now_s: float) -> tuple[list[Outcome], int]:
+        """Answer the question ``job``; return the outcomes and the rounds that it takes."""
         found = self.cache.contains(job.keys, now_s)
         self.cache.asked.add(1, now_s)
         self.traffic.questions += 1
         self.traffic.keys_asked += len(found)
         self.traffic.keys_found += sum(found)
-        return [Outcome.DONE if is_there else Outcome.MISSING for is_there in found]
+        outcomes = [Outcome.DONE if is_there else Outcome.MISSING for is_there in found]
+        return outcomes, count_rounds(found) if self._gallops else 1
 
     def begin(self, job: Job, now_s: float) -> Sequence[ChunkKey]:
         """Return the chunks of ``job`` to move.

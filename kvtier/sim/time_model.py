@@ -3,7 +3,7 @@
 Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
 A job starts when the device is free, occupies it for (bytes / bandwidth) seconds, and is done
 one latency later. In this model, jobs and directions do not share bandwidth. A question to a
-shared tier takes one latency and does not wait for other jobs.
+shared tier takes one latency for each round, and does not wait for other jobs.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ class TransferModel:
         self, shared: SharedClient, job: Job, now_s: float
     ) -> tuple[float, TransferResult]:
         """Return the answer to the question ``job`` with its time."""
-        outcomes = shared.find(job, now_s)
-        latency_s = self._speeds[job.source].latency_s
+        outcomes, rounds = shared.find(job, now_s)
+        latency_s = rounds * self._speeds[job.source].latency_s
         if latency_s > job.timeout_s:
             return now_s + job.timeout_s, _expired(job)
         return now_s + latency_s, TransferResult(job.job_id, outcomes, seconds=latency_s)

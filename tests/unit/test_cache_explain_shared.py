@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli._cache_shared import explain_shared
 from kvtier.config import SharedTierConfig, load_config
+from kvtier.errors import TierUnavailableError
 from kvtier.os.iopool import IoPool
+from kvtier.testing.memory_shared_tier import MemoryService
 from kvtier.testing.tier_harness import make_buffers
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.registry import open_tier
@@ -82,6 +85,21 @@ def test_a_namespace_without_a_local_tier_is_asked_for_by_its_name(
     assert "--namespace" in shell("explain", alone, KEYS[3].hex()).err
     text = flat(shell("explain", alone, KEYS[3].hex(), "--namespace", name).out)
     assert "stored yes answered in" in text
+
+
+def test_a_service_that_hangs_is_given_up(tmp_path: Path) -> None:
+    service = MemoryService.named("hanging")
+    service.hang()
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(
+        "tiers:\n- {kind: ram, capacity: 1MiB}\n"
+        "- {kind: kvtier.testing.memory_shared_tier:MemorySharedTier, service: hanging}\n"
+    )
+    try:
+        with pytest.raises(TierUnavailableError, match=r"no answer for 0\.2 s"):
+            explain_shared(file, KEYS[3].hex(), "space", timeout_s=0.2)
+    finally:
+        service.release()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.config import KvtierConfig, parse_config
+import pytest
+
+from kvtier.config import KvtierConfig, SharedTierConfig, parse_config
 from kvtier.doctor import Status, examine
-from kvtier.doctor.shared_rates import SharedRates
+from kvtier.doctor.shared_rates import SharedRates, measure_shared_tier
+from kvtier.errors import TierUnavailableError
 from kvtier.testing.memory_shared_tier import MemoryService
 
 
@@ -62,6 +65,20 @@ def test_a_service_without_room_is_reported_as_full() -> None:
     assert finding.status is Status.WARNING
     assert "full" in finding.reason
     assert not any(each.check.endswith(": service") for each in findings)
+
+
+def test_a_service_that_hangs_is_given_up() -> None:
+    service = MemoryService.named("hanging")
+    service.hang()
+    section = "kind: kvtier.testing.memory_shared_tier:MemorySharedTier, service: hanging"
+    config = make_config(section)
+    options = config.tiers[1]
+    assert isinstance(options, SharedTierConfig)
+    try:
+        with pytest.raises(TierUnavailableError, match=r"no answer for 0\.2 s"):
+            measure_shared_tier(config, options, seconds=0.01, stalled_s=0.2)
+    finally:
+        service.release()
 
 
 def test_nothing_is_measured_without_a_time(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.shared.gallop import AT_ONCE, count_leading
+from kvtier.tiers.shared.gallop import AT_ONCE, count_leading, count_rounds
 
 COUNTS = st.integers(0, 1 << 20)
 
@@ -52,6 +52,7 @@ async def test_the_number_of_questions_is_logarithmic(
 async def test_with_holes_the_count_ends_at_a_missing_key(there: list[bool]) -> None:
     service = Service(there.__getitem__)
     count = await count_leading(len(there), service.ask)
+    assert count_rounds(there) == len(service.rounds)
     assert count == len(there) or not there[count]
     assert count == 0 or there[0]
     assert count == 0 or there[count - 1]

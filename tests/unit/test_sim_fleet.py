@@ -275,4 +275,30 @@ def test_the_busiest_minute_is_the_peak() -> None:
     meter = Meter()
     for now_s, amount in ((0.0, 60), (59.0, 60), (60.0, 30), (600.0, 90)):
         meter.add(amount, now_s)
-    assert (meter.total, meter.peak_per_s) == (240, 2.0)
+    assert (meter.total, meter.peak_per_s(601.0)) == (240, 2.0)
+
+
+def test_the_peak_of_a_trace_of_seconds_is_no_lower_than_its_mean() -> None:
+    trace = trace_of([[root * 10, root * 10 + 1] for root in range(11)], every_s=1.0)
+    asked = shared_of(fleet_of(trace, tiers_of(20, 100), 1)).questions_per_s
+    assert asked.mean == pytest.approx(1.1)
+    assert asked.peak == pytest.approx(1.1)
+
+
+def test_puts_that_outlast_the_trace_count_at_the_end() -> None:
+    slow = replace(MODEL, speeds={**MODEL.speeds, "shared_dir": TierSpeed(1e9, 1e3, 0.002)})
+    trace = trace_of([[0, 1, 2]], every_s=100.0)
+    shared = shared_of(fleet_of(trace, tiers_of(20, 100), 1, model=slow))
+    assert shared.chunks_at_end == shared.traffic.chunks_written == 3
+
+
+@pytest.mark.parametrize(("stored", "rounds"), [(0, 1), (40, 3), (100, 1)])
+def test_a_question_takes_one_latency_for_each_round(stored: int, rounds: int) -> None:
+    cache, keys = SharedCache(100), chunk_keys(100)
+    cache.put(keys[:stored], 0.0, done_s=0.0)
+    for gallops in (False, True):
+        client = SharedClient(cache, "shared_dir", gallops=gallops)
+        transfers = TransferModel(MODEL, ram="ram", slot_nbytes=CHUNK, shared=client)
+        question = job_of(keys, "shared_dir", "shared_dir", Purpose.FIND)
+        ((answered_s, _),) = transfers.run(question, 1.0)
+        assert answered_s == pytest.approx(1.0 + 0.002 * (rounds if gallops else 1))

@@ -48,11 +48,14 @@ class SharedContext:
         memory: The memory that contains all payloads, as this process maps it. If the tier's
             client registers memory, it does so once, when the tier opens. None if payloads may
             be in any memory.
+        is_nbytes_known: Whether the engines' chunks have ``payload_nbytes`` bytes. If that is
+            unknown, ``contains`` counts values of any size.
     """
 
     payload_nbytes: int
     pool: IoPool
     memory: memoryview | None = None
+    is_nbytes_known: bool = True
 
 
 class SharedTier(ABC):

@@ -13,10 +13,11 @@ which all answers were "yes". A read of a chunk in the hole is a miss.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeAlias
 
-__all__ = ["AT_ONCE", "Ask", "count_leading"]
+__all__ = ["AT_ONCE", "Ask", "count_leading", "count_rounds"]
 
 Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[bool]]]
 """Returns for each position of a chain whether the service has its key."""
@@ -48,6 +49,21 @@ async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
             present = position + 1
         positions = _even(present, absent, at_once)
     return present
+
+
+def count_rounds(found: Sequence[bool]) -> int:
+    """Return how many rounds :func:`count_leading` takes if the service has ``found``."""
+    rounds = 0
+
+    async def ask(positions: Sequence[int]) -> list[bool]:
+        nonlocal rounds
+        rounds += 1
+        return [found[position] for position in positions]
+
+    search = count_leading(len(found), ask)
+    with contextlib.suppress(StopIteration):  # nothing in it waits
+        search.send(None)
+    return rounds
 
 
 def _exponential(count: int, at_once: int) -> list[int]:

@@ -76,6 +76,7 @@ class ObjectTier(SharedTier):
         self._name = options.name
         self._store = store
         self._value_nbytes = context.payload_nbytes + PROOF_NBYTES
+        self._is_nbytes_known = context.is_nbytes_known
         self._connections = options.connections
         # Each kind of request has connections of its own: a question that a request waits for
         # is not delayed by megabytes, nor a load by stores.
@@ -144,7 +145,7 @@ class ObjectTier(SharedTier):
             found = await _whole(obstore.head_async(self._store, key))
         except FileNotFoundError:
             return False
-        return found["size"] == self._value_nbytes
+        return not self._is_nbytes_known or found["size"] == self._value_nbytes
 
     async def _get(self, key: str, into: Value) -> Outcome:
         import obstore  # noqa: PLC0415 - an optional extra

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from itertools import chain, compress
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, TypeVar
@@ -28,7 +29,7 @@ from typing_extensions import override
 from kvtier.config import SharedDirTierConfig, SharedTierConfig
 from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.logs import get_logger
-from kvtier.os.timed_calls import TimedCalls
+from kvtier.os.timed_calls import call_within
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
 from kvtier.tiers.shared.dir_io import DirIo
 from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
@@ -53,7 +54,9 @@ R = TypeVar("R")
 _OPEN_S: Final = 5.0
 """Longest wait for the file system when the tier opens."""
 _TOUCHED_EVERY_S: Final = 60.0
-"""A read within this time after the last one leaves the file's time unchanged."""
+"""A read within this time of this engine's last use leaves the file's time unchanged."""
+_MOST_USES: Final = 1 << 14
+"""Uses that an engine remembers; a file whose use is forgotten is touched too early."""
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 """Errors for a missing value, or one that another host has just removed."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -66,6 +69,7 @@ class SharedDirTier(SharedTier):
         options: The tier's options.
         context: The size of a chunk and threads.
         io: System calls.
+        clock: Returns seconds on a monotonic clock.
 
     Raises:
         ConfigError: The capacity is too small for one chunk.
@@ -74,7 +78,12 @@ class SharedDirTier(SharedTier):
     Options: ClassVar[type[SharedTierConfig]] = SharedDirTierConfig
 
     def __init__(
-        self, options: SharedDirTierConfig, context: SharedContext, io: DirIo | None = None
+        self,
+        options: SharedDirTierConfig,
+        context: SharedContext,
+        io: DirIo | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._io = io or DirIo()
         self._name = options.name
@@ -82,7 +91,13 @@ class SharedDirTier(SharedTier):
         self._value_nbytes = context.payload_nbytes + PAGE_NBYTES
         self._layout = DirLayout(options, self._value_nbytes, self._io)
         self._room = DirRoom(self._layout, self._io)
-        self._files = _ValueFiles(self._layout, self._io, self._value_nbytes)
+        self._files = _ValueFiles(
+            self._layout,
+            self._io,
+            self._value_nbytes,
+            _Uses(clock),
+            is_nbytes_known=context.is_nbytes_known,
+        )
         self._closed = False
 
     @classmethod
@@ -102,9 +117,8 @@ class SharedDirTier(SharedTier):
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
         """
-        calls = TimedCalls(name="kvtier-shared-dir-open")
         try:
-            calls.begin(self._layout.prepare).result(timeout_s)
+            call_within(self._layout.prepare, timeout_s, name="kvtier-shared-dir-open")
         except TierUnavailableError as error:
             logger.warning("%s; trying again when it is used", error)
         except TimeoutError:
@@ -112,8 +126,6 @@ class SharedDirTier(SharedTier):
                 "tier %s: the file system does not answer; trying again when it is used",
                 self._name,
             )
-        finally:
-            calls.close()
 
     @override
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
@@ -212,10 +224,44 @@ class _Written(NamedTuple):
     added_nbytes: int = 0
 
 
+class _Uses:
+    """When this engine last wrote or touched files. Any thread may call the methods.
+
+    The file server's clock may differ from this host's, so files' times are not compared.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._used_s: dict[str, float] = {}
+
+    def note(self, key: str) -> bool:
+        """Note a use of a value; return whether the last one was long ago, or is unknown."""
+        now_s = self._clock()
+        with self._lock:
+            if now_s - self._used_s.get(key, -math.inf) <= _TOUCHED_EVERY_S:
+                return False
+            self._used_s.pop(key, None)
+            self._used_s[key] = now_s  # the latest is the last
+            if len(self._used_s) > _MOST_USES:
+                del self._used_s[next(iter(self._used_s))]
+        return True
+
+
 class _ValueFiles:
     """Reads and writes the files of values. All methods block."""
 
-    def __init__(self, layout: DirLayout, io: DirIo, value_nbytes: int) -> None:
+    def __init__(
+        self,
+        layout: DirLayout,
+        io: DirIo,
+        value_nbytes: int,
+        uses: _Uses,
+        *,
+        is_nbytes_known: bool,
+    ) -> None:
+        self._uses = uses
+        self._is_nbytes_known = is_nbytes_known
         self._layout = layout
         self._io = io
         self._value_nbytes = value_nbytes
@@ -230,11 +276,12 @@ class _ValueFiles:
             OSError: The file system failed.
         """
         try:
-            return self._nbytes_of(self._layout.path_of(key)) == self._value_nbytes
+            nbytes = self._nbytes_of(self._layout.path_of(key))
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             return False
+        return not self._is_nbytes_known or nbytes == self._value_nbytes
 
     def read(self, item: tuple[str, Value]) -> Outcome:
         """Read the value of a key into its buffers."""
@@ -243,7 +290,7 @@ class _ValueFiles:
         try:
             fd = self._io.open(self._layout.path_of(key), flags)
             try:
-                return self._read_open(fd, value)
+                return self._read_open(fd, key, value)
             finally:
                 self._io.close(fd)
         except OSError as error:
@@ -252,15 +299,14 @@ class _ValueFiles:
             logger.debug("cannot read the value of %s: %s", key, error)
             return Outcome.FAILED
 
-    def _read_open(self, fd: int, value: Value) -> Outcome:
-        status = self._io.status_of(fd)
-        if status.st_size != self._value_nbytes:
+    def _read_open(self, fd: int, key: str, value: Value) -> Outcome:
+        if self._io.status_of(fd).st_size != self._value_nbytes:
             return Outcome.MISSING
         page = self._page()
         if read_fully(self._io, fd, [value.payload, page], 0) != self._value_nbytes:
             return Outcome.MISSING
         value.proof[:] = page[: value.proof.nbytes]
-        if datetime.now(UTC).timestamp() - status.st_mtime > _TOUCHED_EVERY_S:
+        if self._uses.note(key):
             with contextlib.suppress(OSError):  # another user's file, or one removed meanwhile
                 self._io.touch(fd)
         return Outcome.DONE
@@ -283,6 +329,7 @@ class _ValueFiles:
             logger.debug("cannot write the value of %s: %s", key, error)
             is_full = error.errno in _NO_ROOM
             return _Written(Outcome.REFUSED if is_full else Outcome.FAILED)
+        self._uses.note(key)
         return _Written(Outcome.DONE, self._value_nbytes - replaced_nbytes)
 
     def _replaced_nbytes(self, path: Path) -> int:

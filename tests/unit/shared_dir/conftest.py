@@ -29,18 +29,21 @@ class Directory:
 
     Attributes:
         path: The directory; it does not exist yet.
+        now_s: Time on the engines' clock.
     """
 
     path: Path
     pool: IoPool
     arena: Arena
     harnesses: list[SharedTierHarness] = field(default_factory=list)
+    now_s: float = 0.0
 
     def tier(self, io: FaultyDirIo | None = None, **options: Any) -> SharedDirTier:
         """Return one engine's access to the directory, not yet prepared."""
         options = {"direct_io": "off", "capacity_bytes": 20 * FILE, **options}
         config = SharedDirTierConfig(path=self.path, **options)
-        return SharedDirTier(config, SharedContext(PAYLOAD, self.pool), io)
+        context = SharedContext(PAYLOAD, self.pool)
+        return SharedDirTier(config, context, io, clock=lambda: self.now_s)
 
     async def prepare(self, tier: SharedDirTier, *, timeout_s: float = 5.0) -> None:
         """Prepare one engine's access."""

@@ -78,6 +78,7 @@ async def test_the_least_recently_used_values_are_evicted(directory: Directory) 
     await put_each(harness, keys[:16])
     for number, key in enumerate(keys[:16]):
         set_age(file_of(directory, key), HOUR_S - number)
+    directory.now_s += 61
     await harness.get(keys[:3])
     await put_each(harness, keys[16:])
     found = await harness.get(keys)
@@ -122,17 +123,29 @@ async def test_several_folders_are_listed_at_a_time(
     assert await putting == [DONE] * 40
 
 
-async def test_a_read_renews_a_value_at_most_once_a_minute(
+@pytest.mark.parametrize("ahead_s", [-2 * HOUR_S, 0, 2 * HOUR_S])
+async def test_a_read_renews_a_value_once_a_minute_whatever_the_servers_clock(
+    directory: Directory, io: FaultyDirIo, ahead_s: int
+) -> None:
+    harness = await directory.harness(io)
+    keys = harness.keys([1])
+    await harness.put(keys)
+    for minute in range(3):
+        for _ in range(2):
+            set_age(file_of(directory, keys[0]), -ahead_s)
+            await harness.get(keys)
+            assert io.calls.count("touch") == minute
+        directory.now_s += 61
+
+
+async def test_a_read_renews_what_another_engine_put(
     directory: Directory, io: FaultyDirIo
 ) -> None:
     harness = await directory.harness(io)
     keys = harness.keys([1])
     await harness.put(keys)
-    await harness.get(keys)
-    assert io.calls.count("touch") == 0
-    set_age(file_of(directory, keys[0]), 2 * HOUR_S)
-    await harness.get(keys)
-    await harness.get(keys)
+    await harness.get(keys, client=harness.other)
+    await harness.get(keys, client=harness.other)
     assert io.calls.count("touch") == 1
 
 
@@ -142,9 +155,9 @@ async def test_a_value_that_cannot_be_renewed_is_read_all_the_same(
     harness = await directory.harness(io)
     keys = harness.keys([1])
     await harness.put(keys)
-    set_age(file_of(directory, keys[0]), 2 * HOUR_S)
     io.fail("touch", errno.EPERM)
-    assert await harness.get(keys) == [0]
+    assert await harness.get(keys, client=harness.other) == [0]
+    assert io.calls.count("touch") == 1
 
 
 async def test_a_put_over_the_capacity_is_refused_until_there_is_room(
