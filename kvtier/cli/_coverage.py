@@ -20,17 +20,17 @@ from kvtier.units import approximate_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtier.tiers.slab.inspect import StoredNamespace
-    from kvtier.warmup import (
+    from kvtier.coverage import (
         BadLine,
         Coverage,
         CoverageReader,
-        EngineSetup,
+        ParsedArguments,
         Prompt,
         PromptCoverage,
         PromptLine,
         StoredKeys,
     )
+    from kvtier.tiers.slab.inspect import StoredNamespace
 
 __all__ = [
     "BAD_LINES",
@@ -106,7 +106,7 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
     that are not token ids. Only reads, and may run beside an engine.
     """
     with numpy_needed("kvtier cache coverage", "sim"):
-        from kvtier.warmup import namespaces_of_model  # noqa: PLC0415 - imports asyncio, numpy
+        from kvtier.coverage import namespaces_of_model  # noqa: PLC0415 - imports asyncio, numpy
 
     skips = choice("--on-bad-line", on_bad_line, BAD_LINES) == "skip"
     spaces = filled(namespaces_of_model(directory, model, namespace))
@@ -132,19 +132,19 @@ class _Setup:
         self._arguments = arguments
 
     @functools.cached_property
-    def engine(self) -> EngineSetup:
-        from kvtier.warmup import open_vllm  # noqa: PLC0415 - as above
+    def engine(self) -> ParsedArguments:
+        from kvtier.coverage import open_vllm  # noqa: PLC0415 - as above
 
         return open_vllm(self._model, self._arguments, None)
 
     @property
-    def given(self) -> EngineSetup | None:
+    def given(self) -> ParsedArguments | None:
         """The parsed arguments; None if the user gave no arguments."""
         return self.engine if self._arguments else None
 
 
 def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
-    from kvtier.warmup import load_prompts, to_prompt  # noqa: PLC0415 - as above
+    from kvtier.coverage import load_prompts, to_prompt  # noqa: PLC0415 - as above
 
     async def read(number: int, line: PromptLine) -> Prompt:
         return to_prompt(number, line, lambda: setup.engine)
@@ -164,7 +164,7 @@ def needed_by(
         ConfigError: The file cannot be read, or needs numpy or vLLM, which is not installed.
     """
     with numpy_needed("kvtier cache export --prompts", "sim"):
-        import kvtier.warmup  # noqa: F401, PLC0415 - imports asyncio and numpy
+        import kvtier.coverage  # noqa: F401, PLC0415 - imports asyncio and numpy
 
     setup = _Setup(model, arguments)
     reader = _reader(space, setup, {})
@@ -177,7 +177,7 @@ def needed_by(
 def _reader(
     space: StoredNamespace, setup: _Setup, stores: Mapping[str, StoredKeys]
 ) -> CoverageReader:
-    from kvtier.warmup import CoverageReader, KeyRules  # noqa: PLC0415 - as above
+    from kvtier.coverage import CoverageReader, KeyRules  # noqa: PLC0415 - as above
 
     given = setup.given
     rules = KeyRules.of(space, algorithm=given.algorithm) if given else KeyRules.of(space)
@@ -185,7 +185,7 @@ def _reader(
 
 
 def _answer(space: StoredNamespace, prompts: Sequence[Prompt], setup: _Setup) -> _Answer:
-    from kvtier.warmup import Coverage, KeyRules, StoredKeys  # noqa: PLC0415 - as above
+    from kvtier.coverage import Coverage, KeyRules, StoredKeys  # noqa: PLC0415 - as above
 
     stored = StoredKeys.read(space, with_adapters=False)
     reader = _reader(space, setup, {"stored": stored})

@@ -32,7 +32,7 @@ features to refuse          ``refusals.py``
 ``LoRARequest``             ``adapters.py``
 ``OffloadingSpec``          ``spec.py``
 engine, tokenizer           ``offline.py``
-hashes of blocks            ``kvtier/warmup/_hashing.py``
+hashes of blocks            ``kvtier/coverage/_hashing.py``
 plugins                     ``plugin.py``
 ==========================  ============================================================
 """

@@ -1,20 +1,18 @@
-"""The interface of the engine that a warm-up starts, and vLLM's implementation."""
+"""The interface of the engine that a warm-up starts."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtier.errors import ConfigError
+from kvtier.coverage import ParsedArguments
 from kvtier.keys import ChunkKey
 from kvtier.tiers.base import Fields
-from kvtier.warmup._prompts import Prompt, PromptLimits, PromptLine
 
 if TYPE_CHECKING:
     from kvtier.connector.figures import StoreInfo
 
-__all__ = ["EngineSetup", "OpenEngine", "WarmupEngine", "open_vllm", "to_prompt"]
+__all__ = ["EngineSetup", "OpenEngine", "WarmupEngine"]
 
 
 class WarmupEngine(Protocol):
@@ -53,31 +51,18 @@ class WarmupEngine(Protocol):
         """Write the remaining chunks, close the tiers and end the engine."""
 
 
-class EngineSetup(PromptLimits, Protocol):
+class EngineSetup(ParsedArguments, Protocol):
     """An engine before its start, described by its arguments.
 
     Attributes:
-        algorithm: vLLM's ``--prefix-caching-hash-algo``.
         block_tokens: Number of tokens of a block, if known before the start.
     """
 
-    algorithm: str
     block_tokens: int
 
     @property
     def identity(self) -> Fields:
         """The part of a namespace's identity that the arguments determine."""
-
-    def tokens_of_text(self, text: str) -> Sequence[int]:
-        """Return the token ids of a text."""
-
-    def tokens_of_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_arguments: Mapping[str, Any] | None,
-    ) -> Sequence[int]:
-        """Return the token ids of a conversation."""
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
         """Return a function that converts an adapter's chunk keys from vLLM's to kvtier's."""
@@ -91,42 +76,3 @@ class EngineSetup(PromptLimits, Protocol):
 
 OpenEngine = Callable[[str, Sequence[str], Mapping[str, Any] | None], EngineSetup]
 """Takes a model, other arguments and vLLM's ``--kv-transfer-config``; makes an engine."""
-
-
-def open_vllm(
-    model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
-) -> EngineSetup:
-    """Return vLLM's engine for arguments of ``vllm serve``. Importing vLLM takes seconds.
-
-    Raises:
-        ConfigError: vLLM is not installed, or refuses the arguments.
-    """
-    try:
-        module = importlib.import_module("kvtier.vllm.offline")
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in {"vllm", "torch"}:
-            raise
-        remedy = "install it with: pip install 'kvtier[vllm]'"
-        raise ConfigError(f"texts and engines need the package {package}; {remedy}") from error
-    setup: EngineSetup = module.EngineSetup(model, arguments, transfer)
-    return setup
-
-
-def to_prompt(number: int, line: PromptLine, setup: Callable[[], EngineSetup]) -> Prompt:
-    """Return the prompt in a line, as token ids.
-
-    Args:
-        number: Number of the line, from 1.
-        line: Content of the line.
-        setup: Returns the engine; called only if the line needs the engine.
-
-    Raises:
-        ConfigError: The engine cannot convert the line to tokens.
-    """
-    if line.prompt_token_ids is not None:
-        return line.with_tokens(number, line.prompt_token_ids)
-    if line.messages is None:
-        return line.with_tokens(number, setup().tokens_of_text(line.prompt or ""))
-    tokens = setup().tokens_of_chat(line.messages, line.tools, line.chat_template_kwargs)
-    return line.with_tokens(number, tokens)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.warmup._coverage import Coverage
-from kvtier.warmup._prompts import BadLine
+from kvtier.coverage import BadLine, Coverage
 
 __all__ = [
     "Finished",

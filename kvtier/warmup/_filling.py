@@ -15,10 +15,10 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from kvtier.coverage import BadLine, Prompt
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.warmup._events import Progress
 from kvtier.warmup._plan import Work
-from kvtier.warmup._prompts import BadLine, Prompt
 
 __all__ = ["STALL_S", "FillState", "Target", "fill"]
 

@@ -9,10 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from kvtier.coverage import (
+    BadLine,
+    Coverage,
+    Prompt,
+    PromptLine,
+    Stores,
+    load_prompts,
+    open_vllm,
+)
 from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
-from kvtier.warmup._coverage import Coverage, Stores
-from kvtier.warmup._engine import OpenEngine, open_vllm
+from kvtier.warmup._engine import OpenEngine
 from kvtier.warmup._events import (
     Finished,
     LineSkipped,
@@ -24,7 +32,6 @@ from kvtier.warmup._events import (
 from kvtier.warmup._filling import FillState, Target, fill
 from kvtier.warmup._offline import OfflineSite
 from kvtier.warmup._plan import Work, cover, plan_prompts
-from kvtier.warmup._prompts import BadLine, Prompt, PromptLine, load_prompts
 from kvtier.warmup._server import OpenClient, ServerSite, open_aiohttp
 
 __all__ = ["WarmupJob"]

@@ -27,6 +27,7 @@ from kvtier.config import (
     slot_nbytes,
     vllm_transfer_config,
 )
+from kvtier.coverage import KeyRules, Prompt, PromptLine, Stores, check_prompt, to_prompt
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager.hits import GroupReach
@@ -35,11 +36,9 @@ from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.vllm.identity import declared_identity
 from kvtier.vllm.model_geometry import KvDtype, read_model_geometry
-from kvtier.warmup._coverage import KeyRules, Stores
-from kvtier.warmup._engine import EngineSetup, OpenEngine, WarmupEngine, to_prompt
+from kvtier.warmup._engine import EngineSetup, OpenEngine, WarmupEngine
 from kvtier.warmup._events import Saving, WarmupOptions, WarmupReport
 from kvtier.warmup._filling import STALL_S
-from kvtier.warmup._prompts import Prompt, PromptLine, check_prompt
 from kvtier.warmup._stores import (
     find_fitting,
     load_seconds,

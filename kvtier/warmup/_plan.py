@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.coverage import Coverage, Prompt, PromptCoverage, Stores
 from kvtier.errors import ConfigError
-from kvtier.warmup._coverage import Coverage, PromptCoverage, Stores
 from kvtier.warmup._events import Planned
-from kvtier.warmup._prompts import Prompt
 
 __all__ = ["Work", "cover", "plan_prompts"]
 

@@ -16,11 +16,10 @@ from typing import Any, Final, Protocol
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.coverage import KeyRules, Prompt, PromptLine, Stores, check_prompt
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager.hits import GroupReach
 from kvtier.printable import printable
-from kvtier.warmup._coverage import KeyRules, Stores
-from kvtier.warmup._prompts import Prompt, PromptLine, check_prompt
 from kvtier.warmup._stores import readable
 
 __all__ = ["HttpClient", "OpenClient", "ServerSite", "open_aiohttp"]

@@ -12,7 +12,6 @@ from typing import Final
 from kvtier.config import KvtierConfig, NvmeTierConfig, TierConfig
 from kvtier.doctor.rates import measure_directory
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.printable import printable
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.explain import explained
 from kvtier.tiers.slab.index_reader import IndexReader
@@ -21,13 +20,11 @@ from kvtier.tiers.slab.maintain import hold, retain_chunks
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.start_plan import describe_difference
 from kvtier.tiers.slab.verify import verify
-from kvtier.vllm.identity import model_identity
 from kvtier.warmup._events import Verified
 
 __all__ = [
     "find_fitting",
     "load_seconds",
-    "namespaces_of_model",
     "newest_generation",
     "persistent_tiers",
     "readable",
@@ -51,38 +48,6 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
         remedy = "add one that does, such as kind: nvme, or warm up a running server (--server)"
         raise ConfigError(config.origin.format_problem("tiers", problem, remedy))
     return tiers
-
-
-def namespaces_of_model(
-    directory: Path, model: str | None, name: str | None = None
-) -> list[StoredNamespace]:
-    """Return the namespaces of ``model`` in the cache directory at ``directory``.
-
-    Args:
-        directory: A cache directory, or a namespace in one.
-        model: The engine's ``--model``, or the value of ``identity.name``; None for all.
-        name: Return only the namespace of this name.
-
-    Raises:
-        ConfigError: No namespace fits, or the model's files cannot be read.
-    """
-    spaces = find_namespaces(directory, name)
-    if model is None:
-        return spaces
-    found = [space for space in spaces if _is_of(space, model)]
-    if not found:
-        models = ", ".join(dict.fromkeys(space.layout.model for space in spaces))
-        problem = f"{printable(str(directory))} has nothing of --model {printable(model)}"
-        raise ConfigError(f"{problem}; it has chunks of {models}")
-    return found
-
-
-def _is_of(space: StoredNamespace, model: str) -> bool:
-    fields, own = space.layout.fingerprint.fields, model_identity(model)
-    if own["model_files"] and fields.get("model_files") == own["model_files"]:
-        return True
-    names = {model, own["model"]} - {""}
-    return not names.isdisjoint({space.layout.model, fields.get("model")})
 
 
 def readable(path: Path) -> list[StoredNamespace]:

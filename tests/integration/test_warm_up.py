@@ -24,18 +24,12 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
+from kvtier.coverage import BlockHasher, Scope
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.index_reader import IndexReader
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.vllm.offline import EngineSetup
-from kvtier.warmup import (
-    BlockHasher,
-    Finished,
-    Scope,
-    WarmupJob,
-    WarmupOptions,
-    WarmupReport,
-)
+from kvtier.warmup import Finished, WarmupJob, WarmupOptions, WarmupReport
 from tests.demo.model import BLOCK_TOKENS, write_model
 from tests.demo.runner import ROOT, SETTINGS, run_engine
 from tests.demo.scenario import Prompt, Wave

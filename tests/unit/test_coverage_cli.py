@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.coverage import BlockHasher
 from kvtier.keys import make_key
-from kvtier.warmup import BlockHasher
 from tests.unit.cache_shell import Shell
 from tests.unit.stores import BLOCK_TOKENS, SLOT, Store
 

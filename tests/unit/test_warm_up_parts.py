@@ -11,6 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.coverage import (
+    BlockHasher,
+    Coverage,
+    CoverageReader,
+    KeyRules,
+    Prompt,
+    Scope,
+    StoredKeys,
+)
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.keys import make_key
 from kvtier.manager.hits import GroupReach, Reach
@@ -18,18 +27,7 @@ from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.types import LayoutFingerprint
-from kvtier.warmup import (
-    BlockHasher,
-    Coverage,
-    CoverageReader,
-    FillState,
-    KeyRules,
-    Prompt,
-    Scope,
-    StoredKeys,
-    Work,
-    fill,
-)
+from kvtier.warmup import FillState, Work, fill
 
 SIZE = 4
 ONE_GROUP = ((0, GroupReach(SIZE)),)

@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvtier.coverage import BlockHasher
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.keys import make_key
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_sources
 from kvtier.types import Purpose
-from kvtier.warmup import (
-    BlockHasher,
-    Finished,
-    Planned,
-    WarmupEvent,
-    WarmupJob,
-    WarmupOptions,
-    WarmupReport,
-)
+from kvtier.warmup import Finished, Planned, WarmupEvent, WarmupJob, WarmupOptions, WarmupReport
 from kvtier.warmup import _filling as filling
 from kvtier.warmup import _server as servers
 from tests.unit.stores import BLOCK_TOKENS, SLOTS, Store

@@ -12,6 +12,7 @@ from typing import Any
 from kvtier.config import NvmeTierConfig, load_config
 from kvtier.connector.figures import StoreInfo
 from kvtier.connector.groups import describe_groups
+from kvtier.coverage import BlockHasher, Scope
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.hits import GroupReach
@@ -21,7 +22,6 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from kvtier.vllm.identity import declared_identity
-from kvtier.warmup import BlockHasher, Scope
 
 BLOCK = 4
 SLOT = 8192

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.connector.groups import parse_groups
+from kvtier.coverage._hashing import DEFAULT_ALGORITHM, BlockHasher, Scope
+from kvtier.coverage._prompts import Prompt
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, counting_group, make_key, strip_adapter
 from kvtier.manager import hits
@@ -22,8 +24,6 @@ from kvtier.tiers.slab.explain import explained
 from kvtier.tiers.slab.index_reader import IndexReader
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.piece_io import hash_key
-from kvtier.warmup._hashing import DEFAULT_ALGORITHM, BlockHasher, Scope
-from kvtier.warmup._prompts import Prompt
 
 __all__ = [
     "Coverage",

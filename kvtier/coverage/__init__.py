@@ -1,0 +1,44 @@
+"""Reads prompts from files, and reports how much of each prompt a store has."""
+
+from __future__ import annotations
+
+from kvtier.coverage._arguments import ParsedArguments, open_vllm, to_prompt
+from kvtier.coverage._coverage import (
+    Coverage,
+    CoverageReader,
+    KeyRules,
+    PromptCoverage,
+    StoredKeys,
+    Stores,
+)
+from kvtier.coverage._hashing import BlockHasher, Scope
+from kvtier.coverage._namespaces import namespaces_of_model
+from kvtier.coverage._prompts import (
+    BadLine,
+    Prompt,
+    PromptLimits,
+    PromptLine,
+    check_prompt,
+    load_prompts,
+)
+
+__all__ = [
+    "BadLine",
+    "BlockHasher",
+    "Coverage",
+    "CoverageReader",
+    "KeyRules",
+    "ParsedArguments",
+    "Prompt",
+    "PromptCoverage",
+    "PromptLimits",
+    "PromptLine",
+    "Scope",
+    "StoredKeys",
+    "Stores",
+    "check_prompt",
+    "load_prompts",
+    "namespaces_of_model",
+    "open_vllm",
+    "to_prompt",
+]

@@ -1,0 +1,75 @@
+"""The arguments of ``vllm serve``, parsed by vLLM: they make token ids of a prompt's text."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvtier.coverage._prompts import Prompt, PromptLimits, PromptLine
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvtier.vllm.offline import EngineSetup
+
+__all__ = ["ParsedArguments", "open_vllm", "to_prompt"]
+
+
+class ParsedArguments(PromptLimits, Protocol):
+    """The arguments of an engine, and the tokenizer that they name.
+
+    Attributes:
+        algorithm: vLLM's ``--prefix-caching-hash-algo``.
+    """
+
+    algorithm: str
+
+    def tokens_of_text(self, text: str) -> Sequence[int]:
+        """Return the token ids of a text."""
+
+    def tokens_of_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_arguments: Mapping[str, Any] | None,
+    ) -> Sequence[int]:
+        """Return the token ids of a conversation."""
+
+
+def open_vllm(
+    model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
+) -> EngineSetup:
+    """Return vLLM's engine for ``arguments`` of ``vllm serve``. Importing vLLM takes seconds.
+
+    Raises:
+        ConfigError: vLLM is not installed, or refuses the arguments.
+    """
+    try:
+        module = importlib.import_module("kvtier.vllm.offline")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in {"vllm", "torch"}:
+            raise
+        remedy = "install it with: pip install 'kvtier[vllm]'"
+        raise ConfigError(f"texts and engines need the package {package}; {remedy}") from error
+    setup: EngineSetup = module.EngineSetup(model, arguments, transfer)
+    return setup
+
+
+def to_prompt(number: int, line: PromptLine, setup: Callable[[], ParsedArguments]) -> Prompt:
+    """Return the prompt in a line, as token ids.
+
+    Args:
+        number: Number of the line.
+        line: Its content.
+        setup: Returns the engine; called only if the line needs it.
+
+    Raises:
+        ConfigError: The engine makes no tokens of the line.
+    """
+    if line.prompt_token_ids is not None:
+        return line.with_tokens(number, line.prompt_token_ids)
+    if line.messages is None:
+        return line.with_tokens(number, setup().tokens_of_text(line.prompt or ""))
+    tokens = setup().tokens_of_chat(line.messages, line.tools, line.chat_template_kwargs)
+    return line.with_tokens(number, tokens)
