@@ -293,6 +293,7 @@ async def test_a_value_of_any_other_length_is_missing(
     os.truncate(file, nbytes)
     await harness.put(keys[::2])
     assert await harness.get(keys) == [0, MISSING, 0]
+    assert list(await harness.tier.contains(keys)) == [True, False, True], "it is put again"
 
 
 async def test_a_link_or_a_directory_in_the_place_of_a_value_is_no_value(
