@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,13 @@ import pytest
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import Reference, Site
-from tests.integration.shared_services import SERVICES, Directory, Service, running, write_config
+from tests.integration.shared_services import (
+    SERVICES,
+    Directory,
+    Service,
+    running,
+    write_config,
+)
 from tests.integration.test_faults import counted, few
 from tests.integration.test_tokens import hit_tokens
 
@@ -22,7 +29,7 @@ PROMPTS = 10
 RAM_BLOCKS = 64
 LOAD_TIMEOUT_S = 2.0
 LOOKUP_TIMEOUT_S = 1.0
-"""A wave sends a hundred requests at once to a server that answers some hundred a second."""
+"""Moto answers a few hundred requests a second, and a wave sends eighty at once."""
 SLACK_S = 10.0
 """For what else the machine does; a wave that waits for the service takes longer."""
 HEALTHY = 4
@@ -51,35 +58,21 @@ def impatient(site: Site, service: Service) -> Path:
     )
 
 
-class Troubled:
-    """An engine that serves waves while its shared tier's service fails.
-
-    Args:
-        site: Where its files go.
-        service: The service.
-    """
-
-    def __init__(self, site: Site, service: Service) -> None:
-        self._site = site
-        prompts = site.reference.conversations[0].prompts
-        pair = [
-            Wave(prompts=prompts[first : first + PROMPTS], max_tokens=4)
-            for first in (0, PROMPTS)
-        ]
-        waves = HEALTHY + TROUBLED + RECOVERING
-        self.waves = tuple(itertools.islice(itertools.cycle(pair), waves))
-        self._scenario = Scenario(
-            model=site.reference.model,
-            config=impatient(site, service),
-            waves=self.waves,
-            gpu_blocks=48,
-            context_tokens=1024,
-            timed=True,
-        )
-
-    def start(self) -> EngineProcess:
-        """Start the engine; :meth:`serve` sends the waves."""
-        return EngineProcess(self._scenario, self._site.directory, "engine")
+def troubled_scenario(site: Site, service: Service) -> Scenario:
+    """Return a scenario of waves that the test begins, each of which loads from the service."""
+    prompts = site.reference.conversations[0].prompts
+    pair = [
+        Wave(prompts=prompts[first : first + PROMPTS], max_tokens=4) for first in (0, PROMPTS)
+    ]
+    waves = itertools.islice(itertools.cycle(pair), HEALTHY + TROUBLED + RECOVERING)
+    return Scenario(
+        model=site.reference.model,
+        config=impatient(site, service),
+        waves=tuple(waves),
+        gpu_blocks=48,
+        context_tokens=1024,
+        timed=True,
+    )
 
 
 def serve(engine: EngineProcess, waves: int) -> None:
@@ -95,10 +88,8 @@ def failures(wave: WaveReport, kind: str) -> float:
     return sum(counted(wave, name, tier=kind) for name in names)
 
 
-def check(site: Site, kind: str, waves: tuple[Wave, ...], report: Report) -> None:
+def check(site: Site, kind: str, waves: Sequence[Wave], report: Report) -> None:
     """Check what an engine answered, how long it took, and what it counted."""
-    print([(round(w.seconds, 1), failures(w, kind), counted(w, "kvtier_hit_tokens", tier=kind), counted(w, "kvtier_out_of_service", tier=kind)) for w in report.waves])
-    print("\n".join(line for line in site.log("engine").splitlines() if "in service again" in line or "out of service" in line or "not reach" in line))
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
     assert report.count("kvtier_internal_errors") == 0
@@ -120,10 +111,11 @@ def check(site: Site, kind: str, waves: tuple[Wave, ...], report: Report) -> Non
 def test_a_service_is_killed_and_started_again_while_an_engine_serves(
     site: Site, kind: str
 ) -> None:
+    """A directory is renamed, and gets its name back."""
     with ExitStack() as stack:
         service = stack.enter_context(running(kind, site.directory))
-        trouble = Troubled(site, service)
-        engine = stack.enter_context(trouble.start())
+        scenario = troubled_scenario(site, service)
+        engine = stack.enter_context(EngineProcess(scenario, site.directory, "engine"))
         serve(engine, HEALTHY)
         engine.go()
         service.kill()
@@ -134,15 +126,15 @@ def test_a_service_is_killed_and_started_again_while_an_engine_serves(
         engine.wait_for("wave")
         serve(engine, RECOVERING - 1)
         report = engine.result()
-    check(site, kind, trouble.waves, report)
+    check(site, kind, scenario.waves, report)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SERVICES if kind != Directory.kind])
 def test_a_service_stops_answering_for_a_while_below_an_engine(site: Site, kind: str) -> None:
     with ExitStack() as stack:
         service = stack.enter_context(running(kind, site.directory))
-        trouble = Troubled(site, service)
-        engine = stack.enter_context(trouble.start())
+        scenario = troubled_scenario(site, service)
+        engine = stack.enter_context(EngineProcess(scenario, site.directory, "engine"))
         serve(engine, HEALTHY)
         engine.go()
         with service.stalled():
@@ -152,7 +144,7 @@ def test_a_service_stops_answering_for_a_while_below_an_engine(site: Site, kind:
         engine.wait_for("wave")
         serve(engine, RECOVERING - 1)
         report = engine.result()
-    check(site, kind, trouble.waves, report)
+    check(site, kind, scenario.waves, report)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["new-weights", "keep_after_reset"])
