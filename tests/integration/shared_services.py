@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -28,7 +27,7 @@ __all__ = [
 
 
 class Service(ABC):
-    """What keeps the values of a shared tier.
+    """A service that keeps the values of a shared tier.
 
     Attributes:
         kind: The tier's kind, which is also its name.
@@ -48,11 +47,9 @@ class Service(ABC):
     def start(self) -> None:
         """Bring the service back after :meth:`kill`, perhaps without its values."""
 
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        """Let the service not answer."""
-        raise NotImplementedError
-        yield
+    @abstractmethod
+    def stalled(self) -> AbstractContextManager[None]:
+        """Stop the service: it accepts connections and does not answer."""
 
 
 class Mooncake(Service):
@@ -107,10 +104,8 @@ class Objects(Service):
         self._server.start()
 
     @override
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        with self._server.stopped():
-            yield
+    def stalled(self) -> AbstractContextManager[None]:
+        return self._server.stopped()
 
 
 class Directory(Service):
@@ -127,11 +122,15 @@ class Directory(Service):
 
     @override
     def kill(self) -> None:
-        os.rename(self.path, self.path.with_suffix(".away"))
+        self.path.rename(self.path.with_suffix(".away"))
 
     @override
     def start(self) -> None:
-        os.rename(self.path.with_suffix(".away"), self.path)
+        self.path.with_suffix(".away").rename(self.path)
+
+    @override
+    def stalled(self) -> AbstractContextManager[None]:
+        raise TypeError("a directory cannot be stopped")
 
 
 SERVICES: Final = (Mooncake.kind, Objects.kind, Directory.kind)
