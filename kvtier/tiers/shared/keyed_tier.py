@@ -49,6 +49,7 @@ _FORMAT: Final = "kv1"
 _DONE = Outcome.DONE
 _DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
 _MOST_DOUBTED: Final = 1 << 16
+"""Number of keys that count as missing until this engine has put them again."""
 _MOST_LAST_CHUNKS: Final = 256
 """Chunks of a sliding window that are asked for; longer windows are not found."""
 _BEFORE_READS: Final = min(Purpose) - 1
@@ -79,8 +80,7 @@ class KeyedTier(StorageTier, KeyFinder):
         self._keeps_epoch = options.keep_after_reset
         self._fingerprint = context.fingerprint.namespace()
         self._space = self._fingerprint
-        self._wrong: set[ChunkKey] = set()
-        self._missed: set[ChunkKey] = set()
+        self._doubted: set[ChunkKey] = set()
         self._closed = False
         if context.was_reset:
             self._begin_epoch()
@@ -134,7 +134,7 @@ class KeyedTier(StorageTier, KeyFinder):
                 found[wanted] = await self._shared.contains(names[wanted])
         return SlotOutcomes(
             [
-                _DONE if is_there and key not in self._wrong else Outcome.MISSING
+                _DONE if is_there and key not in self._doubted else Outcome.MISSING
                 for key, is_there in zip(keys, found, strict=True)
             ]
         )
@@ -156,7 +156,7 @@ class KeyedTier(StorageTier, KeyFinder):
         check_batch(self, keys, slots, sources)
         found = await self._shared.contains(self._names(keys))
         lacking = [
-            not is_there or key in self._wrong or key in self._missed
+            not is_there or key in self._doubted
             for key, is_there in zip(keys, found, strict=True)
         ]
         if not any(lacking):
@@ -192,10 +192,9 @@ class KeyedTier(StorageTier, KeyFinder):
         for at in compress(got, map(operator.not_, verified)):
             outcomes[at] = Outcome.CORRUPT
         for key, outcome in zip(keys, outcomes, strict=True):
-            # A service may have a value of another size, which it reports but cannot return.
-            doubted = self._missed if outcome is Outcome.MISSING else self._wrong
-            if outcome in _DOUBTFUL and len(doubted) < _MOST_DOUBTED:
-                doubted.add(key)
+            # MISSING too: a service may report a value of another size, and never return it.
+            if outcome in _DOUBTFUL and len(self._doubted) < _MOST_DOUBTED:
+                self._doubted.add(key)
         return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
 
     @override
@@ -228,8 +227,7 @@ class KeyedTier(StorageTier, KeyFinder):
         await self._pool.run_all(list(proofs), priority=int(purpose))
         outcomes = await self._shared.put(names, values)
         stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE]
-        self._wrong.difference_update(stored)
-        self._missed.difference_update(stored)
+        self._doubted.difference_update(stored)
         return outcomes
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
@@ -239,8 +237,7 @@ class KeyedTier(StorageTier, KeyFinder):
     def _begin_epoch(self) -> None:
         if not self._keeps_epoch:
             self._space = f"{self._fingerprint}-{secrets.token_hex(8)}"
-            self._wrong.clear()
-            self._missed.clear()
+            self._doubted.clear()
 
     def _require_open(self) -> None:
         if self._closed:
