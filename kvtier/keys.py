@@ -80,7 +80,7 @@ def group_filter(group: int) -> Callable[[ChunkKey], bool]:
 
 
 def counting_group(reads_all: Mapping[int, bool]) -> int:
-    """Return the index of the *counting group*, the group whose chunks count prompt tokens.
+    """Return the index of the *counting group*, in which prompt tokens are counted.
 
     All groups have chunks of the same tokens, so only one group is counted. The counting group
     is the first group whose layers read the whole prefix; without such a group, it is the first

@@ -190,7 +190,7 @@ def _make_plan(
 def _assumptions(
     result: _Plan, block_tokens: int | None, prefill_rate: float | None
 ) -> list[str]:
-    """Return the assumptions of the numbers about the engine."""
+    """Return what the plan's numbers assume about the engine."""
     block = f"A block has {result.block_tokens} tokens"
     if block_tokens is None:
         block += ", which is assumed; give the engine's --block-size as --block-tokens"

@@ -204,7 +204,7 @@ class StoreRules:
         return chunks
 
     def _boundaries(self, request: EngineRequest, start: int) -> Iterator[int]:
-        """Yield token counts after ``start`` where hits can end, ascending; may be endless."""
+        """Yield, in ascending order, the token counts above ``start`` at which hits can end."""
         step, retention = self._alignment_tokens, self._retention_tokens
         if retention is None:
             yield from count(start - start % step + step, step)

@@ -349,7 +349,7 @@ class _Candidate:
         return best
 
     def cause(self, best: int) -> SkipCause:
-        """Return the reason why the load ends after the best head."""
+        """Return the reason why only the first ``best`` chunks are loaded."""
         unlimited = self.best_head(self.costs, max_load_s=math.inf)
         return SkipCause.LATE if unlimited > best else SkipCause.SLOWER
 

@@ -136,7 +136,7 @@ class RankShare:
         return (np.cumsum(nbytes) - nbytes) * self.parts + self.part * nbytes
 
     def runs(self, pages: Sequence[int]) -> Iterator[PageRun]:
-        """Yield the rank's ranges of a place, in as few runs of pages as possible.
+        """Yield where the rank's pages lie in a place; adjacent pages form one range.
 
         Args:
             pages: Bytes of each page of a block, in the rank's own memory.

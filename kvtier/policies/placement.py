@@ -97,7 +97,7 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether the method ``name`` is the one of :class:`TieredPlacement`."""
+        """Return whether ``name`` is still :class:`TieredPlacement`'s method, not an override."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 

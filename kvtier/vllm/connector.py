@@ -91,7 +91,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the results of both ranks."""
+        """Return these results combined with those of ``other``."""
         if not isinstance(other, _WorkerMetadata):
             raise UnsupportedError(
                 f"vLLM aggregates worker results of kvtier with a {type(other).__name__}"

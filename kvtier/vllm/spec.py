@@ -297,7 +297,7 @@ class _Manager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make those of ``keys`` hits whose bytes all workers recorded as whole."""
+        """Let lookups hit the ``keys`` whose bytes every worker recorded as complete."""
         self._cache.complete_store(list(keys), req_context)
 
     @override
