@@ -163,7 +163,7 @@ class GdsLoader:
     def read(
         self, staged: range, file: SlotFileId, slots: Sequence[int], groups: Sequence[int]
     ) -> list[str]:
-        """Read slots of the tier into staging slots; adjacent slots are read by one system call.
+        """Read slots of the tier into staging slots; adjacent slots take one system call.
 
         Args:
             staged: The staging slots, one for each of ``slots``.

@@ -97,7 +97,7 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether ``name`` is still :class:`TieredPlacement`'s method, not an override."""
+        """Return whether :class:`TieredPlacement`'s method ``name`` is not overridden."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 

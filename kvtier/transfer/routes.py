@@ -76,7 +76,7 @@ class Generations(Protocol):
         """Set the generations of ``slots``, because all bytes of the slots arrived."""
 
     def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Set the generations of ``slots``, and the flag that their chunks will never arrive."""
+        """Set the generations of ``slots``, and flag that their chunks will never arrive."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether it has its generation in all ranks."""

@@ -381,7 +381,7 @@ class IndexDatabase:
         self._reset_record_is_due = False
 
     def record_reset_later(self) -> None:
-        """Record a reset just before the next change, which fails if the record cannot be written."""
+        """Record a reset just before the next change; without the record that change fails."""
         self._reset_record_is_due = True
 
     @property
