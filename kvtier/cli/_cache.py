@@ -202,7 +202,7 @@ def explain(
     gone. Only reads, and may run beside an engine. With a configuration in place of DIR, its
     shared tier is asked for the chunk.
     """
-    if directory.is_file():
+    if directory.is_file() and directory.suffix in {".yaml", ".yml"}:
         _explain_shared(directory, key, namespace, as_json=as_json)
         return
     pattern = KeyPattern.parse(key)

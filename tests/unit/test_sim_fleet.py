@@ -42,7 +42,7 @@ def tiers_of(ram: int, shared: int = 0) -> KvtierConfig:
     if shared:
         lines.append(
             f"  - {{kind: shared_dir, path: /nowhere/at/all, capacity: {shared}MiB, "
-            "known_chunks: 1000}"
+            "known_chunks: 1000, lookup_timeout: 50ms}"
         )
     return parse_config("\n".join(lines), source="test")
 
