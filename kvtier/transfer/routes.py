@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
+from kvtier.errors import TierUnavailableError
 from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, JobId, Outcome
 
@@ -287,15 +288,18 @@ class FromTier(Route):
 class FindInTier(Route):
     """Asks a shared tier which chunks it has.
 
-    Such a job uses no slots: both slot sequences only have a number for each key.
+    Such a job has no slots of its own: both slot sequences only have a number for each key.
     """
 
     def __init__(self, tier: KeyFinder) -> None:
         self._tier = tier
 
     @override
-    def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        return self._tier.find(job.keys, job.payload)
+    async def run(self, job: Job) -> SlotOutcomes:
+        try:
+            return await self._tier.find(job.keys, job.payload)
+        except TierUnavailableError as error:
+            return SlotOutcomes([Outcome.FAILED] * len(job.keys), str(error))
 
     @override
     def abandon(self, job: Job) -> None:

@@ -22,14 +22,14 @@ import functools
 import math
 import operator
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from itertools import accumulate, compress, repeat
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, Self, TypeVar
 
 from typing_extensions import override
 
 from kvtier.config import SharedTierConfig, TierConfig
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, KvtierError, TierUnavailableError
 from kvtier.keys import ChunkKey, group_of, hash_part
 from kvtier.tiers.base import (
     KeyFinder,
@@ -46,6 +46,7 @@ __all__ = ["KeyedTier", "value_key"]
 
 _FORMAT: Final = "kv1"
 """First part of every key; a new format of values must change it."""
+_T = TypeVar("_T")
 _DONE = Outcome.DONE
 _DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
 _MOST_DOUBTED: Final = 1 << 16
@@ -123,7 +124,9 @@ class KeyedTier(StorageTier, KeyFinder):
         end_token = math.inf
         for at, part in zip(starts, parts, strict=False):
             if part.is_prefix:
-                there = await self._shared.contains_leading(names[at : at + part.chunks])
+                there = await self._reach(
+                    self._shared.contains_leading(names[at : at + part.chunks])
+                )
                 found[at : at + part.chunks] = there
                 leading = there.index(False) if False in there else part.chunks
                 end_token = min(end_token, part.first_token + leading * part.chunk_tokens)
@@ -131,7 +134,7 @@ class KeyedTier(StorageTier, KeyFinder):
             if not part.is_prefix:
                 asked = _last_chunks(part, end_token)
                 wanted = slice(at + asked.start, at + asked.stop)
-                found[wanted] = await self._shared.contains(names[wanted])
+                found[wanted] = await self._reach(self._shared.contains(names[wanted]))
         return SlotOutcomes(
             [
                 _DONE if is_there and key not in self._doubted else Outcome.MISSING
@@ -154,7 +157,7 @@ class KeyedTier(StorageTier, KeyFinder):
         """
         self._require_open()
         check_batch(self, keys, slots, sources)
-        found = await self._shared.contains(self._names(keys))
+        found = await self._reach(self._shared.contains(self._names(keys)))
         lacking = [
             not is_there or key in self._doubted
             for key, is_there in zip(keys, found, strict=True)
@@ -181,7 +184,7 @@ class KeyedTier(StorageTier, KeyFinder):
         self._require_open()
         check_batch(self, keys, slots, into)
         names, values = self._names(keys), _values(into)
-        outcomes = list(await self._shared.get(names, values))
+        outcomes = list(await self._reach(self._shared.get(names, values)))
         got = [at for at, outcome in enumerate(outcomes) if outcome is _DONE]
 
         def is_whole(at: int) -> bool:
@@ -225,10 +228,24 @@ class KeyedTier(StorageTier, KeyFinder):
 
         proofs = map(functools.partial, repeat(prove), names, values)
         await self._pool.run_all(list(proofs), priority=int(purpose))
-        outcomes = await self._shared.put(names, values)
+        outcomes = await self._reach(self._shared.put(names, values))
         stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE]
         self._doubted.difference_update(stored)
         return outcomes
+
+    async def _reach(self, calling: Awaitable[_T]) -> _T:
+        """Await a call of the service.
+
+        Raises:
+            TierUnavailableError: The call failed; the error names the cause in one line.
+        """
+        try:
+            return await calling
+        except KvtierError:
+            raise
+        except Exception as error:  # a client raises errors of its own library
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise TierUnavailableError(self.name, cause) from error
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
         """Return the keys in the service of the values of the chunks ``keys``."""
