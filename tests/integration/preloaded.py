@@ -60,7 +60,7 @@ class Program:
         for descriptor in (theirs_in, theirs_out, theirs_status):
             os.close(descriptor)
         self.stdin = os.fdopen(ours_in, "w")
-        self.stdout = os.fdopen(ours_out)
+        self.stdout = os.fdopen(ours_out, errors="replace")
         status = os.fdopen(ours_status)
         self.pid = int(status.readline())
         threading.Thread(target=self._await_end, args=(status,), daemon=True).start()
@@ -106,7 +106,9 @@ def parent() -> socket.socket:
     command = ["env", *settings, sys.executable, "-m", "tests.integration.preloaded"]
     with theirs:
         # It ends with this process, so it is not waited for.
-        process = subprocess.Popen(command, stdin=theirs, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=theirs.fileno(), cwd=ROOT, start_new_session=True
+        )
     process.returncode = 0
     return ours
 
