@@ -60,7 +60,7 @@ class Program:
         for descriptor in (theirs_in, theirs_out, theirs_status):
             os.close(descriptor)
         self.stdin = os.fdopen(ours_in, "w")
-        self.stdout = os.fdopen(ours_out)
+        self.stdout = os.fdopen(ours_out, errors="replace")
         status = os.fdopen(ours_status)
         self.pid = int(status.readline())
         threading.Thread(target=self._await_end, args=(status,), daemon=True).start()

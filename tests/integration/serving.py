@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 LISTEN_TIMEOUT_S = 30.0
 RETRY_S = 0.05
-UP = b"Application startup complete"
+UP = "Application startup complete"
 TAIL_LINES = 40
 
 
@@ -136,7 +136,7 @@ class Server:
 
     def wait_until_up(self) -> None:
         self._up.wait(self._start_timeout_s)
-        assert UP in self.log.read_bytes(), self.tail()
+        assert UP in self.log.read_text(), self.tail()
 
     def wait_until_ended(self) -> int:
         """Return the exit status of a server that ends by itself."""
@@ -168,10 +168,9 @@ class Server:
         return [each for each in Process.all() if each.session == self._process.pid]
 
     def _copy_log(self) -> None:
-        source = cast("BinaryIO", self._process.stdout.buffer)
-        with source as output, self.log.open("wb", buffering=0) as log:
+        with self._process.stdout as output, self.log.open("wb", buffering=0) as log:
             for line in output:
-                log.write(line)
+                log.write(line.encode())
                 if UP in line:
                     self._up.set()
         self._up.set()
