@@ -1,4 +1,4 @@
-"""Storage tiers: places slower than RAM that keep chunks."""
+"""Storage tiers: they keep chunks on media slower than RAM."""
 
 from __future__ import annotations
 

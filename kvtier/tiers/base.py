@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Fields = Mapping[str, str | int]
-"""An engine's identity, or the known part of it."""
+"""Name and value of each known setting in an engine's identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class TierContext:
         slot_nbytes: Bytes of one slot, a multiple of 4096.
         fingerprint: The settings that a chunk's bytes depend on; each fingerprint has its own
             namespace.
-        pool: Threads for the tier's blocking calls. Owned by the caller.
-        piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
-            moves at least one slot.
+        pool: The caller's threads, for the tier's blocking calls.
+        piece_nbytes: Largest number of bytes that one I/O call moves. A larger slot is still
+            moved by one call.
         memory: Shared memory that contains all buffers; None if the buffers are not shared.
         owner_pid: Process id of the engine; the cache's lock names it as the holder.
-        was_reset: Whether this engine reset its cache before. True only if the tier's process
-            died and starts again.
-        hash_parts: Number of parts of each chunk whose hashes the tier must keep
+        was_reset: Whether this engine has already reset its cache. False unless the tier's
+            process died and is started again.
+        hash_parts: Number of part hashes that the tier must keep for each chunk
             (:mod:`kvtier.tiers.part_hashes`); 0 for none.
-        mapped: The whole ``memory``, mapped by the process of a hosted tier; None in other
+        mapped: The bytes of ``memory``, in the process of a hosted tier; None in other
             processes.
     """
 
@@ -79,8 +79,8 @@ class SlotOutcomes:
     """The outcomes of the chunks of one read or one write.
 
     Attributes:
-        outcomes: DONE, FAILED or CORRUPT for each chunk, in the batch's order; from a shared
-            tier also MISSING or REFUSED.
+        outcomes: Outcome of each chunk, in the batch's order: DONE, FAILED or CORRUPT. A shared
+            tier may also return MISSING or REFUSED.
         error: Message of the first failure; empty if all are DONE.
     """
 
@@ -90,7 +90,7 @@ class SlotOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class TierExamination:
-    """Report on a tier's directory: what an engine would find there at its start.
+    """Report on what a starting engine would find in a tier's directory.
 
     Attributes:
         refusals: Reasons why the engine would not start.
@@ -101,8 +101,8 @@ class TierExamination:
             directory open.
         free_nbytes: Free bytes of the file system; None if the file system reports no size.
         wanted_nbytes: Bytes of disk room that the slots and the index still need.
-        index_nbytes: How many of the ``wanted_nbytes`` the index needs.
-        reclaimed_nbytes: Bytes of slots that the start would remove.
+        index_nbytes: The index's share of ``wanted_nbytes``.
+        reclaimed_nbytes: Bytes of other caches' slots that the start would remove.
         own_nbytes: Bytes of disk room that this engine's cache already uses.
     """
 
@@ -164,9 +164,9 @@ def check_outcomes(moved: SlotOutcomes, chunks: int, *, mover: str) -> SlotOutco
 class StorageTier(ABC):
     """A medium with ``capacity_slots`` slots of ``slot_nbytes`` bytes.
 
-    All coroutines run on the transfer engine's loop and must not block it: blocking calls go
-    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. The manager
-    guarantees that two running batches share a slot only if both batches read.
+    All coroutines run on the transfer engine's loop. They must not block that loop: blocking
+    calls go through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. The manager
+    guarantees that two concurrent batches share a slot only if both batches read.
 
     Attributes:
         name: The tier's name in the configuration.
@@ -175,14 +175,15 @@ class StorageTier(ABC):
     """
 
     Options: ClassVar[type[TierConfig]]
-    """Model of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
-    point, or its class as ``module:Class``."""
+    """The class that parses the tier's section of the YAML file. In that section, ``kind`` is
+    the tier's entry point, or the tier's class as ``module:Class``."""
 
     is_local: bool = True
-    """Whether the medium is on this host; hints and events call such a tier ``LOCAL``."""
+    """Whether the medium is on this machine. Hints and events report such a tier as
+    ``LOCAL``."""
 
     moves_in_process: ClassVar[bool] = True
-    """Whether this process accesses the buffers; if so, the engine maps their pages."""
+    """Whether this process accesses the buffers. If so, the engine maps the buffers' pages."""
 
     name: str
     capacity_slots: int
@@ -192,8 +193,8 @@ class StorageTier(ABC):
     def examine(cls, options: TierConfig, identity: Fields) -> TierExamination | None:  # noqa: ARG003
         """Report what a start with ``options`` would find in the tier's directory.
 
-        ``kvtier check`` and ``doctor`` use the report. The default implementation compares the
-        capacity with the free room of the file system of ``options.local_directory()``. A tier
+        ``kvtier check`` and ``doctor`` use the report. By default, the report compares the
+        capacity with the free bytes of the disk that has ``options.local_directory()``. A tier
         that can report more overrides this method. An override may block for half a second and
         must not change the cache.
 
@@ -238,15 +239,16 @@ class StorageTier(ABC):
     def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
         """Return the recovered chunks, each as key and slot, least recently used first.
 
-        Called once, before any other method, from the thread that opened the tier. Keys and
-        slots are unique.
+        This method is called once, before any other method, from the thread that opened the
+        tier. Keys and slots are unique.
         """
 
     def retained(self) -> Mapping[int, int]:
-        """Return the slots of recovered chunks to protect, each with the end of the protection.
+        """Return the slots of chunks to protect from eviction, each with an end time.
 
-        The ends are in seconds since the epoch. All slots are among those of :meth:`recovered`.
-        Chunks beyond ``options.retained_share()`` may be evicted.
+        The ends are in seconds since the epoch. The chunks are among those of
+        :meth:`recovered`. If they fill more than the share ``options.retained_share()`` of the
+        tier, the excess may be evicted.
         """
         return {}
 
@@ -317,10 +319,11 @@ class StorageTier(ABC):
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Start a :meth:`write` now, if the tier can; the caller awaits the returned coroutine.
 
-        The default starts nothing before the await. A tier that runs in another process sends
-        the job in this call, one turn of the loop earlier. Do not cancel a task that awaits the
-        coroutine before the task's first step: such a cancellation does not wait until the
-        memory is unused.
+        By default, nothing starts before the await. A tier in another process sends the job
+        during this call, and so saves one turn of the loop.
+
+        If a task awaits the coroutine, do not cancel the task before it first runs. Such a
+        cancellation does not wait until the memory is unused.
         """
         return self.write(keys, slots, sources, purpose=purpose)
 
@@ -376,17 +379,17 @@ class StorageTier(ABC):
 
 
 class KeyFinder(ABC):
-    """The interface of a tier to which others add chunks, so that it must be queried."""
+    """The interface for asking a tier which chunks other engines have added."""
 
     @abstractmethod
     async def find(
         self, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
     ) -> SlotOutcomes:
-        """Return for each key DONE if the tier seems to have its chunk, else MISSING.
+        """Return DONE for each key whose chunk the tier seems to have, else MISSING.
 
         Args:
             keys: Chunks of one prompt, group by group.
-            parts: The consecutive chunks of each group among ``keys``, in the same order.
+            parts: Description of each group's chunks, in the order of the groups in ``keys``.
 
         Raises:
             ClosedError: The tier was closed.

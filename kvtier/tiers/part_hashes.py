@@ -6,8 +6,8 @@ of a chunk when they store the chunk (:mod:`kvtier.memory.part_hashes`), and the
 these part hashes beside the chunk's row. Chunks of earlier engines and chunks that came from
 another tier may have no part hashes.
 
-A GDS read verifies bytes against part hashes. So after wrong or outdated hashes a read fails;
-it never returns wrong bytes.
+A GDS read verifies bytes against part hashes. So if the hashes are wrong or outdated, the read
+fails; it never returns wrong bytes.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ NO_PART_HASHES = StoredPartHashes(np.empty(0, np.int64), np.empty((0, 0), np.uin
 class PartHashKeeper(ABC):
     """A storage tier that keeps part hashes and has a slot file.
 
-    The tier keeps :attr:`TierContext.hash_parts <kvtier.tiers.base.TierContext.hash_parts>`
-    hashes for each chunk; 0 if it keeps none.
+    The number of hashes for each chunk is :attr:`TierContext.hash_parts
+    <kvtier.tiers.base.TierContext.hash_parts>`; 0 means that the tier keeps no hashes.
     """
 
     @property
     @abstractmethod
     def slot_file(self) -> SlotFileId | None:
-        """The file that has slot ``i`` at byte ``i * slot_nbytes``; None if there is none."""
+        """The file with slot ``i`` at byte ``i * slot_nbytes``; None without a file."""
 
     @abstractmethod
     def recovered_part_hashes(self) -> StoredPartHashes:
         """Return the part hashes from earlier engines.
 
-        Called once, before any other method, from the thread that opened the tier.
+        This method is called once, before any other method, from the thread that opened the
+        tier.
         """
 
     @abstractmethod

@@ -11,7 +11,8 @@ from kvtier.tiers.slab.examine import examine_slab
 __all__ = ["check_tiers", "examine_tier", "open_tier"]
 
 _FAST_EXAMINERS: Final = {"nvme": examine_slab}
-"""Functions that examine a cache without the slow import of the tier's class, by kind."""
+"""For each kind, a function that examines a cache without the slow import of the tier's
+class."""
 
 
 def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
@@ -45,7 +46,7 @@ def examine_tier(options: TierConfig, identity: Fields) -> TierExamination | Non
 
 
 def check_tiers(config: KvtierConfig) -> None:
-    """Check that every tier of ``config`` has a class that can be opened.
+    """Check that the class of every tier in ``config`` is installed and complete.
 
     Raises:
         ConfigError: A kind is not installed, or its class lacks methods of a tier.

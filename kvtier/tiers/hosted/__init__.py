@@ -2,9 +2,10 @@
 
 Moving a chunk takes little Python code, but that code needs the interpreter lock: after every
 system call and during the checksum. In the engine's process the scheduler has the lock most of
-the time. A thread waits for the lock up to the switch interval, 5 ms, in which a disk delivers
-30 MB. A thread that hashes at 10 GB/s holds the lock for 0.1 s per gigabyte, in which the
-scheduler cannot run. Threads and ``io_uring`` do not help, because both need the lock.
+the time. A thread waits for the lock for up to 5 ms, the switch interval; a disk delivers 30 MB
+in that time. A thread that hashes at 10 GB/s holds the lock for 0.1 s per gigabyte, and the
+scheduler cannot run in that time. Threads and ``io_uring`` do not help, because both need the
+lock.
 
 So the tier runs in another process, which maps the same host region. For each job the engine
 sends one small frame with keys, slots and offsets in the region. The host answers with one

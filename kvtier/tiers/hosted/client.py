@@ -221,8 +221,8 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call.
 
-        A use that waits for the next call saves a message per job. If no call follows within a
-        second, a timer sends the uses, so that the index has roughly correct times.
+        Waiting for the next call saves one message per job. If no call follows within a second,
+        a timer sends the uses, so that the index has roughly correct times.
         """
         lost = self._connection is not None and not self._connection.usable
         if self._host is not None and not lost:  # a new host does not need this frame
@@ -233,7 +233,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
-        A failed reset is retried before any other operation, by this host or a new one.
+        A failed reset is retried before any other operation, by the same host or a new host.
 
         Raises:
             ClosedError: The tier was closed.
@@ -348,7 +348,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         return connection
 
     async def _connect_to_close(self) -> Connection | None:
-        """Return the connection for closing the tier; None if nothing must be closed.
+        """Return the connection for closing the tier; None if there is nothing to close.
 
         If a reset is due and no host runs, a new host is started. A connection whose reset
         hangs is returned without waiting for that reset.
@@ -382,7 +382,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a new host; end the new host if the tier was closed during the start.
+        """Start a new host; end that host if the tier was closed during the start.
 
         Raises:
             TierUnavailableError: The tier was closed, or no host can be started.
@@ -398,7 +398,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         raise TierUnavailableError(self.name, "it is closed")
 
     def _is_over(self) -> bool:
-        """Return whether no host is needed any more: the tier is closed and no reset is due."""
+        """Return whether the tier is closed and no reset is due, so that no host is needed."""
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:

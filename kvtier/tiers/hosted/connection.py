@@ -1,9 +1,9 @@
 """A connection to a tier's host process: calls and their answers, on the tier's event loop.
 
-In an engine that runs Python code, each turn of the loop costs time: whenever the loop waits or
-makes a system call, it releases the interpreter lock and gets it back 5 ms later. So a call is
-sent at once, before the caller awaits it. The callback that receives an answer's bytes handles
-the answer.
+While the engine runs Python code, each turn of the loop costs time. Whenever the loop waits or
+makes a system call, it releases the interpreter lock, and gets the lock back 5 ms later. So a
+call is sent at once, before the caller awaits it. The callback that receives an answer's bytes
+handles the answer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
 
         Args:
             op: The operation.
-            make: Takes a header and returns a frame with it.
+            make: Returns a frame with the given header.
 
         Raises:
             KvtierError: The tier's error, or TierUnavailableError if the host is gone.
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         await answer
 
     async def aclose(self) -> None:
-        """Close the socket and wait until the host has ended, at most for a time limit."""
+        """Close the socket, and wait for the end of the host, up to a time limit."""
         # Not close(), which waits until the host, which may hang, has read everything.
         self._transport.abort()
         self._mark_gone()

@@ -1,8 +1,8 @@
 """Frames: the messages between an engine and the host of its tier.
 
-A frame has two lengths, a JSON object and packed arrays. The JSON has single values, the arrays
-have one value per chunk. Both ends are the same version of kvtier on the same machine, and
-frames are never stored. So the format needs no version.
+A frame has a JSON object and packed arrays, after the length of each. The JSON object has
+single values; the arrays have one value per chunk. Both ends are the same version of kvtier on
+the same machine, and frames are never stored. So the format needs no version.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _ALL_DONE: Final = "done"
 _ATTRIBUTES: Final = {"tier": TierError, "holder": CacheLockedError}
-"""Attributes to send with an error besides its message, and the class that has each."""
+"""For each attribute to send with an error, the class of errors that has the attribute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Batch:
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
-    """Return the length of ``keys`` (a list if lengths differ), and the joined keys."""
+    """Return the length of each key (one number if all are equal), and the joined keys."""
     widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
     return (list(map(len, keys)) if width is None else width), b"".join(keys)
@@ -135,7 +135,7 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_part_hashes(kept: StoredPartHashes) -> Frame:
-    """Return a frame with part hashes; ``parts`` in its header counts them per chunk."""
+    """Return a frame with part hashes; ``parts`` in the header is their number per chunk."""
     header = {"op": "part_hashes", "parts": kept.hashes.shape[1]}
     return Frame(header, b"".join((kept.slots.tobytes(), kept.hashes.tobytes())))
 
@@ -166,9 +166,10 @@ def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
 def encode_error(error: BaseException) -> dict[str, str]:
     """Encode an error for :func:`decode_error`.
 
-    Any other exception becomes a KvtierError with the class name in its message. The engine's
-    process may not know the class of a plugin's KvtierError. So such an error gets its nearest
-    base class in :mod:`kvtier.errors`, provided that it has the attributes of that class.
+    The engine's process may not know the class of a plugin's KvtierError. So such an error is
+    sent with its nearest base class in :mod:`kvtier.errors`, provided that it has the
+    attributes of that class. An exception of another kind is sent as a KvtierError with the
+    class name in the message.
     """
     if not isinstance(error, KvtierError):
         return {"kind": "KvtierError", "text": f"{type(error).__name__}: {error}"}
@@ -187,7 +188,7 @@ def encode_error(error: BaseException) -> dict[str, str]:
 
 
 def _needed(kind: type) -> set[str]:
-    """Return the names of the attributes that errors of class ``kind`` have."""
+    """Return the names of the attributes to send with an error of class ``kind``."""
     return {name for name, owner in _ATTRIBUTES.items() if issubclass(kind, owner)}
 
 

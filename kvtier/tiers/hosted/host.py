@@ -67,7 +67,7 @@ _NICENESS: Final = 5
 _RECOVERED_AT_ONCE: Final = 1 << 16
 _PARENT_POLL_S: Final = 1.0
 _STDERR: Final = "(kvtier I/O process pid=%(process)d) %(levelname)s %(asctime)s %(message)s"
-"""Format of records that cannot be sent to the engine, and of other packages' records."""
+"""Format of log records on stderr: other packages' records, and those that cannot be sent."""
 _FIELDS: Final = (
     "name",
     "levelno",
@@ -79,7 +79,7 @@ _FIELDS: Final = (
     "process",
     "processName",
 )
-"""The fields of a log record with its time and its place."""
+"""The fields of a log record to send, such as its time and its source line."""
 
 Send = Callable[[Frame], None]
 
@@ -266,7 +266,7 @@ def _log_to_engine(send: Send) -> None:
 def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
     """Close ``transport`` when the engine dies, even if another process holds the socket.
 
-    Only the transport may end the stream, because data after the end of a stream is an error.
+    The stream is ended only through the transport: data that arrives after the end is an error.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -287,7 +287,7 @@ def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
 
 
 def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
-    """Poll for the engine's death, after which this process has another parent."""
+    """Close ``transport`` when the engine has died and this process has another parent."""
     if os.getppid() != engine_pid:
         transport.abort()
         return
@@ -296,7 +296,7 @@ def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
 
 
 def _slot_file(tier: StorageTier) -> dict[str, Any]:
-    """Return the part of the header of ``opened`` that names the tier's slot file."""
+    """Return the tier's slot file, as a field for the header of an ``opened`` frame."""
     file = tier.slot_file if isinstance(tier, PartHashKeeper) else None
     return {} if file is None else {"slot_file": list(file)}
 
@@ -320,7 +320,7 @@ async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> No
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:
-    """Yield frames with the recovered chunks, small enough not to fragment the heap."""
+    """Yield the recovered chunks in small frames; large frames would fragment the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)
@@ -340,7 +340,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
 
 
 async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame | None:
-    """Serve until the engine sends a close frame; return that frame, or None if none came."""
+    """Serve until the engine sends a close frame or ends; return the close frame, else None."""
     try:
         async for frame in frames:
             if frame.header["op"] == "close":

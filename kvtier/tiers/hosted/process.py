@@ -43,10 +43,10 @@ class Opened(NamedTuple):
     Attributes:
         capacity_slots: Number of slots.
         recovered: Frames with the recovered chunks, least recently used first.
-        part_hashes: A frame with the recovered part hashes, if there are any.
-        slot_file: The tier's slot file, if it has one.
-        retained: End of the protection from eviction of the chunk in a slot, in seconds since
-            the epoch, by slot.
+        part_hashes: A frame with the recovered part hashes; None without part hashes.
+        slot_file: The tier's slot file; None without a slot file.
+        retained: For each slot with a protected chunk, the time when the protection ends, in
+            seconds since the epoch.
     """
 
     capacity_slots: int
@@ -113,7 +113,7 @@ class HostProcess:
 
         Args:
             opening: Options and context of the tier, as JSON.
-            clock: Returns seconds; monotonic.
+            clock: Returns seconds on a monotonic clock.
 
         Raises:
             KvtierError: The error that opening the tier raised in the host.
@@ -218,7 +218,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> bytes:
 
     Raises:
         TimeoutError: No bytes came in time.
-        OSError: The other end is gone.
+        OSError: The other process closed the connection.
     """
     if timeout_s <= 0:  # a socket does not wait at all with a timeout of 0
         raise TimeoutError
@@ -245,7 +245,7 @@ def _took_too_long(process: subprocess.Popen[bytes]) -> str:
 
 
 def relog(frame: Frame) -> None:
-    """Log a record of the host, with its original time, place and process id."""
+    """Log a record from the host, with the original time, source line and process id."""
     record = logging.makeLogRecord(frame.header["record"])
     logger = get_logger(frame.header["module"])
     if logger.isEnabledFor(record.levelno):
@@ -268,7 +268,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 async def aend(process: subprocess.Popen[bytes]) -> bool:
     """Wait on the event loop for ``process`` to end, and kill it after a time limit.
 
-    This function uses no thread, because the engine's threads may be closed or hang on a disk.
+    This function uses no thread, because the engine's threads may be gone or hang on a disk.
 
     Returns:
         Whether the process ended. If not, it is stuck in a system call.

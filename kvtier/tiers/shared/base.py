@@ -1,9 +1,9 @@
 """The contract of a shared tier.
 
-A shared tier keeps chunks that many engines store and load: a pool of other hosts' memory, an
-object store, a shared directory. Chunks are addressed by key. The service decides its capacity
-and its evictions, and other engines add and remove chunks at any time. So any chunk may
-disappear at any time, and a missing chunk is no failure.
+A shared tier keeps chunks that many engines store and load, for example in other machines'
+memory, an object store or a shared directory. Chunks are addressed by key. The service decides
+its capacity and its evictions, and other engines add and remove chunks at any time. So any
+chunk may disappear at any time, and a missing chunk is no failure.
 
 A *value* is what the service keeps for a key: the chunk's bytes, followed by their proof.
 :class:`~kvtier.tiers.shared.keyed_tier.KeyedTier` makes the proof of each value to put, and
@@ -27,7 +27,7 @@ __all__ = ["SharedContext", "SharedTier", "Value"]
 
 
 class Value(NamedTuple):
-    """The buffers of one value; the service keeps their bytes one after the other.
+    """The buffers of one value. The service keeps the payload followed by the proof.
 
     Attributes:
         payload: The bytes of the chunk, aligned to 4096 bytes in the shared memory.
@@ -44,12 +44,11 @@ class SharedContext:
 
     Attributes:
         payload_nbytes: Bytes of one chunk, a multiple of 4096.
-        pool: Threads for the tier's blocking calls. Owned by the caller.
-        memory: The memory that contains all payloads, as this process maps it. If the tier's
-            client registers memory, it does so once, when the tier opens. None if payloads may
-            be in any memory.
-        is_nbytes_known: Whether the engines' chunks have ``payload_nbytes`` bytes. If that is
-            unknown, ``contains`` counts values of any size.
+        pool: The caller's threads, for the tier's blocking calls.
+        memory: The memory that contains all payloads, as this process maps it; None if payloads
+            may be anywhere. A client that must register memory does so when the tier opens.
+        is_nbytes_known: Whether the engines' chunks are known to have ``payload_nbytes`` bytes.
+            If not, ``contains`` also counts values of other sizes.
     """
 
     payload_nbytes: int
@@ -62,22 +61,24 @@ class SharedTier(ABC):
     """A service that keeps values by key, for many engines.
 
     Keys are text of at most 200 characters: letters, digits, ``-``, and ``/`` between two other
-    characters. All coroutines run on one event loop and must not block it: blocking calls go
-    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call must end
-    within bounded time even if the service hangs: the call's buffers stay in use until it ends.
+    characters. All coroutines run on one event loop. They must not block that loop: blocking
+    calls go through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. Every call
+    must end within bounded time even if the service hangs, because the call's buffers stay in
+    use until the call ends.
     """
 
     Options: ClassVar[type[SharedTierConfig]]
-    """Model of the tier's section of the YAML file. The section's ``kind`` is the tier's entry
-    point in the group ``kvtier.shared_tiers``, or its class as ``module:Class``."""
+    """The class that parses the tier's section of the YAML file. In that section, ``kind`` is
+    the tier's entry point in the group ``kvtier.shared_tiers``, or the tier's class as
+    ``module:Class``."""
 
     @classmethod
     @abstractmethod
     def open(cls, options: SharedTierConfig, context: SharedContext) -> Self:
         """Return a client of the service. This call blocks for some seconds at most.
 
-        If the service is not reachable now, this method returns a client too. Its calls fail
-        until the service is reachable.
+        If the service is unreachable now, this method still returns a client. The client's
+        calls fail until the service is reachable.
 
         Args:
             options: An instance of :attr:`Options`.
@@ -89,7 +90,7 @@ class SharedTier(ABC):
 
     @abstractmethod
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return for each key whether the service has its value.
+        """Return for each key whether the service has a value.
 
         Raises:
             Exception: The service did not answer.
@@ -99,12 +100,12 @@ class SharedTier(ABC):
         """
 
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return which leading keys of a prompt the service has.
+        """Return for each key of a prompt whether the service has a value; may guess.
 
-        Unlike the answer of :meth:`contains`, this answer may be a guess. The keys are the
-        consecutive chunks of one prompt. Engines store a prompt's chunks in order, so usually
-        all chunks up to some point are stored and no later ones. If each key costs a request, a
-        tier may ask about few keys and infer the others. A wrong answer costs a miss.
+        The keys are those of consecutive chunks of one prompt. Engines store a prompt's chunks
+        in order, so usually the service has the first chunks and lacks the others. If each key
+        costs a request, a tier may ask for few keys and infer the answers for the others. A
+        wrong answer costs a miss.
 
         Raises:
             Exception: The service did not answer.
@@ -147,5 +148,5 @@ class SharedTier(ABC):
     async def aclose(self) -> None:
         """Release the client's connections and memory. Idempotent.
 
-        No other call may be running, and none follows.
+        No other call may be running, and no call may follow.
         """

@@ -28,7 +28,7 @@ class FileEntry(NamedTuple):
 
 
 class DirIo(BlockIo):
-    """The system calls of a shared directory, one method each. A test can make any fail.
+    """The system calls of a shared directory, one method each. A test can make any call fail.
 
     The process's umask decides the modes of new files and folders. Every method raises
     :class:`OSError`.
@@ -65,7 +65,7 @@ class DirIo(BlockIo):
         destination.hardlink_to(source)
 
     def list_files(self, folder: Path) -> list[FileEntry]:
-        """Return the regular files of ``folder``, except those removed meanwhile."""
+        """Return the regular files of ``folder``; omit files that are removed meanwhile."""
         files = []
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -2,9 +2,11 @@
 
 ::
 
-    DIRECTORY/ kvtier-shared-dir.json the marker: the format and the number of folders 00a7/ a
-        folder; the hash of a key selects its folder KEY.kv a value; each slash of the key is
-        written as an underscore .4f0c62...tmp a value that is being written
+    DIRECTORY/
+        kvtier-shared-dir.json    the marker: the format and the number of folders
+        00a7/                     a folder, selected by the hash of a key
+            KEY.kv                a value; an underscore replaces each slash of the key
+            .4f0c62...tmp         a value that is being written
 
 The marker shows that the directory is mounted. After an unmount, the empty mount point has no
 marker. Without this check, kvtier would write chunks to the disk below the mount point, and
@@ -46,10 +48,10 @@ TEMPORARY: Final = ".tmp"
 _FORMAT: Final = 1
 _MOST_FOLDERS: Final = 1 << 16
 _VALUES_PER_FOLDER: Final = 256
-"""Number of values of a full folder in a new directory, so that hashing fills folders
-evenly."""
+"""Planned number of values in each full folder of a new directory. With so many values, hashing
+fills the folders evenly."""
 _LEAST_VALUES: Final = 4
-"""Number of values of a full folder below which evictions would be arbitrary."""
+"""Smallest number of values in a full folder; with fewer, evictions would be arbitrary."""
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _CONFIGURED_WRONG: Final = frozenset(
@@ -104,7 +106,7 @@ class DirLayout:
 
     @property
     def folder_nbytes(self) -> int:
-        """Bytes that each folder may hold."""
+        """Largest number of bytes of the files in each folder."""
         return self._options.capacity_bytes // self._folders
 
     @property
@@ -142,7 +144,7 @@ class DirLayout:
         self._marker = marker
 
     def check(self) -> None:
-        """Check that the directory is mounted; read a replaced marker again.
+        """Check that the directory is mounted; read the marker again if it was replaced.
 
         Raises:
             TierUnavailableError: The file system does not work now, or is not mounted.
@@ -221,7 +223,7 @@ class DirLayout:
         return marker
 
     def _publish(self, temporary: Path) -> None:
-        """Rename ``temporary`` to the marker unless a marker exists."""
+        """Rename ``temporary`` to the marker's name unless a marker exists."""
         try:
             self._io.link(temporary, self._path / MARKER)
         except FileExistsError:
@@ -272,7 +274,7 @@ class DirLayout:
         return status.st_dev, status.st_ino
 
     def _is_same_place(self) -> bool:
-        """Return whether the directory is the one that had the marker."""
+        """Return whether the path still leads to the directory that had the marker."""
         try:
             return self._marker is not None and self._place() == self._marker.place
         except (FileNotFoundError, NotADirectoryError):

@@ -1,17 +1,17 @@
-"""Keeps the folders of a shared directory within their shares of the capacity.
+"""Keep the folders of a shared directory within their shares of the capacity.
 
-Every engine does it alike, for the folders into which it writes. No engine is needed: if no
-engine writes, no folder grows. Two engines may evict from a folder at the same time: both
-choose the same files, and a file that is gone already is no failure. So there is no lock that
-an engine could hold when it dies.
+Every engine limits the folders into which it writes. A folder into which no engine writes does
+not grow. Two engines may evict from a folder at the same time: both choose the same files, and
+removing a missing file is no failure. So no lock is needed that a dying engine could keep.
 
-An engine lists a folder before its first put, and estimates what is in it afterwards: the bytes
-that it listed, and the bytes by which its puts made the folder grow since. If the folder grew
-faster than that between the last two listings, others write to it too, and the estimate grows
-faster as well. It lists the folder again after its first put, when it has put twice as much,
-and so on, later whenever the folder has grown by a twentieth of its share. If the folder is
-nearly full then, its least recently used values are removed. A put that does not fit meanwhile
-is refused.
+An engine lists a folder before its first put there. Afterwards the engine estimates the
+folder's bytes: the listed bytes, plus the bytes of the engine's own puts since the listing. If
+the folder grew faster between the last two listings, other engines write to the folder too. The
+engine then scales up the bytes of its own puts.
+
+The engine lists the folder again after its first put, and then whenever its puts have doubled
+or the folder has grown by 1/20 of its share. If the folder is nearly full, the engine removes
+the least recently used values. Until then, the engine refuses puts that do not fit.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LISTED_AFTER: Final = 0.05
-"""Growth after which a folder is listed again, as a part of its share of the capacity."""
+"""Growth after which a folder is listed again, as a fraction of the folder's capacity."""
 _FULL_FROM: Final = 0.9
-"""Filled part of its share from which on a folder counts as nearly full. The rest is for the
-puts of the time in which the folder is listed and files are removed."""
+"""Fraction of a folder's capacity from which the folder counts as nearly full. The rest is for
+puts during the listing of the folder and the removal of files."""
 _FIRST_LISTING_S: Final = 5.0
-"""Longest wait of a put for the listing of folders that this engine has not used before."""
+"""Longest time that a put waits for the first listing of its folders."""
 _EVICTED_TO: Final = 0.8
 _THREADS: Final = 4
-"""Folders that are listed at a time."""
+"""Number of folders that are listed at the same time."""
 _MOST_GROWTH: Final = 64.0
-"""Largest factor by which a folder is assumed to grow faster than this engine's puts."""
+"""Largest assumed ratio of a folder's growth to the bytes of this engine's puts."""
 _STALE_NS: Final = 3600 * 10**9
-"""Age from which a temporary file belongs to a dead engine."""
+"""Age from which a temporary file counts as left behind by a dead engine."""
 
 
 class _OneThread(Executor):
-    """Runs one call at a time on a daemon thread, which a hanging file server may keep."""
+    """Runs one call at a time on a daemon thread, so that a hanging call delays no exit."""
 
     def __init__(self) -> None:
         self._calls = TimedCalls(name="kvtier-shared-dir")
@@ -76,8 +76,8 @@ class _Folder:
     """The size of a folder, as far as this engine knows.
 
     Attributes:
-        listed_nbytes: Bytes of its files after the last listing.
-        put_nbytes: Bytes that this engine has added since.
+        listed_nbytes: Bytes of the folder's files after the last listing and its evictions.
+        put_nbytes: Bytes that this engine has added since the last listing.
         put_before_nbytes: Bytes that this engine had added before the last listing.
         writing_nbytes: Bytes that this engine is putting now.
         growth: Bytes by which the folder grows per byte that this engine adds.
@@ -94,7 +94,7 @@ class _Folder:
         return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
 
     def is_due(self, share_nbytes: int) -> bool:
-        """Return whether the folder is to be listed again.
+        """Return whether the folder must be listed again.
 
         Args:
             share_nbytes: Bytes that the folder may have.
@@ -103,10 +103,10 @@ class _Folder:
         return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
-        """Learn how fast the folder grows from a new listing.
+        """Compute the folder's growth from a new listing.
 
         Args:
-            found_nbytes: Bytes of all files.
+            found_nbytes: Bytes of all listed files.
             put_nbytes: Bytes that this engine added between the listings.
         """
         if put_nbytes > 0:
@@ -135,9 +135,9 @@ class DirRoom:
         self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
 
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
-        """Return for each value whether it may be put; call :meth:`finish` for those later.
+        """Return for each value whether it may be put; call :meth:`finish` after each put.
 
-        A value whose folder cannot be listed in time may not.
+        A value may not be put if its folder cannot be listed in time.
 
         Args:
             folders: Folder of each value.
@@ -157,11 +157,11 @@ class DirRoom:
         return [folder in self._folders and self._admit(folder, nbytes) for folder in folders]
 
     def finish(self, path: Path, nbytes: int, *, added_nbytes: int) -> None:
-        """Note the end of a put that was admitted.
+        """Record the end of an admitted put.
 
         Args:
             path: The value's folder.
-            nbytes: Bytes that were admitted.
+            nbytes: Bytes of the value's file, as admitted.
             added_nbytes: Bytes by which the put made the folder grow.
         """
         folder = self._folders[path]
@@ -171,7 +171,7 @@ class DirRoom:
             _ = self._keep_soon(path)
 
     async def aclose(self) -> None:
-        """Stop, without waiting for a call that hangs. Idempotent."""
+        """Stop without waiting for hanging calls. Idempotent."""
         if tasks := list(self._keeping.values()):
             for task in tasks:
                 task.cancel()
@@ -189,7 +189,7 @@ class DirRoom:
         return fits
 
     def _keep_soon(self, path: Path) -> asyncio.Task[None]:
-        """Return the task that lists a folder and evicts from it."""
+        """Return the task that lists a folder and evicts from it; start one if none runs."""
         task = self._keeping.get(path)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._keep(path))
@@ -234,7 +234,7 @@ class DirRoom:
 
 
 def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry]:
-    """Return the files to remove, first those of dead engines, then the least recently used."""
+    """Return the files to remove: dead engines' files, and the oldest values if too full."""
     # All times are the file server's, and its clock has reached the latest of them.
     now_ns = max((file.modified_ns for file in files), default=0)
     victims = [

@@ -1,4 +1,4 @@
-"""Finds how many leading keys of a chain a service has, with few requests.
+"""Find out with few requests how many leading keys of a chain a service has.
 
 The chunks of a prompt form a chain: an engine stores each chunk after the chunks before it. So
 a service usually has all chunks up to some point and no later ones. A galloping search finds
@@ -20,23 +20,23 @@ from typing import Final, TypeAlias
 __all__ = ["AT_ONCE", "Ask", "count_leading", "count_rounds"]
 
 Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[bool]]]
-"""Returns for each position of a chain whether the service has its key."""
+"""Returns for each given position of a chain whether the service has the key there."""
 
 AT_ONCE: Final = 8
-"""Number of requests of one round."""
+"""Largest number of requests in one round."""
 
 
 async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
     """Return how many leading keys of a chain of ``count`` keys the service has.
 
-    Sends at most ``at_once`` requests, each about one key, in each of ``2 + log(count) /
-    log(at_once + 1)`` rounds.
+    The search takes up to ``2 + log(count) / log(at_once + 1)`` rounds. Each round sends at
+    most ``at_once`` requests, each for one key.
 
     Args:
         count: Number of keys.
-        ask: Returns for each of some ascending positions, from 0 to ``count - 1``, whether the
-            service has the key.
-        at_once: Number of requests of one round, which ``ask`` may send in parallel.
+        ask: Returns for each given position whether the service has the key there. The
+            positions are ascending, from 0 to ``count - 1``.
+        at_once: Largest number of requests in one round; ``ask`` may send them in parallel.
     """
     present, absent = 0, count
     positions = _exponential(count, at_once)
@@ -52,7 +52,11 @@ async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
 
 
 def count_rounds(found: Sequence[bool]) -> int:
-    """Return how many rounds :func:`count_leading` takes if the service has ``found``."""
+    """Return how many rounds :func:`count_leading` takes.
+
+    Args:
+        found: For each key of the chain, whether the service has the key.
+    """
     rounds = 0
 
     async def ask(positions: Sequence[int]) -> list[bool]:
@@ -76,7 +80,7 @@ def _exponential(count: int, at_once: int) -> list[int]:
 
 
 def _even(first: int, end: int, at_once: int) -> list[int]:
-    """Return positions that divide the range from ``first`` to ``end`` into equal parts."""
+    """Return positions at equal distances between ``first`` and ``end``."""
     parts = at_once + 1
     spread = {first + (end - first) * part // parts for part in range(1, parts)}
     return sorted(spread)

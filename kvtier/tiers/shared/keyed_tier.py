@@ -1,18 +1,18 @@
-"""Makes a storage tier of a shared tier.
+"""Use a shared tier as a storage tier.
 
-The manager addresses chunks by slot, and a shared tier by key. :class:`KeyedTier` joins them:
-its slots hold no bytes. A slot only records that the service had a chunk when this engine last
-stored the chunk or asked for it. So the manager treats a shared tier like any other tier. An
-eviction only deletes this record.
+The manager addresses chunks by slot, and a shared tier addresses them by key. The slots of a
+:class:`KeyedTier` contain no bytes. A slot only records that the service had a chunk when this
+engine last stored the chunk or asked for the chunk. So the manager treats a shared tier like
+any other tier. An eviction only deletes this record.
 
-Two things differ from a tier with slots of its own. The manager does not know what other
-engines stored, so it asks (:meth:`KeyedTier.find`). And a chunk may be missing when it is read;
-its outcome is then :attr:`Outcome.MISSING <kvtier.types.Outcome.MISSING>`.
+A shared tier differs from other tiers in two ways. First, the manager does not know what other
+engines stored, so it asks (:meth:`KeyedTier.find`). Second, a chunk may be missing when it is
+read. The chunk's outcome is then :attr:`Outcome.MISSING <kvtier.types.Outcome.MISSING>`.
 
-**Keys.** A value's key is ``FINGERPRINT/GROUP-HASH``: engines with another model or layout have
-other keys. After a reset, the weights may have changed, so the engine uses
-``FINGERPRINT-EPOCH/GROUP-HASH`` with a random epoch that no other engine has, unless
-``keep_after_reset`` is set.
+**Keys.** A value's key is ``kv1-FINGERPRINT/GROUP-HASH``, so engines with another model or
+layout have other keys. After a reset, the weights may have changed. So, unless
+``keep_after_reset`` is set, the engine then uses ``kv1-FINGERPRINT-EPOCH/GROUP-HASH``, with a
+random epoch that no other engine has.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from kvtier.types import Outcome, Purpose, QuestionPart
 __all__ = ["KeyedTier", "value_key"]
 
 _FORMAT: Final = "kv1"
-"""First part of every key; a new format of values must change it."""
+"""Beginning of every key. A new format of values needs another beginning."""
 _T = TypeVar("_T")
 _DONE = Outcome.DONE
 _DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
 _MOST_DOUBTED: Final = 1 << 16
-"""Number of keys that count as missing until this engine has put them again."""
+"""Largest number of keys that count as missing until this engine has put them again."""
 _MOST_LAST_CHUNKS: Final = 256
-"""Chunks of a sliding window that are asked for; longer windows are not found."""
+"""Largest number of chunks to ask for in a sliding window; longer windows are not found."""
 _BEFORE_READS: Final = min(Purpose) - 1
-"""Priority of verifications of values, which overlap with reads of other values."""
+"""Priority for verifying values, above the priorities of all other calls."""
 _WRONG: Final = "the value has no matching proof"
 
 
@@ -113,9 +113,9 @@ class KeyedTier(StorageTier, KeyFinder):
     ) -> SlotOutcomes:
         """See :meth:`kvtier.tiers.base.KeyFinder.find`.
 
-        The groups whose chunks a hit needs from the prompt's begin are asked for first. What
-        they have bounds the hit, so of each other group only the last chunks before that are
-        asked for: the chunks of a sliding window, or the last state.
+        The tier first asks for the groups whose chunks a hit needs from the prompt's start. The
+        answers limit the length of the hit. In every other group, the tier then asks only for
+        the last chunks before this limit: a sliding window or a recurrent state.
         """
         self._require_open()
         names = self._names(keys)
@@ -151,7 +151,7 @@ class KeyedTier(StorageTier, KeyFinder):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Put the chunks that the service lacks, or whose value has wrong bytes.
+        """Put the chunks that the service lacks, and replace values with wrong bytes.
 
         See :meth:`kvtier.tiers.base.StorageTier.write`; a service may evict accepted chunks.
         """
@@ -210,7 +210,7 @@ class KeyedTier(StorageTier, KeyFinder):
 
     @override
     async def reset(self) -> None:
-        """Use keys of a new epoch from now on; other engines keep their values."""
+        """Use keys of a new epoch from now on; other engines' values stay valid."""
         self._begin_epoch()
 
     @override
@@ -248,7 +248,7 @@ class KeyedTier(StorageTier, KeyFinder):
             raise TierUnavailableError(self.name, cause) from error
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
-        """Return the keys in the service of the values of the chunks ``keys``."""
+        """Return the service's key for each of the engine's ``keys``."""
         return [value_key(self._space, key) for key in keys]
 
     def _begin_epoch(self) -> None:
@@ -262,7 +262,7 @@ class KeyedTier(StorageTier, KeyFinder):
 
 
 def _last_chunks(part: QuestionPart, end_token: float) -> slice:
-    """Return the chunks of ``part`` to ask for if a hit ends at ``end_token`` at most."""
+    """Return which chunks of ``part`` to ask for: the last ones that end by ``end_token``."""
     end = part.chunks
     if end_token < part.first_token + part.chunks * part.chunk_tokens:
         end = max(int(end_token) - part.first_token, 0) // part.chunk_tokens
@@ -294,7 +294,7 @@ def _with_error(outcomes: Sequence[Outcome], error: str) -> SlotOutcomes:
 
 
 def _memory_of(context: TierContext) -> memoryview | None:
-    """Return the shared memory, as this process maps it."""
+    """Return the shared memory, as this process maps it; None without shared memory."""
     if context.mapped is not None or context.memory is None:
         return context.mapped
     memory = context.memory

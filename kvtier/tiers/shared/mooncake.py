@@ -1,13 +1,13 @@
-"""A shared tier in a Mooncake Store: memory of many hosts, pooled by a master.
+"""A shared tier in a Mooncake Store: memory of many machines, pooled by a master.
 
-The client moves bytes between the engine's memory and other hosts' memory without a copy. Its
-calls block and cannot be cancelled. Each call ends within bounded time, because each of its
-steps has a timeout (:mod:`kvtier.tiers.shared.mooncake_client`) and few transfers are in
-flight.
+The client moves bytes between the engine's memory and other machines' memory without a copy.
+The client's calls block and cannot be cancelled. Each call ends within bounded time, because
+each network operation has a timeout (:mod:`kvtier.tiers.shared.mooncake_client`) and few
+transfers are in flight.
 
-A value is a chunk's bytes and then its proof. Mooncake reuses the memory of a removed value at
-once, even while another engine reads the value. The reader then gets a mixture of values, and
-the proof detects it.
+A value is a chunk's bytes, followed by the proof. Mooncake reuses the memory of a removed value
+at once, even while another engine reads the value. The reader then gets a mixture of values,
+and the proof detects the mixture.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ __all__ = ["MooncakeTier"]
 logger = get_logger(__name__)
 
 _CALL_CHUNKS: Final = 16
-"""Largest number of chunks of one call. A stalled host fails the transfers in flight one after
-the other, so this number times the number of calls bounds the duration of a call."""
+"""Largest number of chunks that one call moves. It bounds the duration of a call: when a
+machine stalls, the transfers in flight fail one after the other."""
 _GETS: Final = 2
-"""Number of concurrent calls that get values. While one is verified, the next transfers."""
+"""Number of concurrent calls that get values. During the verification of one call's values, the
+other call transfers."""
 _PUTS: Final = 2
-"""Number of concurrent calls that put values. They never make a get wait."""
+"""Number of concurrent calls that put values. A get never waits for these calls."""
 _ARENA_NBYTES: Final = _CALL_CHUNKS * PROOF_NBYTES
-"""Memory for the proofs of one call."""
+"""Number of bytes for the proofs of one call."""
 
 
 class _Part(NamedTuple):
-    """The part of a batch that one call moves. Its keys are distinct."""
+    """The chunks of a batch that one call moves. Their keys are distinct."""
 
     first: int
     keys: list[str]
@@ -52,7 +53,7 @@ class _Part(NamedTuple):
 
 
 class _Arenas:
-    """Memory for the proofs of a few calls, leased to one call at a time."""
+    """Blocks of memory, each for the proofs of one call and leased to one call at a time."""
 
     def __init__(self, memory: memoryview) -> None:
         self._free: asyncio.Queue[memoryview] = asyncio.Queue()
@@ -147,7 +148,7 @@ class MooncakeTier(SharedTier):
         arenas: _Arenas,
         purpose: Purpose,
     ) -> list[Outcome]:
-        """Move a batch in several calls.
+        """Move a batch in several calls of ``move``.
 
         Raises:
             TierUnavailableError: The service did not answer a call. The remaining calls are
@@ -196,7 +197,7 @@ class MooncakeTier(SharedTier):
 
 
 def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
-    """Split a batch so that keys are distinct, because the client mixes up equal keys."""
+    """Split a batch so that each call has distinct keys: the client mixes up equal keys."""
     first = 0
     while first < len(keys):
         end = first

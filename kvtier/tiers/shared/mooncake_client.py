@@ -1,12 +1,12 @@
 """Blocking calls to a Mooncake Store, with bounded times.
 
-The client library has no deadline for a whole call. It has a deadline for each step: the
+The client library has no deadline for a whole call. It has a deadline for each of these: the
 master's answer, a connection, and each 64 KiB of a transfer.
 
-One limit remains. After 60 s the library returns from a transfer that still makes progress,
-while one of its threads continues to use the buffers. Only closing the client ends that thread.
-So a call that fails after 60 s closes the client before it returns, and the next call connects
-again.
+One problem remains. After 60 s the library returns from a transfer that still makes progress,
+while one of the library's threads continues to use the buffers. Only closing the client ends
+that thread. So a call that fails after 60 s closes the client before it returns, and the next
+call connects again.
 
 After its first connection the library reconnects by itself, also to a restarted master. Until
 the first connection, :meth:`MooncakeClient.connect` retries with back-off. Both ``setup`` and
@@ -35,7 +35,8 @@ _PROBE_S: Final = 1.0
 _FIRST_DELAY_S: Final = 1.0
 _LONGEST_DELAY_S: Final = 30.0
 _ABANDONED_S: Final = 50.0
-"""A transfer that fails this late may still run, because the library returns after 60 s."""
+"""Number of seconds after which a failed transfer may still be running. The library gives up on
+a transfer after 60 s."""
 
 _TRANSFER_FAILED: Final = -800
 _WRONG_SIZE: Final = -600
@@ -66,7 +67,7 @@ def address_of(buffer: memoryview) -> int:
 
 
 class MooncakeClient:
-    """A client that connects at the first call. Its methods block; threads may share it.
+    """A client that connects at the first call. The methods block; any thread may call them.
 
     Args:
         options: The tier's options.
@@ -90,7 +91,7 @@ class MooncakeClient:
         self._delay_s = _FIRST_DELAY_S
 
     def connect(self) -> None:
-        """Connect to the master unless there is a connection.
+        """Connect to the master if there is no connection yet.
 
         Raises:
             TierUnavailableError: The master is not reachable, or an attempt a moment ago
@@ -100,7 +101,7 @@ class MooncakeClient:
             self._connected()
 
     def contains(self, keys: list[str]) -> list[bool]:
-        """Return for each key whether the service has its value.
+        """Return for each key whether the service has a value.
 
         Raises:
             TierUnavailableError: The master did not answer.
@@ -163,7 +164,7 @@ class MooncakeClient:
             self._disconnect()
 
     def _transfer(self, transfer: Callable[[Store], list[int]]) -> list[int]:
-        """Run ``transfer``; return its result codes once its buffers are unused."""
+        """Run ``transfer``, and return the result codes once the buffers are unused."""
         with self._connection() as store:
             begun_s = time.monotonic()
             codes = transfer(store)
@@ -192,7 +193,8 @@ class MooncakeClient:
     def _abandon(self) -> None:
         """Close the connection to end an abandoned transfer.
 
-        Call it within :meth:`_connection`. It waits until all other running calls have ended.
+        Call this method within :meth:`_connection`. This method waits until all other running
+        calls have ended.
         """
         with self._changed:
             self._abandoned += 1
@@ -205,7 +207,7 @@ class MooncakeClient:
             self._changed.notify_all()
 
     def _connected(self) -> Store:
-        """Return the library's client; connect it first if there is none."""
+        """Return the library's client; connect first if there is no connection."""
         if self._store is None:
             left_s = self._retry_at_s - time.monotonic()
             if left_s > 0:
@@ -258,7 +260,7 @@ class MooncakeClient:
 
 
 def _nbytes(replica: Replica) -> int | None:
-    """Return the bytes of one copy of a value; None if the copy is not in memory."""
+    """Return the size of one copy of a value; None if the copy is not in memory."""
     if not replica.is_memory_replica():
         return None
     return replica.get_memory_descriptor().buffer_descriptor.size
@@ -277,7 +279,7 @@ def _put(code: int) -> Outcome:
 
 
 def _reachable_from(master: str) -> str:
-    """Return this host's address in connections to ``master``.
+    """Return the address that this machine uses in connections to ``master``.
 
     Raises:
         OSError: The master's port is not open.

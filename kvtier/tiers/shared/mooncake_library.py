@@ -14,7 +14,8 @@ from kvtier.errors import ConfigError
 __all__ = ["Library", "Replica", "Replication", "Store", "load_library"]
 
 _LANES: Final = 16
-"""Number of connections to each host. Those of a stalled host fail at the same time."""
+"""Number of connections to each machine. When a machine stalls, all its connections fail at the
+same time."""
 
 
 class _Place(Protocol):

@@ -45,15 +45,16 @@ T = TypeVar("T")
 _PROBE_S: Final = 4.0
 """Longest wait for the service when the tier opens."""
 _PROBE: Final = "kvtier-access-check"
-"""A prefix that no object has."""
+"""Prefix for the request that checks access; no object has this prefix."""
 _NO_CREDENTIALS: Final = re.compile(r"/latest/api/token|/computeMetadata/|/metadata/identity/")
-"""Addresses from which a client without other credentials requests its machine's."""
+"""Paths of cloud metadata services. A client without configured credentials requests
+credentials there."""
 _CREDENTIALS: Final = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-"""Variables of the environment, by scheme."""
+"""Environment variables with the credentials, by scheme of the bucket's URL."""
 _DENIED: Final = re.compile(r"status code: 40[13]|Permission denied")
 _REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|configured region")
 _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk quota")
@@ -138,7 +139,7 @@ class ObjectTier(SharedTier):
         self._closed = True
 
     async def _has(self, key: str) -> bool:
-        """Return whether the object exists with the right size; otherwise it is replaced."""
+        """Return whether the object exists and has the right size."""
         import obstore  # noqa: PLC0415 - an optional extra
 
         try:
@@ -180,7 +181,7 @@ class ObjectTier(SharedTier):
         turns: asyncio.Semaphore,
         request: Callable[[int], Awaitable[Outcome]],
     ) -> list[Outcome]:
-        """Return the outcomes of ``count`` requests; FAILED for requests that did not start."""
+        """Return the outcomes of ``count`` requests; FAILED for requests that were not sent."""
         outcomes = [Outcome.FAILED] * count
         error = await _in_parallel(outcomes, request, turns, at_once=self._connections)
         if error is not None and set(outcomes) == {Outcome.FAILED}:
@@ -211,10 +212,10 @@ async def _in_parallel(
     *,
     at_once: int,
 ) -> Exception | None:
-    """Send all requests and put their results into ``results``; stop after an error.
+    """Send requests and put their results into ``results``; start none after an error.
 
     Returns:
-        The first error; after it, no further request starts.
+        The first error; None if all requests succeeded.
 
     Cancellation:
         Deferred until the started requests have ended.
@@ -239,7 +240,7 @@ async def _in_parallel(
 
 
 async def _whole(answer: Awaitable[T]) -> T:
-    """Wait for obstore's answer; until then, the request uses the caller's buffers.
+    """Wait for obstore's answer. Until then, the request uses the caller's buffers.
 
     Cancellation:
         Deferred until the request has ended.

@@ -1,9 +1,9 @@
-"""The proof of a value in a shared tier, by which an engine verifies the value's bytes.
+"""The proof of a value in a shared tier. An engine verifies the value's bytes by the proof.
 
-A service may return the bytes of another key, a part of a value, or damaged bytes. The proof
-follows the chunk's bytes. It has a hash of the value's full key, the number of bytes, and a
-hash of the bytes. The full key contains the layout's fingerprint and the epoch. A value without
-a matching proof is a miss.
+A service may return the bytes of another key, a fragment of a value, or damaged bytes. The
+proof is stored after the chunk's bytes. It consists of a hash of the value's full key, the
+number of bytes, and a hash of the bytes. The full key contains the layout's fingerprint and the
+epoch. A value without a matching proof is a miss.
 
 A proof detects accidents, not attacks: every writer to the service can make proofs.
 """
@@ -18,7 +18,7 @@ import xxhash
 __all__ = ["PROOF_NBYTES", "is_proof_of", "make_proof"]
 
 PROOF_NBYTES: Final = 64
-"""Bytes of a proof."""
+"""Number of bytes of a proof."""
 
 _MAGIC: Final = b"kvtier proof v1\0"
 _PROOF: Final = struct.Struct("<16s16sQ8x16s")

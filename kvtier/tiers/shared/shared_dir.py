@@ -1,12 +1,12 @@
-"""A shared tier in a directory that many engines or hosts mount.
+"""A shared tier in a directory that many engines use, for example over a network.
 
-A value is one file: the chunk's bytes, then its proof, padded to a page. An engine writes it
-under a temporary name and renames it, so that others see the file whole or not at all. A write
-does not wait for the disk. After a power loss a file may have wrong bytes, and then its proof
-fails.
+A value is one file: the chunk's bytes, then the proof, padded to a page. An engine writes the
+file under a temporary name and then renames it, so that others see the file whole or not at
+all. A write does not wait for the disk. After a power loss, a file may have wrong bytes; the
+proof detects them.
 
-A hanging file server blocks a thread of the pool until the system call returns. Requests
-continue after the engine's deadlines.
+A hanging file server blocks a thread of the pool until the system call returns. The engine's
+requests go on when their deadlines pass.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ R = TypeVar("R")
 _OPEN_S: Final = 5.0
 """Longest wait for the file system when the tier opens."""
 _TOUCHED_EVERY_S: Final = 60.0
-"""A read within this time of this engine's last use leaves the file's time unchanged."""
+"""Shortest interval, in seconds, at which this engine's reads update the time of a file."""
 _MOST_USES: Final = 1 << 14
-"""Uses that an engine remembers; a file whose use is forgotten is touched too early."""
+"""Largest number of files whose last use an engine remembers; other files are touched early."""
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-"""Errors for a missing value, or one that another host has just removed."""
+"""Errors for a value that is missing or that another machine has just removed."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -197,7 +197,7 @@ class SharedDirTier(SharedTier):
     async def _split(
         self, call: Callable[[T], R], items: Sequence[T], *, purpose: Purpose
     ) -> list[R]:
-        """Call ``call`` for each of ``items``, in all threads of the pool."""
+        """Call ``call`` for each of ``items``, using all threads of the pool."""
         count = len(items)
         parts = min(count, 2 * self._pool.threads)
         groups = [
@@ -213,11 +213,11 @@ class SharedDirTier(SharedTier):
 
 
 class _Written(NamedTuple):
-    """The end of a put.
+    """The result of a put.
 
     Attributes:
-        outcome: Its outcome.
-        added_nbytes: Bytes by which the value's folder grew, less than 0 if it shrank.
+        outcome: The put's outcome.
+        added_nbytes: Bytes by which the value's folder grew; negative if the folder shrank.
     """
 
     outcome: Outcome
@@ -225,9 +225,9 @@ class _Written(NamedTuple):
 
 
 class _Uses:
-    """When this engine last wrote or touched files. Any thread may call the methods.
+    """Times when this engine last wrote or touched files. Any thread may call the methods.
 
-    The file server's clock may differ from this host's, so files' times are not compared.
+    The file server's clock may differ from this machine's, so files' times are not compared.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -236,7 +236,7 @@ class _Uses:
         self._used_s: dict[str, float] = {}
 
     def note(self, key: str) -> bool:
-        """Note a use of a value; return whether the last one was long ago, or is unknown."""
+        """Record a use unless the last use was recent; return whether it was recorded."""
         now_s = self._clock()
         with self._lock:
             if now_s - self._used_s.get(key, -math.inf) <= _TOUCHED_EVERY_S:
@@ -268,7 +268,7 @@ class _ValueFiles:
         self._of_thread = threading.local()
 
     def contain(self, key: str) -> bool:
-        """Return whether there is a value of ``key`` of the right size.
+        """Return whether ``key`` has a value of the right size.
 
         A truncated file counts as absent, so that it is replaced.
 
@@ -352,7 +352,7 @@ class _ValueFiles:
             self._io.close(fd)  # a file server may report only now that the disk is full
 
     def _create(self, path: Path, flags: int) -> int:
-        """Create a file, and its folder if missing."""
+        """Create a file; create the file's folder if it is missing."""
         try:
             return self._io.open(path, flags)
         except FileNotFoundError:
@@ -365,7 +365,7 @@ class _ValueFiles:
         return os.O_DIRECT if self._layout.direct and is_aligned(value.payload) else 0
 
     def _page(self) -> memoryview:
-        """Return this thread's page, for a proof and its padding."""
+        """Return this thread's page of memory, for a proof and its padding."""
         if not hasattr(self._of_thread, "page"):
             self._of_thread.page = aligned_buffer(PAGE_NBYTES)
         page: memoryview = self._of_thread.page

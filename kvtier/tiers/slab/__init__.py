@@ -11,7 +11,8 @@
                        lock           name of the holder, for people
 
 **Why it cannot serve wrong bytes.** A payload is written first, and its row is committed
-afterwards. Between these steps, and after a crash, a slot may be in one of three states:
+afterwards. Between the write and the commit, and after a crash, a slot may be in one of three
+states:
 
 * A row without its payload, because a later chunk was being written over the payload.
 * A payload without a row.
@@ -19,7 +20,7 @@ afterwards. Between these steps, and after a crash, a slot may be in one of thre
 
 The last two states are harmless. The first state is detected, because every read compares the
 bytes with the row's checksum. The key is part of the checksum, so a whole payload in the wrong
-slot fails the check too. Hence no write or deletion must be synced in a certain order: a read
+slot fails the check too. So the writes and deletions may reach the disk in any order: a read
 returns the stored bytes or a miss.
 
 **Why it is fast.** The main cost is not the system call, but the wait for the interpreter lock

@@ -52,7 +52,7 @@ class BlockIo:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close ``fd``; the kernel drops a lock taken through it."""
+        """Close ``fd``; this also releases a lock that was taken through ``fd``."""
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -164,7 +164,7 @@ def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) 
 
 
 def _whole_pages(count: int) -> int:
-    """Round ``count`` bytes down to whole pages, because O_DIRECT continues only at a page.
+    """Round ``count`` down to whole pages, because O_DIRECT continues only at a page boundary.
 
     The bytes after the last whole page are transferred again. A count below one page is
     returned unchanged: only a buffered call transfers so few bytes, and it can continue at any

@@ -47,8 +47,8 @@ def examine_slab(options: TierConfig, identity: Fields) -> TierExamination:
 
     Args:
         options: A :class:`kvtier.config.NvmeTierConfig`.
-        identity: The known part of the engine's identity. The matching namespace counts as the
-            engine's own; of several, the most recently used one.
+        identity: The known part of the engine's identity. Of the matching namespaces, the most
+            recently used one counts as the engine's own.
 
     Raises:
         ConfigError: The cache cannot be examined.
@@ -124,7 +124,7 @@ def _own(neighbours: Sequence[Neighbour], identity: Fields) -> Neighbour | None:
 def _opening(
     own: Neighbour | None, options: NvmeTierConfig, identity: Fields
 ) -> tuple[int, Opening]:
-    """Return the engine's number of slots, 0 if unknown, and the namespace to open."""
+    """Return the engine's number of slots (0 if unknown) and the namespace to open."""
     slots, nbytes = 0, options.capacity_bytes
     if own is not None and own.layout is not None:
         slots = options.capacity_bytes // own.layout.slot_nbytes
@@ -164,7 +164,7 @@ def _awaited(neighbours: Iterable[Neighbour | None]) -> Iterator[Remark]:
 def _cost_of_change(
     own: Neighbour | None, opening: Opening, options: NvmeTierConfig
 ) -> Iterator[Remark]:
-    """Yield a remark if an engine with another identity would remove ``own`` or not start."""
+    """Yield a remark if another identity would make the engine remove ``own`` or not start."""
     if own is None or own.state is not State.IDLE:
         return
     changed = plan_start(Opening({}, options.capacity_bytes, opening.now_s), [own], options)

@@ -26,7 +26,7 @@ _MAKE_ROOM: Final = (
 
 @contextlib.contextmanager
 def explained(space: StoredNamespace) -> Iterator[None]:
-    """Convert errors of a cache into a ConfigError that names the place and a remedy."""
+    """Convert errors of a cache into a ConfigError that names the path and a remedy."""
     try:
         yield
     except IndexMissingError as error:

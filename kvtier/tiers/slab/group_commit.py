@@ -1,8 +1,8 @@
 """Group commit: a thread that writes the index, with one commit for many changes.
 
 Changes that arrive during a commit share the next commit. Rows are committed immediately,
-because writers wait for them. Uses and removals are committed about once a second, so that most
-commits are a single statement: each further statement may wait for the interpreter lock. No
+because writers wait for them. Uses and removals are committed about once a second. So most
+commits are a single statement; each further statement may wait for the interpreter lock. No
 caller waits for uses and removals, and a crash may lose them.
 """
 
@@ -96,8 +96,8 @@ class GroupCommit:
         """Durably delete all rows, committed or pending.
 
         Args:
-            after_reset: Whether to record a reset too, so that no other engine serves later
-                rows.
+            after_reset: Whether to record a reset too, so that no other engine serves chunks
+                that are stored later.
 
         Raises:
             ClosedError: This object was closed.
@@ -125,7 +125,7 @@ class GroupCommit:
             self._wakeup.notify()
 
     def use_nowait(self, slots: Sequence[int]) -> None:
-        """Record that ``slots`` were used now. The uses are committed in about a second."""
+        """Record a use of ``slots`` now; the index has the uses in about a second."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.add_uses(slots, self._clock)
@@ -134,7 +134,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Keep the part hashes of each slot's chunk. They are committed in about a second."""
+        """Keep the part hashes of each slot's chunk; the index has them in about a second."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.part_hashes.update(zip(slots, hashes, strict=True))
@@ -142,7 +142,7 @@ class GroupCommit:
                 self._wakeup.notify()
 
     def log_removal_nowait(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
-        """Log that the marked keys were removed for ``reason``. Committed in about a second."""
+        """Log that the marked keys were removed for ``reason``; commit in about a second."""
         with self._wakeup:
             first = not self._pending.records
             self._pending.records.add_removals(reason, key_marks)
@@ -189,7 +189,7 @@ class GroupCommit:
         return max(self._records_due_s - time.monotonic(), 0)
 
     def _take(self) -> Change:
-        """Return the change to commit next; keep pending records that are not due."""
+        """Return the change to commit next; leave records that are not due pending."""
         with_records = self._closed or self._records_wait_s() == 0
         taken, self._pending, self._due = self._pending, Change(), False
         if with_records:

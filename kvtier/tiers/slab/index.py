@@ -1,9 +1,8 @@
 """The index on disk: which slot holds which chunk.
 
-The index is a table in SQLite with the slot as its key. A new chunk's row replaces the row of
-the slot's old chunk, so an eviction needs no statement of its own. Every access is one
-statement for many rows, because each step of a statement releases the interpreter lock and may
-wait 5 ms to get it back.
+The index is a table in SQLite with the slot as the primary key. A new chunk's row replaces the
+row of the slot's old chunk, so an eviction needs no statement of its own. Every access is one
+statement for many rows, because each call of SQLite may wait 5 ms for the interpreter lock.
 
 A logical clock (``generation``, ``last_use``) orders the rows. ``stored_at`` and ``used_at``
 (seconds since the epoch, 0 if unknown) and ``hits`` (number of loads of a chunk) are for
@@ -109,7 +108,7 @@ class IndexSpec:
 
     Attributes:
         path: The database file.
-        durability: With ``power``, commits wait for the device.
+        durability: With ``power``, commits wait for the device and survive a power loss.
     """
 
     path: Path
@@ -132,7 +131,7 @@ class PackedRows(NamedTuple):
 
 @dataclass(slots=True)
 class LazyRecords:
-    """Uses and removals of chunks. A crash loses the uncommitted ones.
+    """Uses, removals and part hashes that are committed later; a crash may lose them.
 
     Attributes:
         uses: Logical time of each used slot's last use.
@@ -177,7 +176,7 @@ class Change:
     Attributes:
         clear: Whether to delete all older rows, durably.
         after_reset: Whether ``clear`` also records a reset, so that other engines do not serve
-            later rows.
+            chunks that are stored later.
         rows: New row of each slot; None deletes the slot's row.
         records: Uses and removals.
     """
@@ -285,8 +284,7 @@ class IndexDatabase:
     def retain(self, chunks: Iterable[tuple[int, int]], until: int) -> None:
         """Durably record that chunks must not be evicted before ``until``.
 
-        If a slot holds another chunk than the given one, the record for this slot has no
-        effect.
+        The record for a slot has no effect if the slot holds another chunk than the given one.
 
         Args:
             chunks: Slot and generation of each chunk.
@@ -341,8 +339,8 @@ class IndexDatabase:
 
         Args:
             after_reset: Whether to record a reset in the same transaction, so that other
-                engines do not serve later rows. Otherwise an earlier record of a reset is
-                deleted.
+                engines do not serve chunks that are stored later. If False, an earlier record
+                of a reset is deleted.
         """
         record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
@@ -372,7 +370,7 @@ class IndexDatabase:
         return bool(self._connection.execute(_RESET_RECORD).fetchone())
 
     def record_reset(self) -> None:
-        """Record a reset; its time counts as unknown.
+        """Record a reset at an unknown time.
 
         The record survives a power loss under both ``durability`` settings.
         """
@@ -381,7 +379,7 @@ class IndexDatabase:
         self._reset_record_is_due = False
 
     def record_reset_later(self) -> None:
-        """Record a reset just before the next change; without the record that change fails."""
+        """Record a reset just before the next change. That change fails if the record fails."""
         self._reset_record_is_due = True
 
     @property
@@ -397,7 +395,7 @@ class IndexDatabase:
         """Call ``on_progress`` regularly while a statement runs in the body.
 
         Raises:
-            KeyboardInterrupt: The user interrupted a statement, which has then changed nothing.
+            KeyboardInterrupt: The user interrupted a statement; the statement changed nothing.
         """
 
         def callback() -> int:
@@ -416,7 +414,7 @@ class IndexDatabase:
             self._connection.set_progress_handler(None, 0)
 
     def compact(self) -> None:
-        """Durably rewrite the index file without the free space that deleted rows left."""
+        """Durably rewrite the index file without the free space of deleted rows."""
         self._connection.execute("PRAGMA synchronous=FULL")
         self._connection.execute("VACUUM")
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

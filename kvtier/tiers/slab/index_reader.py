@@ -53,7 +53,7 @@ def _cast(*columns: str) -> str:
 
 
 def _time(column: str) -> str:
-    """Return SQL for a time in seconds; 0 if the value is outside the years 1970 to 9999."""
+    """Return SQL that reads a time in seconds, or 0 for years before 1970 or after 9999."""
     return (
         f"CASE WHEN CAST({column} AS INTEGER) BETWEEN 0 AND {_LATEST_S}"
         f" THEN CAST({column} AS INTEGER) ELSE 0 END AS {column}"
@@ -183,13 +183,13 @@ class IndexReader:
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
     def retained(self, at: int) -> tuple[int, int]:
-        """Return the number of chunks protected from eviction after ``at``, and the latest end.
+        """Return how many chunks are protected after ``at``, and when the last protection ends.
 
         Args:
             at: Seconds since the epoch.
 
         Returns:
-            The number of chunks, and the latest time in seconds since the epoch.
+            The number of chunks, and the latest end in seconds since the epoch.
         """
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'retained'"):
             return 0, 0
@@ -224,7 +224,7 @@ class IndexReader:
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
 
     def first_use(self) -> int:
-        """Return the logical time of the oldest last use; 0 without chunks."""
+        """Return the smallest logical time of a chunk's last use; 0 without chunks."""
         rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
         return int(rows[0][0] or 0)
 
@@ -289,7 +289,10 @@ class IndexReader:
         return self._open_at(uri)
 
     def _open_copy(self) -> sqlite3.Connection:
-        """Open a copy of the index. Its name is removed at once, so a kill leaves no file."""
+        """Open a copy of the index.
+
+        The copy's name is deleted at once, so a killed process leaves no file.
+        """
         with contextlib.ExitStack() as stack:
             directory = _make_scratch(self._path, stack)
             for name in (INDEX, WAL):
@@ -309,8 +312,8 @@ def count_chunks(space: StoredNamespace) -> int | None:
     """Return the number of chunks that the next start finds in an idle namespace.
 
     Returns:
-        The number of chunks; 0 if the index is missing or records a reset; None if it cannot be
-            read.
+        The number of chunks; 0 if the index is missing or records a reset; None if the index
+        cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -322,7 +325,7 @@ def count_chunks(space: StoredNamespace) -> int | None:
 
 
 def find_other_version(space: StoredNamespace) -> str:
-    """Check that this version of kvtier wrote the index of ``space``, an idle namespace.
+    """Check whether another version of kvtier wrote the index of an idle namespace.
 
     Returns:
         A message if another version wrote the index; else an empty text.
@@ -338,7 +341,7 @@ def find_other_version(space: StoredNamespace) -> str:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Create a directory for a copy of ``index``, which ``stack`` deletes.
+    """Create a directory for a copy of ``index``; the exit of ``stack`` deletes the directory.
 
     Raises:
         ConfigError: The directory cannot be created.

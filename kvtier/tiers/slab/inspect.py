@@ -67,12 +67,12 @@ class StoredNamespace:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it has neither index nor slots, because its first start was interrupted."""
+        """Whether there is neither index nor slots, because the first start was interrupted."""
         return not self.index_path.exists() and not (self.directory / SLOTS).exists()
 
 
 def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
-    """Return the namespaces in the directory ``path``, or ``path`` itself if it is one.
+    """Return the namespaces in ``path``; only ``path`` itself if that is a namespace.
 
     Args:
         path: A cache directory or a namespace in it.
@@ -125,7 +125,7 @@ def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
     """Return the namespaces among ``directories``.
 
     Raises:
-        ConfigError: No namespace can be read, and one directory seems to be a namespace.
+        ConfigError: No namespace can be read, but a directory looks like a namespace.
     """
     found, problem = [], ""
     cause: Exception | None = None
@@ -155,8 +155,8 @@ def _shown(path: Path) -> str:
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
     """Return the text of a namespace's lock file; None if no process has the namespace open.
 
-    The caller gets the answer under the lock of the cache directory. So an engine that starts
-    at this moment waits, and does not fail.
+    This function holds the cache directory's lock during the check. So an engine that starts
+    meanwhile waits, and does not fail.
 
     Raises:
         ConfigError: A process held the directory's lock for longer than ``patience``.
@@ -199,7 +199,7 @@ def index_nbytes(space: StoredNamespace) -> int:
 
 @contextlib.contextmanager
 def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
-    """Hold a shared lock of ``directory`` in the body; yield False if it timed out."""
+    """Hold a shared lock of ``directory`` in the body; yield whether the lock was taken."""
     fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))

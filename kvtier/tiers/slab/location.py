@@ -22,13 +22,13 @@ _INTERVAL_S: Final = 1.0
 
 
 class LocationCheck:
-    """Logs when the path of an open file leads elsewhere, and when it is right again.
+    """Logs when a path no longer leads to the open file, and when it does so again.
 
     Args:
         tier: The tier's name, for messages.
         paths: Paths of the just opened files.
-        is_removed: Returns whether the first file has lost its last directory entry, so that it
-            cannot be moved back; may raise :class:`OSError`.
+        is_removed: Returns whether the first file has no directory entry left and cannot be
+            moved back; may raise :class:`OSError`.
         clock: Returns seconds.
     """
 

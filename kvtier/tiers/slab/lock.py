@@ -1,10 +1,10 @@
 """Locks of namespaces and cache directories.
 
-A namespace's lock is a kernel lock on its open directory, so the kernel releases it even if the
-holder is killed. A lock on a file in the directory would be unsafe: after a deletion of the
-file, a second engine could lock a new one. The file ``lock`` only names the holder for people.
-It names the engine, even if the engine's I/O process holds the lock. After an engine was
-killed, its I/O process finishes its calls; a restart waits for that.
+A namespace's lock is a kernel lock on the open directory, so the kernel releases the lock even
+if the holder is killed. A lock on a file in the directory would be unsafe: after a deletion of
+the file, a second engine could lock a new file. The file ``lock`` only names the holder for
+people. It names the engine, even if the engine's I/O process holds the lock. After an engine
+was killed, the I/O process finishes the engine's calls; a restart waits for that.
 
 ``kvtier cache`` holds the lock while it changes a namespace. The file then names a tool, so an
 engine that needs the room can wait for the tool.
@@ -207,7 +207,7 @@ def last_opened(directory: Path) -> int:
 
 
 def _is_alive(holder: str) -> bool:
-    """Return whether ``holder`` may still run; True if the text cannot be parsed."""
+    """Return whether the named holder may still run; True if the text cannot be parsed."""
     named = _HOLDER.match(holder)
     if named is None or named[2] != socket.gethostname():
         return True

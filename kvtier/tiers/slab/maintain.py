@@ -42,11 +42,11 @@ class CompactedIndex:
 def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> Iterator[None]:
     """Hold the lock of ``space`` in the body, so that no engine opens the namespace.
 
-    If an engine of another model needs the namespace's room, that engine waits for the lock.
+    An engine of another model that needs the namespace's room waits for the lock.
 
     Args:
         space: The namespace.
-        remedy: What the user can do if an engine has the namespace open, for the message.
+        remedy: What the user can do if an engine has the namespace open; part of the message.
         patience: How long to wait for readers, which hold the lock for a moment.
 
     Raises:
@@ -100,7 +100,7 @@ def drop_chunks(
     Args:
         space: The namespace.
         entries: The rows to remove.
-        on_progress: Called regularly while this runs.
+        on_progress: Called regularly during the removal.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -119,7 +119,7 @@ def retain_chunks(
 ) -> int:
     """Protect ``entries`` from eviction until a time; the caller has locked ``space``.
 
-    Chunks that are protected already count against the quota.
+    The chunks that are protected before this call count against the quota too.
 
     Args:
         space: The namespace.
@@ -147,7 +147,7 @@ def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> Co
 
     Args:
         space: The namespace.
-        on_progress: Called regularly while this runs; SQLite does not report the remaining
+        on_progress: Called regularly during the rewrite; SQLite does not report the remaining
             work.
 
     Raises:

@@ -1,7 +1,7 @@
 """A namespace: one model's cache, with its files, its layout and its lock.
 
-kvtier overwrites and removes only its own files. A symbolic link or a foreign file in place of
-such a file is an error with a remedy.
+kvtier overwrites and removes only its own files. If a symbolic link or a foreign file has the
+name of such a file, kvtier raises an error with a remedy.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Namespace:
         return nbytes_of(self.index_path)
 
     def set_index_aside(self) -> Path:
-        """Rename a damaged index, in place of an earlier one; return the new path.
+        """Rename a damaged index, and replace an earlier one; return the new path.
 
         The new names survive a power loss.
 

@@ -45,7 +45,8 @@ class State(enum.Enum):
     PASSING = "passing"
     """A tool or the I/O process of a dead engine has the namespace open for a short time."""
     OTHER_VERSION = "other version"
-    """Another version of kvtier made the namespace, so it is kept; no process has it open."""
+    """Another version of kvtier made the namespace, so an engine keeps it. No process has the
+    namespace open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class Found:
         directory: The directory.
         layout: The namespace's layout; None if it has no layout of this version.
         is_other_version: Whether another version of kvtier made the namespace.
-        problem: The reason why this user cannot use the directory, although it looks like a
-            namespace; else empty.
+        problem: The reason why this user cannot use a directory that looks like a namespace;
+            empty if there is none.
     """
 
     directory: Path
@@ -87,10 +88,10 @@ class Neighbour:
         chunks: Number of chunks; None if unknown.
         last_opened: Time when an engine last opened the namespace, in nanoseconds since the
             epoch.
-        last_used_s: Time of the last write to the namespace, or of its copy to this place, in
+        last_used_s: Time when the namespace was last written or copied to this directory, in
             seconds since the epoch.
-        holder: Human-readable name of the process that has the namespace open; empty if it is
-            idle.
+        holder: Human-readable name of the process that has the namespace open; empty if there
+            is no such process.
     """
 
     directory: Path
@@ -132,8 +133,8 @@ def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbou
     Args:
         found: The namespace.
         is_locked: Whether another process has locked the namespace.
-        patient: Whether an invisible holder counts as the I/O process of a dead engine. If
-            False, it counts as an engine, because it may run in another container.
+        patient: Whether a lock holder that this process cannot see counts as the I/O process of
+            a dead engine. If False, such a holder counts as an engine in another container.
 
     Raises:
         OSError: The namespace's files cannot be accessed.

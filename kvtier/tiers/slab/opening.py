@@ -4,9 +4,9 @@
 weights of a running engine were updated. But the namespace still belongs to the weights on
 disk, which the next engine loads. So a reset is recorded in the index's metadata, in the
 transaction that deletes the rows. The next engine deletes all rows and the record in one
-transaction. Only a new I/O process of the same engine keeps the rows. It writes the record
-again, because the index may be new. With ``keep_after_reset``, for weights that never change at
-run time, a reset leaves no record.
+transaction. Only a new I/O process of the same engine keeps the rows. That process records the
+reset again, because the index may be new. With the option ``keep_after_reset``, for weights
+that never change at run time, no reset is recorded.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def open_slab(
 
     Raises:
         ConfigError: The options cannot work here.
-        CacheLockedError: The namespace is open already, or another process keeps a namespace
-            open that must be removed.
+        CacheLockedError: The namespace is open already, or a namespace that must be removed is
+            open in another process.
         CacheDamagedError: The namespace has foreign files or another layout.
         TierUnavailableError: The medium failed.
     """
@@ -154,7 +154,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
 
 
 def release_slab(store: OpenSlab) -> None:
-    """Close the files and release the lock, without a further commit.
+    """Close the files and release the lock, without another commit.
 
     Raises:
         OSError: The file system failed; all files are released.
@@ -202,9 +202,9 @@ def _make_room(
 ) -> None:
     """Remove other namespaces until the slot files fit the capacity.
 
-    A short-lived process may have such a namespace open; this function waits until the process
-    ends. It releases the cache directory's lock between attempts, because that process may need
-    the lock.
+    If a short-lived process has such a namespace open, this function waits until that process
+    ends. Between attempts, this function releases the cache directory's lock, because that
+    process may need the lock.
 
     Raises:
         CacheLockedError: A process keeps a namespace open for longer than PATIENCE.
@@ -274,8 +274,8 @@ def _remove_others(
     too little, nothing is removed.
 
     Returns:
-        None if the slot files are within the capacity now. Otherwise nothing was removed, and
-        the result is the namespace to wait for.
+        None if the slot files are within the capacity now. Otherwise the namespace to wait for;
+        then nothing was removed.
 
     Raises:
         ConfigError: The disk has too little room even without the idle namespaces; or a

@@ -1,8 +1,8 @@
 """The table of part hashes in the index (:mod:`kvtier.tiers.part_hashes`).
 
 Only engines that use GDS reads create the table; other engines ignore it. A row belongs to the
-chunk with the same slot and generation, so a new chunk in the slot makes the row invalid.
-Because no row must be deleted, chunks are written as fast as without the table.
+chunk with the same slot and generation, so a new chunk in the slot makes the row invalid. No
+statement deletes old rows, so chunks are written as fast as without the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS part_hashes(
 """
 _EXISTS: Final = "SELECT 1 FROM sqlite_master WHERE name = 'part_hashes'"
 CLEAR: Final = "DELETE FROM part_hashes"
-"""Deletes all rows."""
+"""SQL that deletes all rows."""
 _KEEP: Final = """
 INSERT OR REPLACE INTO part_hashes
 SELECT chunks.slot, chunks.generation, json_extract(kept.value, '$[1]')

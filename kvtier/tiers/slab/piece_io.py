@@ -7,7 +7,7 @@ xxhash releases the interpreter lock for buffers above some 64 KiB. In the engin
 release costs more time than it saves: hashing a slot takes tens of microseconds, but getting
 the lock back from a busy engine thread takes 5 ms, the switch interval. So the engine's process
 hashes small slices, for which xxhash keeps the lock. A tier in its own process hashes large
-slots in large slices. For 2 MiB this takes 1/7 less time, because long sequences are read
+slots in large slices. Hashing 2 MiB then takes 1/7 less time, because long sequences are read
 faster.
 """
 
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 Digest = Callable[[memoryview, int], int]
-"""Slot bytes and seed -> unsigned 64-bit checksum."""
+"""Takes the bytes of a slot and a seed; returns an unsigned 64-bit checksum."""
 
 _HELD_SLICE_NBYTES: Final = 64 << 10
 _FREE_SLICE_NBYTES: Final = 1 << 20
 _LEAST_FREE_NBYTES: Final = 256 << 10
-"""Smallest payload to hash without the lock; below it, releasing the lock saves no time."""
+"""Smallest payload to hash without the lock. For smaller ones, releasing it saves no time."""
 _LONGEST_HELD_NBYTES: Final = 8 << 20
 
 
@@ -58,7 +58,7 @@ class PieceBuffers:
     seeds: Sequence[int]
 
     def singles(self) -> list[PieceBuffers]:
-        """Return a piece for each chunk."""
+        """Split the piece into one piece per chunk."""
         return [
             PieceBuffers(self.first_slot + number, [view], [seed])
             for number, (view, seed) in enumerate(zip(self.views, self.seeds, strict=True))
@@ -72,7 +72,7 @@ class MovedPiece:
     Attributes:
         outcomes: Outcome of each chunk.
         digests: Checksum of each chunk's bytes in memory.
-        error: The first failure; empty after a success.
+        error: Message of the first failure; empty if there was none.
     """
 
     outcomes: Sequence[Outcome]
@@ -154,7 +154,7 @@ def write_piece(file: SlotFile, piece: PieceBuffers, digest: Digest) -> MovedPie
 
 
 def hash_key(key: bytes) -> int:
-    """Return the 64-bit hash of ``key``, which seeds its payload's checksum."""
+    """Return the 64-bit hash of ``key``; the hash seeds the checksum of the chunk's payload."""
     return xxhash.xxh3_64_intdigest(key)
 
 

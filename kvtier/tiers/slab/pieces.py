@@ -31,7 +31,7 @@ def plan_pieces(
 
     Args:
         slots: Slot of each chunk of the batch, in any order.
-        chunks: Positions in the batch to move.
+        chunks: Positions in the batch of the chunks to move.
         slots_per_piece: Largest number of slots of a piece.
 
     >>> plan = plan_pieces(np.array([7, 3, 8, 9]), np.arange(4), slots_per_piece=2)

@@ -3,18 +3,18 @@
 The removal log is a table in the index with a limit in bytes. A row has a reason and the marks
 of all keys that one commit removed for this reason, so evicting a thousand chunks writes one
 row of 8 KB. A row's number, ``end``, is the total size of all rows written so far, including
-this row. So the rows before the newest N bytes are a range of numbers, which can be deleted
+this row. So all rows before the newest N bytes have numbers below a bound, and can be deleted
 without a scan.
 
-A mark identifies a key with 8 bytes instead of some 36. A mark is the key's first 8 bytes; the
-first 4 of them are exclusive-ored with the group. Unlike a hash, a mark can be computed from
-the short form of a key that people see, ``f5b165224a58b791/0``. The group distinguishes the
-chunks with the same block hash. The group is in the first half of the mark, so the first 8
+A mark identifies a key with 8 bytes instead of some 36. To make a mark, take the key's first 8
+bytes, and exclusive-or the first 4 bytes with the group. Unlike a hash, a mark can be computed
+from the short form of a key that people see, ``f5b165224a58b791/0``. The group distinguishes
+the chunks with the same block hash. The group is in the first half of the mark. So the first 8
 digits of a key suffice to decode the group and the short form from a mark.
 
 Block hashes are uniform, so two keys have equal marks with probability 2^-64. A key that was
-never stored matches a mark in a full log with probability 2^-44. Such a collision makes only
-one answer to the operator wrong, because lookups of chunks do not use marks.
+never stored matches a mark in a full log with probability 2^-44. Such a collision can only make
+an answer to the operator wrong: lookups of chunks do not use marks.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ PackedMarks = bytes
 """Marks as little-endian 64-bit numbers."""
 
 LIKELY_GROUPS: Final = 64
-"""A pattern without a group matches groups below this number; engines have a dozen at most."""
+"""A pattern without a group matches groups below this number; an engine has some dozen groups
+at most."""
 
 MARKED_NBYTES: Final = 8
-"""Number of a key's first bytes that are in its mark."""
+"""Number of bytes from the beginning of a key that are in the key's mark."""
 
 GROUP_SHIFT: Final = 32
 """Position of the group in a mark, in bits."""
@@ -106,7 +107,7 @@ class MarkPattern:
         return group < LIKELY_GROUPS if self.group is None else group == self.group
 
     def short_of(self, mark: int) -> str:
-        """Return the short form of the key of ``mark``, which must match this pattern."""
+        """Return the short form of a key from its mark; ``mark`` must match this pattern."""
         group = (mark ^ self._begin()) >> GROUP_SHIFT
         return f"{mark ^ group << GROUP_SHIFT:016x}/{group}"
 

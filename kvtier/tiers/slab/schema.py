@@ -35,7 +35,7 @@ LATEST: Final = 1 << 62
 """Greatest valid time of the logical clock; with one tick per chunk, it is centuries away."""
 
 REMOVAL_LOG_NBYTES: Final = 8 << 20
-"""Size of the log, about a million removals; the row that crosses the limit is kept as well.
+"""Limit of the removal log, about a million removals; the row that crosses it is kept too.
 
 Without that row, the first eviction after a reset of a large cache would delete all marks of
 the reset. On disk the log is less than twice this size.
@@ -78,7 +78,7 @@ CREATE TABLE IF NOT EXISTS retained(
     until INTEGER NOT NULL
 )
 """
-"""The table of retained chunks. It exists once a chunk was retained."""
+"""SQL that creates the table of retained chunks, once a chunk is retained."""
 
 _COLUMNS: Final = {
     "chunks": [
@@ -105,7 +105,7 @@ _MACHINE_ERRORS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors of the machine, which are independent of the file."""
+"""Codes of SQLite errors whose cause is the machine, not the content of the index."""
 
 
 class IndexDamagedError(KvtierError):
@@ -138,7 +138,7 @@ class Removal:
 def index_room_nbytes(capacity_slots: int) -> int:
     """Return the bytes to reserve for an index: table, removal log and write-ahead log.
 
-    The write-ahead log may grow beyond that while a process reads an old state of the index.
+    The write-ahead log may grow larger while a process reads an old state of the index.
     """
     return capacity_slots * _ROW_NBYTES + 2 * REMOVAL_LOG_NBYTES + _LOG_NBYTES
 

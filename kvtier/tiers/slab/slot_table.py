@@ -16,8 +16,8 @@ __all__ = ["SlotTable"]
 class SlotTable:
     """The key hash, key mark and checksum of every slot whose chunk is known.
 
-    The table uses 25 bytes per slot and has no Python objects. In place of keys it has their
-    hashes, for comparisons, and their marks, for the removal log.
+    The table uses 25 bytes per slot and has no Python objects. Instead of keys, it has hashes
+    of keys for comparisons, and marks of keys for the removal log.
 
     ``drop`` and ``matches`` may be called from different threads, because each numpy operation
     keeps the interpreter lock.
@@ -60,9 +60,9 @@ class SlotTable:
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> PackedMarks:
-        """Return the marks of the replaced keys in ``slots``.
+        """Return the marks of the known keys in ``slots`` that differ from the new keys.
 
-        A key is replaced if its hash differs from ``key_hashes`` at the same position.
+        ``key_hashes`` are the hashes of the new keys.
         """
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
         removed: PackedMarks = self._key_marks[slots][others].tobytes()
@@ -75,11 +75,11 @@ class SlotTable:
     def matches(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Return each position ``i`` where ``key_hashes[i]`` is the hash of ``slots[i]``."""
+        """Return each ``i`` where slot ``slots[i]`` holds a key with hash ``key_hashes[i]``."""
         found = self._known[slots] & (self._key_hashes[slots] == key_hashes)
         return np.flatnonzero(found)
 
     def checksums(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
-        """Return the checksums of ``slots``, whose chunks the table must know."""
+        """Return the checksums of ``slots``; the table must know the chunks there."""
         listed: list[int] = self._checksums[slots].tolist()
         return listed

@@ -77,7 +77,7 @@ class SlotFile:
     def open(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
         """Open or create the file without changing its size.
 
-        Call :meth:`truncate` and :meth:`reserve` before using it.
+        Call :meth:`truncate` and :meth:`reserve` before the first read or write.
 
         Raises:
             OSError: The file system failed.
@@ -112,7 +112,7 @@ class SlotFile:
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
-        """Open a slot file for reading, even if an engine has it open; O_DIRECT if possible.
+        """Open a slot file for reading, if possible with O_DIRECT; an engine may have it open.
 
         Raises:
             OSError: The file cannot be opened.
@@ -187,7 +187,7 @@ class SlotFile:
         return status.st_dev, status.st_ino
 
     def is_removed(self) -> bool:
-        """Return whether the file has no directory entry left, so that a close deletes it.
+        """Return whether the file has no directory entry left, so that closing deletes it.
 
         Raises:
             OSError: The file system failed.
@@ -264,8 +264,8 @@ def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
 def _open_direct(path: Path, io: BlockIo) -> int:
     """Open ``path`` with O_DIRECT, and check that reads and writes work.
 
-    Some file systems accept the flag but refuse the I/O. The check writes the same page that it
-    has read, so an interruption is harmless.
+    Some file systems accept the flag but refuse the I/O. The check reads a page and writes the
+    same bytes back, so an interruption is harmless.
     """
     fd = io.open(path, os.O_RDWR | os.O_DIRECT)
     page = aligned_buffer(PAGE_NBYTES)

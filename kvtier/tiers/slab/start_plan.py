@@ -52,7 +52,8 @@ class StartPlan:
     """What a starting engine does with the other namespaces in its cache directory.
 
     Attributes:
-        removed: Namespaces to remove, in this order. With refusals, none is removed.
+        removed: Namespaces to remove, in this order. If there are refusals, no namespace is
+            removed.
         refusals: Reasons not to start.
         warnings: Warnings for the operator.
     """
@@ -79,7 +80,7 @@ def plan_start(
 
     The least recently opened namespace is removed first. A namespace stays if an engine has it
     open or another version made it. An idle namespace without a slot file is always removed: it
-    is the rest of an interrupted removal.
+    is left over from an interrupted removal.
     """
     warnings = [
         _side_by_side(each, options) for each in neighbours if each.state is State.ENGINE
@@ -133,7 +134,7 @@ def room_needed(
 
 
 def describe_difference(theirs: Fields | None, ours: Fields) -> str:
-    """Describe the fields of ``ours`` that differ in ``theirs``; empty if none does.
+    """Describe the fields of ``ours`` that differ in ``theirs``; empty if all are equal.
 
     >>> describe_difference({"model": "a", "ranks": 1}, {"model": "b", "ranks": 1})
     "model is 'a' there and 'b' here"
@@ -152,7 +153,7 @@ def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
 
     Args:
         neighbours: The other namespaces in the cache directory.
-        excess: Bytes by which the new slot file and those of other versions exceed the
+        excess: Bytes by which the new slot file and the slot files of other versions exceed the
             capacity; negative if they are smaller.
     """
     candidates = [each for each in neighbours if each.state in {State.IDLE, State.PASSING}]

@@ -27,7 +27,7 @@ from kvtier.tiers.slab.schema import LATEST, IndexDamagedError, damage_raised
 __all__ = ["KeyMarks", "StoredRows", "hash_keys", "load_rows", "mark_keys", "no_rows"]
 
 KeyArray: TypeAlias = npt.NDArray[Any]
-"""Keys as ``V<width>``, or as objects if their lengths differ."""
+"""Keys as ``V<width>``, or as Python objects if the lengths differ."""
 
 KeyMarks: TypeAlias = npt.NDArray[np.uint64]
 """Marks of keys for the removal log."""
@@ -47,8 +47,8 @@ class StoredRows:
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row in another slot.
         clock: A logical time later than all times in the index.
-        retained: End of a chunk's protection from eviction, in seconds since the epoch, by
-            slot.
+        retained: For each slot with a protected chunk, the end of the protection from eviction,
+            in seconds since the epoch.
     """
 
     keys: KeyArray
@@ -94,7 +94,7 @@ def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:
 
 
 def mark_keys(keys: Sequence[ChunkKey]) -> KeyMarks:
-    """Return the marks of ``keys``; like :func:`kvtier.tiers.slab.removals.pack_marks`."""
+    """Return the marks of ``keys``, as :func:`~kvtier.tiers.slab.removals.pack_marks` does."""
     lengths = set(map(len, keys))
     if len(lengths) != 1 or min(lengths) < MARKED_NBYTES:
         return np.frombuffer(pack_marks(keys), dtype="<u8").astype(np.uint64)
@@ -130,7 +130,7 @@ def _decode_keys(text: str, count: int) -> KeyArray:
 
 
 def _of_objects(keys: Sequence[ChunkKey]) -> KeyArray:
-    """Return ``keys`` of different lengths as an array."""
+    """Return ``keys`` of different lengths as an array of Python objects."""
     array = np.empty(len(keys), dtype=np.object_)
     array[:] = keys
     return array

@@ -61,7 +61,7 @@ __all__ = ["SlabTier"]
 logger = get_logger(__name__)
 
 _LEAST_PIECE_NBYTES: Final = 512 << 10
-"""Smallest piece of a read that is split between threads; smaller pieces cost too much."""
+"""Smallest piece when a read is split between threads; smaller pieces cost too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _Batch:
 class SlabTier(StorageTier, PartHashKeeper):
     """A tier that keeps chunks in a directory on a local disk.
 
-    Only the event loop's thread accesses the tier's state; pool threads get and return values.
+    Only the event loop's thread accesses the tier's state; pool threads return results to it.
 
     Args:
         options: The tier's section of the configuration.
@@ -180,8 +180,8 @@ class SlabTier(StorageTier, PartHashKeeper):
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
-            CacheLockedError: The namespace is open already, or another process keeps a
-                namespace open that must be removed.
+            CacheLockedError: The namespace is open already, or a namespace that must be removed
+                is open in another process.
             CacheDamagedError: The namespace has foreign files or another layout.
             TierUnavailableError: The medium fails.
         """
@@ -223,7 +223,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             self._index.keep_part_hashes_nowait(self._checked(slots).tolist(), packed)
 
     def _load_part_hashes(self, parts: int) -> StoredPartHashes:
-        """Return the stored part hashes; if the index cannot keep any, warn; return none."""
+        """Return the stored part hashes; warn and return none if the index cannot keep them."""
         self._keeps_part_hashes = False
         if not parts:
             return NO_PART_HASHES
@@ -411,7 +411,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         """Return the largest number of chunks per system call in a read of ``chunks`` chunks.
 
         A read that fits into one call is split between all threads. So it ends sooner, and the
-        next read starts during its verification. Longer reads have several pieces anyway.
+        next read overlaps with the verification. Longer reads have several pieces anyway.
         """
         if chunks > self._slots_per_piece:
             return self._slots_per_piece

@@ -1,9 +1,9 @@
 """Verify a namespace: compare every chunk with its checksum, even while an engine runs.
 
-A running engine overwrites slots. Between the write of a payload and the commit of its row, the
-slot does not match the index, which looks like damage. So a chunk with a wrong checksum is only
-a suspect. The suspect is bad if its row is unchanged and its bytes are still wrong a moment
-later.
+A running engine overwrites slots. Between the write of a payload and the commit of the
+payload's row, the slot does not match the index, which looks like damage. So a chunk with a
+wrong checksum is only a suspect. A suspect is bad if a moment later the row is unchanged and
+the bytes are still wrong.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _classify(
 def _unchanged(
     suspects: Sequence[BadChunk], found: Verification, reader: IndexReader, checker: _Checker
 ) -> list[BadChunk]:
-    """Check ``suspects`` again; return the bad chunks with unchanged rows."""
+    """Check ``suspects`` again; return those that are still bad, with unchanged rows."""
     left: list[BadChunk] = []
     for suspect in suspects:
         slot = suspect.entry.slot
