@@ -24,7 +24,7 @@ __all__ = ["Quarantine"]
 
 
 class Quarantine:
-    """RAM copies that a reset dropped but a worker may still touch."""
+    """Keeps the RAM copies that a reset dropped but that a worker may still touch."""
 
     def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
         self._stack = stack
@@ -38,8 +38,8 @@ class Quarantine:
         """Make every chunk in every tier a miss.
 
         Args:
-            in_use: RAM copies that workers may touch. This object takes over one pin of each.
-                Only these copies and the copies of storage jobs may be pinned.
+            in_use: RAM copies that workers may touch. This object takes over one pin of each
+                copy. Only these copies and the copies of storage jobs may be pinned.
         """
         self._held += in_use
         stack = self._stack

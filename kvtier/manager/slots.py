@@ -109,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent of ``wanted`` slots, else of a long extent."""
+        """Return the start of an extent with ``wanted`` or more slots, else of a long one."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()

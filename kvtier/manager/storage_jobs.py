@@ -33,8 +33,7 @@ Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
 class JobRecord:
     """One storage job. It occupies its slots until its settled result arrives.
 
-    Neither the end of a request, nor a reset of the cache, nor a missed deadline frees the
-    slots.
+    The slots stay occupied when a request ends, the cache is reset or the deadline passes.
 
     Attributes:
         source: Index of the tier that is read.
@@ -105,7 +104,7 @@ class StorageJobs:
         )
 
     def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` the moves to RAM in flight will free."""
+        """Return how many slots of ``tier`` become free when its moves to RAM end."""
         return sum(
             len(record.moved)
             for record in self._records.values()
@@ -235,7 +234,7 @@ class StorageJobs:
         return self._records.get(job_id)
 
     def remove(self, job_id: JobId) -> None:
-        """Forget a job after its settled result was applied."""
+        """Forget a job whose settled result was applied."""
         del self._records[job_id]
 
     def cancel(self, job_id: JobId) -> None:
