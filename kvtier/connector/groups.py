@@ -52,9 +52,9 @@ class SchedulerOptions:
         blocks_per_chunk: Number of blocks that are stored and loaded together.
         ranks: Number of workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
-        retention_tokens: For groups with a window or a state: hits can end at every multiple of
-            this number of tokens, and at the ends of the prompt and of a shared prefix. With 0,
-            hits can end only at these two ends; with None, at every chunk boundary.
+        retention_tokens: Number of tokens, for groups with a window or a state. Hits can end at
+            every multiple of this number, and at the ends of the prompt and of a shared prefix.
+            With 0, hits can end only at these two ends; with None, at every chunk boundary.
         shares_blocks: Whether requests share blocks in the engine. If so, a request waits
             while another request loads the same chunks.
         trusts_later_parts: Whether the engine's KV is still correct after a streamed prompt was

@@ -82,7 +82,7 @@ class _SourcedMetric(NamedTuple):
     metric: Metric
     field: str
     labels: tuple[str, ...]
-    """Values of further labels, after those that name the tier or the shadow policy."""
+    """Values of further labels, after the labels that name the tier or the shadow policy."""
 
 
 _FAILED: Final = Metric(

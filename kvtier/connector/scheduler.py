@@ -1,8 +1,9 @@
 """The connector's scheduler side: decides which chunks are loaded and stored.
 
-An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks the
-request got, and sends the step's jobs to the workers. The workers' results come back through
-:meth:`ConnectorScheduler.update_connector_output`. Only the cache knows which tier has a chunk.
+An engine's scheduler asks how much of a waiting request can be loaded, and reports which blocks
+the request got. The scheduler then sends the step's jobs to the workers. The workers' results
+come back through :meth:`ConnectorScheduler.update_connector_output`. Only the cache knows which
+tier has a chunk.
 
 Calls of one step:
 
@@ -277,7 +278,7 @@ class ConnectorScheduler:
 
         Raises:
             KvtierError: This step has planned loads, and :meth:`build_connector_meta` was not
-                called yet. After a reset, the requests of these loads would wait for ever.
+                called yet. After a reset, the requests of these loads would wait forever.
         """
         if self._load_jobs:
             raise KvtierError(

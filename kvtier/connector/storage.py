@@ -337,7 +337,7 @@ def _retain(
 ) -> None:
     """Protect recovered chunks that must not be evicted yet, within the tiers' quotas.
 
-    If a tier has more such chunks than its quota, only those with the latest ends of protection
+    If a tier has more such chunks than its quota, only the chunks whose protection ends last
     are protected.
     """
     now, now_s = int(datetime.now(UTC).timestamp()), time.monotonic()

@@ -51,7 +51,7 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk. All chunks of a group come before those of the next group."""
+        """Add a chunk; the groups must be added one after another."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))

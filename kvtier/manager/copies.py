@@ -90,7 +90,7 @@ class CopyList(NamedTuple):
 
 
 def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return ``copies`` except those in ``some``, which is a subset of ``copies``."""
+    """Return the ``copies`` that are not in ``some``; ``some`` is a subset of ``copies``."""
     if len(some) == len(copies):
         return ()
     if not some:

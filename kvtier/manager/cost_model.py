@@ -6,12 +6,13 @@ before chunks are promoted for a request, their load time is compared with the c
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
 **Choice of the head.** A *head* is the first chunks of a hit. The chosen head minimizes its
-load time minus ``margin`` times its compute time. A loaded head saves its tokens even if the
-tail is not loaded; a tail without its head saves none. Chunks in RAM need no load time, but are
-useless without all chunks before them. The times of several tiers are added although loads may
-overlap. With a sum, a tier that slows down never makes the chosen head longer; with a maximum
-it could. A head is cut so that the load from each tier ends well before the deadline, because
-chunks that arrive after the deadline are useless.
+load time minus ``margin`` times its compute time. The other chunks of the hit are the *tail*. A
+loaded head saves the computation of its tokens even if the tail is not loaded; a tail without
+its head saves nothing. Chunks in RAM need no load time, but are useless without all chunks
+before them. The times of several tiers are added although loads may overlap. With a sum, a tier
+that slows down never makes the chosen head longer; with a maximum it could. A head is cut so
+that the load from each tier ends well before the deadline, because chunks that arrive after the
+deadline are useless.
 
 **Unknown costs.** Before the first measurement of a tier, its chunks are loaded, because the
 deadline bounds the cost. A *sample* is a load that measures a tier again while the tier has no
@@ -56,7 +57,7 @@ class SkipCause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """A decision to skip a load or to cut it to a head.
+    """A decision to skip a load, or to load only the first chunks.
 
     Attributes:
         cause: Reason for the decision.

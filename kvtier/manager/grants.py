@@ -1,12 +1,12 @@
 """Grants: the phase of each request, the RAM copies pinned for it, and the pin budget.
 
 The next promotion may evict an unpinned promoted chunk. So every chunk that a waiting request
-will load is *granted* to the request: its RAM copy is pinned, even while the bytes are on their
-way. A chunk may be granted to many requests. A request is *settled* when all its chunks have
-arrived or failed. A request's grants end when its load is planned, because a load has its own
-pins. They also end when the request starts without a load, is preempted or ends. Grants also
-end after a number of steps without a lookup, because the engine may have dropped the request
-without a report.
+will load is *granted* to the request. The chunk's RAM copy is pinned, even while the bytes are
+on their way. A chunk may be granted to many requests. A request is *settled* when all its
+chunks have arrived or failed. A request's grants end when its load is planned, because a load
+has its own pins. They also end when the request starts without a load, is preempted or ends.
+Grants also end after a number of steps without a lookup, because the engine may have dropped
+the request without a report.
 
 The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
 promotions, and *reservations* for direct loads of this step. So other requests get RAM slots
@@ -104,7 +104,8 @@ class RequestState:
             request is stored.
         has_gap: Whether an offered chunk was in no tier. If so, the engine computed all later
             chunks.
-        tails: Per KV cache group, the last chunk that was stored or loaded, and its depth.
+        tails: For each KV cache group, the last chunk that was stored or loaded, and the depth
+            of this chunk.
     """
 
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
@@ -162,9 +163,9 @@ class RequestState:
         """Record that ``copies`` follow the request's earlier chunks in the same group.
 
         The depth of a recovered chunk is unknown, and part of the prefix may be in the engine's
-        own cache. So the new depth is the larger of two numbers: the depth of the last copy,
-        and the depth of the earlier chunks plus the number of ``copies``. Chunks that were
-        loaded and then offered count once.
+        own cache. So the new depth is the larger of two numbers. One is the depth of the last
+        copy; the other is the depth of the earlier chunks plus the number of ``copies``. Chunks
+        that were loaded and then offered count once.
         """
         last = copies[-1]
         group = group_part(last.key)
@@ -235,7 +236,7 @@ class Grants:
 
     @property
     def budget_left(self) -> int:
-        """Number of RAM slots of the pin budget that are neither in use nor reserved."""
+        """Number of RAM slots of the pin budget that are still unused and not reserved."""
         reserved = sum([each.fills for each in self._reserved.values()])
         return self.budget - self.granted - self._direct - reserved
 

@@ -44,7 +44,7 @@ class LoadPlan(NamedTuple):
 
     Attributes:
         slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` for a chunk
-            without one.
+            without a slot.
         generations: Required generation of each slot. A worker must not load a slot with
             another generation. :data:`NO_GENERATION` for a chunk without a slot.
         origins: Index of the tier that each chunk's bytes come from.
@@ -334,7 +334,7 @@ class Loader:
     # -- failed loads -----------------------------------------------------------------------
 
     def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
-        """Count failed ``copies``, except those that never arrived from a slower tier."""
+        """Count failed ``copies``, except copies that never arrived from a slower tier."""
         self._ram.counters.load_failed += sum(
             not origin or copy.state == _RESIDENT
             for copy, origin in zip(copies, origins, strict=True)

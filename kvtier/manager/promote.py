@@ -120,7 +120,7 @@ class DirectLoad(NamedTuple):
 
     Attributes:
         promoted: Number of chunks whose promotion was planned with the load.
-        in_ram: The RAM copy of each chunk, resident or on its way; None without one.
+        in_ram: The RAM copy of each chunk, resident or on its way; None if there is none.
         reads: The copy of each chunk that workers read from its tier; None for other chunks.
     """
 

@@ -1,8 +1,8 @@
 """Empties the tiers at a reset, and quarantines slots that are still in use.
 
 A reset makes every chunk a miss at once, but jobs in flight continue. A storage job or a worker
-may be reading or writing a slot, and after a reset the engine does not report the end of the
-worker's job. Such a slot stays pinned until its storage job has settled and the workers have
+may be reading or writing a slot. After a reset, the engine does not report when a worker's job
+ends. Such a slot stays pinned until its storage job has settled and the workers have
 acknowledged their jobs.
 
 A tier may hold millions of chunks, and the scheduler waits for the reset. So the reset does no

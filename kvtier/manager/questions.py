@@ -6,7 +6,7 @@ asks for the keys that the other tiers lack, all in one *question*. The request 
 answer arrives or the question's deadline passes. Then lookups treat the found chunks like
 chunks of any other slower tier. If a found chunk is missing when it is read, it is a miss.
 
-A request asks at most once. It does not ask if:
+A request asks at most one question. It asks no question if:
 
 * the answer could not lengthen the hit,
 * the tier lacked the first of the keys a moment ago,

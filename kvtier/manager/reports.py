@@ -80,7 +80,7 @@ class TierCounters:
     """Chunks that were refused for retention, or released before their deadline."""
 
     def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
-        """Count a chunk that failed to arrive, by cause; ignore cancelled chunks."""
+        """Count a chunk that failed to arrive, by the cause; ignore cancelled chunks."""
         if outcome is Outcome.EXPIRED:
             self.expired += 1
         elif outcome is Outcome.REFUSED:
@@ -173,8 +173,8 @@ class EventLog:
     removal. The removal of a chunk precedes the arrival of the next chunk in its slot.
 
     A restart or a reset may concern a million chunks, and a listener serializes events between
-    two steps of the engine. So consecutive events of one kind are merged, events have bounded
-    length, and :meth:`take` returns only as many events as can be serialized in a few
+    two steps of the engine. So consecutive events of one kind are merged, and the length of an
+    event is bounded. :meth:`take` returns only as many events as can be serialized in a few
     milliseconds. The copies that a reset removed are converted to events in later steps, a few
     thousand per step. Without a listener they are only freed.
 

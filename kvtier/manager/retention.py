@@ -53,7 +53,7 @@ class Retention:
         """Retain resident ``copies`` until a deadline; extend an earlier deadline.
 
         Args:
-            copies: Root to leaf; beyond the quota the tail is refused.
+            copies: Root to leaf; beyond the quota, the last chunks are refused.
             until: Deadline, in seconds on the clock of :meth:`expire`.
 
         Returns:

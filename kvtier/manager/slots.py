@@ -1,12 +1,12 @@
 """Allocates slots in extents, so that the slots of one request lie next to each other.
 
 The throughput of a slow medium depends on the bytes per system call. A plain list of free slots
-would scatter a request's chunks within minutes. So free slots are kept as *extents*: ranges of
-consecutive free slots, as long as possible, in bins by the power of two of their length. An
-allocation tries a few extents of the smallest suitable bin, then takes an extent of a larger
-bin. If no extent is long enough, it uses several of the longest extents. Freed slots merge with
-their free neighbours at once, so an evicted request leaves one extent. An allocation or a
-release takes O(1) time per extent, and never scans all slots.
+would scatter a request's chunks within minutes. So free slots are kept as *extents*: the
+longest possible ranges of consecutive free slots. Extents are grouped in bins by length, one
+bin for each power of two. An allocation tries a few extents of the smallest suitable bin, then
+takes an extent of a larger bin. If no extent is long enough, it uses several of the longest
+extents. Freed slots merge with their free neighbours at once, so an evicted request leaves one
+extent. An allocation or a release takes O(1) time per extent, and never scans all slots.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Storage jobs: transfers between tiers, from the plan to the settled result.
 
 :class:`StorageJobs` has the common part of promotions and demotions. A plan allocates the
-slots, adds the copies to be written and divides the chunks into jobs. A settled result removes
-the pins of the job and drops the copies whose bytes did not arrive.
-:mod:`~kvtier.manager.promote` and :mod:`~kvtier.manager.demote` choose the chunks to move and
-handle the consequences of a result.
+slots, adds the copies to be written and divides the chunks into jobs. A result is *settled*
+when no thread can still use the job's slots. A settled result removes the pins of the job and
+drops the copies whose bytes did not arrive. :mod:`~kvtier.manager.promote` and
+:mod:`~kvtier.manager.demote` choose the chunks to move and handle the consequences of a result.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class JobRecord:
 
 
 class StorageJobs:
-    """Every storage job from its plan to its settled result."""
+    """Keeps every storage job from its plan to its settled result."""
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
@@ -238,7 +238,7 @@ class StorageJobs:
         del self._records[job_id]
 
     def cancel(self, job_id: JobId) -> None:
-        """Queue the cancellation of a job that no request needs any more."""
+        """Queue the cancellation of a job that requests no longer need."""
         self._cancelled.append(job_id)
 
     @property

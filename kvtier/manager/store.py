@@ -269,7 +269,8 @@ def _places(
     Args:
         new: Chunks to store, group by group, root to leaf.
         offered: All offered chunks, ``new`` included.
-        tails: For each group, the last earlier chunk and its depth. This function updates them.
+        tails: For each group, the last earlier chunk and the depth of this chunk. This function
+            updates them.
     """
     group = group_part(offered[0])
     if len(new) == len(offered) and is_single_group(new):

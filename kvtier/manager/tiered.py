@@ -230,7 +230,7 @@ class TieredOffloadingManager:
         released early only if a store or a promotion has waited and finds no other slots.
 
         Args:
-            keys: Chunks; beyond the quota the tails of prefixes are refused.
+            keys: Chunks; beyond the quota, the last chunks of prefixes are refused.
             until: Seconds on the clock of :meth:`end_step`.
 
         Returns:
@@ -314,7 +314,7 @@ class TieredOffloadingManager:
         return self._jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
-        """Return jobs that no request needs any more. Cancelling them is optional."""
+        """Return the jobs that requests no longer need. Cancelling these jobs is optional."""
         return self._jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
@@ -465,10 +465,10 @@ class TieredOffloadingManager:
     def reset(self) -> None:
         """Make every chunk in every tier a miss, because weights may have changed.
 
-        Slots that a storage job or a worker may still touch stay unused until the storage job
-        has ended and the worker has acknowledged its jobs. Loads and stores prepared before the
-        reset need no ``complete_*`` call. A request with KV from before the reset stores
-        nothing until it loses its GPU blocks, because that KV may be outdated.
+        Slots that a storage job or a worker may still touch stay unused until those jobs have
+        ended. Loads and stores prepared before the reset need no ``complete_*`` call. A request
+        with KV from before the reset stores nothing until it loses its GPU blocks, because that
+        KV may be outdated.
         """
         stack = self._stack
         stack.epoch += 1
