@@ -28,11 +28,11 @@ __all__ = ["build_manager", "build_tiers", "check_policies"]
 
 _MAX_QUEUE_S: Final = 1.0
 _RESERVE: Final = 0.1
-"""Fraction of a tier's slots that write-on-evict keeps free, enough for a few steps' stores."""
+"""Fraction of a tier's slots that write-on-evict keeps free for the stores of a few steps."""
 _JOB_CHUNKS: Final = 256
 _JOB_NBYTES: Final = 64 << 20
-"""Bytes of one job. Larger jobs need fewer I/O calls; smaller jobs delay an urgent job less,
-and leave time to queue the next job before the current one ends."""
+"""Number of bytes of one job. Larger jobs need fewer I/O calls; smaller jobs delay an urgent
+job less, and leave time to queue the next job before the current one ends."""
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
@@ -74,15 +74,15 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     Args:
         config: The configuration.
         tiers: The tiers that :func:`build_tiers` made.
-        slot_nbytes: Bytes of one slot.
-        chunk_tokens: Tokens of a chunk of the counting group.
+        slot_nbytes: Number of bytes of one slot.
+        chunk_tokens: Number of tokens of a chunk of the counting group.
         slot_status: The workers' reports about RAM slots.
         record_events: Whether to record residency events; if so, call ``take_events``.
-        track_reuse: Whether to record the times between an eviction and the next lookup; if so,
-            call ``take_reuse_gaps``.
+        track_reuse: Whether to record the times from each chunk's eviction to its next lookup;
+            if so, call ``take_reuse_gaps``.
         groups: For each KV cache group, the part of a prefix that a hit needs.
         counting_group: Index of the KV cache group used to count tokens.
-        gds: Reports which slots of a tier workers can read; None if GDS reads are not used.
+        gds: Reports which slots of a tier the workers can read; None without GDS reads.
 
     Raises:
         ConfigError: A placement or admission policy is not installed, or its constructor fails.
@@ -156,7 +156,7 @@ def _build_placement(
 def _build_conditions(
     config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> list[Admission]:
-    """Build the conditions for entering a slower tier. The write budget is the last one."""
+    """Build the conditions for entry into a slower tier; the write budget comes last."""
     rules = config.placement
     conditions: list[Admission] = []
     if rules.admit != "all":

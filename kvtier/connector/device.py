@@ -3,25 +3,26 @@
 Two entry points for vLLM use this module: the connector's worker side and the worker of the
 offloading spec. These entry points receive jobs and report failures in different ways.
 
-**Order of stores and loads.** On a GPU, stores and loads have a thread and a stream each, so
-that a load waits neither for a store nor for the computation before the store. The protocol
-orders a store and a load that use the same slot or block:
+**Order of stores and loads.** On a GPU, stores have one thread and one stream, and loads have
+others. So a load does not wait for a store, or for the computation before the store. The
+protocol orders a store and a load that use the same slot or block:
 
 * A load reads a slot after the store that fills it. The load waits for the slot's generation,
   which the store sets after its copy has ended. The scheduler side plans the load only when all
-  ranks have set it.
-* A store overwrites a slot after the loads that read it. Loads pin the slot's chunk until every
-  rank has acknowledged them, and after a reset the slot is quarantined until then. A rank
-  acknowledges a job after its copy has ended.
+  ranks have set the generation.
+* A store overwrites a slot after the loads that read it. The loads pin the slot's chunk until
+  every rank has acknowledged the loads. After a reset, the slot is quarantined until then. A
+  rank acknowledges a job after the job's copy has ended.
 * A load overwrites a block after the stores that read it. The blocks that a request gets for a
-  load are among the step's allocated blocks, so the stores that read them are flushed: the
-  engine's thread waits for them (:meth:`DeviceEngine.wait`) before it starts the step's loads.
-  A store that outlasts this wait is retracted, so its chunks are never loaded.
+  load are among the step's allocated blocks. So the stores that read these blocks are flushed:
+  the engine's thread waits for the stores (:meth:`DeviceEngine.wait`) before it starts the
+  step's loads. A store that outlasts this wait is retracted, so its chunks are never loaded.
 * A store reads a block after the load that fills it. The request runs only when every rank has
-  acknowledged the load, and its stores are planned later.
+  acknowledged the load, and the request's stores are planned later.
 
 ``tests/stateful/test_bytes_in_any_order.py`` runs both threads in random order, block by block.
-On a CPU one thread does both, because a second thread would take a processor from the model.
+On a CPU one thread runs stores and loads, because a second thread would take a processor from
+the model.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
-"""Seconds after which a copy has failed; a copy normally takes milliseconds."""
+"""Seconds after which a copy counts as failed; a copy normally takes milliseconds."""
 _POOLS_S: Final = 1.0
-"""Seconds reserved for the end of the copying threads, after the transfer engine's end."""
+"""Seconds reserved for ending the copying threads after the transfer engine has closed."""
 _GDS: Final = "gds"
-"""Source tier of load jobs in which some chunks are read from an NVMe tier."""
+"""Source tier of a load job that reads some chunks from an NVMe tier."""
 _UNBOUNDED: Final = 1 << 62
 _NO_LIMITS: Final = EngineLimits(
     queued_bytes=_UNBOUNDED, running_bytes=_UNBOUNDED, breaker_failures=_UNBOUNDED
 )
-"""The queue accepts every job, because an engine cannot handle a refused job."""
+"""Limits of a queue that accepts every job, because an engine cannot handle a refused job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class DeviceResult:
 
     Attributes:
         job_id: The job.
-        purpose: Whether it was a store or a load.
+        purpose: Whether the job was a store or a load.
         outcomes: One per chunk, in the job's order.
         nbytes: Number of bytes that reached their destination.
         seconds: Run time in seconds, without the time in the queue.
@@ -105,7 +106,7 @@ class DeviceResult:
     def positions_of(
         self, outcomes: Collection[Outcome], among: Sequence[int]
     ) -> frozenset[int]:
-        """Return the positions in ``among`` of the chunks with one of ``outcomes``."""
+        """Return the positions in ``among`` of chunks that have one of ``outcomes``."""
         return frozenset(at for at in among if self.outcomes[at] in outcomes)
 
     def nbytes_of(self, positions: Sequence[int]) -> int:
@@ -128,8 +129,8 @@ class DeviceEngine:
         region: The RAM tier; closed with this object.
         rank: This rank.
         share: The rank's part of every slot.
-        blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest that :meth:`close` may take.
+        blocks_per_chunk: Number of blocks of a chunk.
+        close_timeout_s: Largest number of seconds that :meth:`close` may take.
         gds: Reads chunks from an NVMe tier into blocks; closed with this object. None if GDS
             reads are not used.
 
@@ -216,7 +217,7 @@ class DeviceEngine:
         Args:
             block_ids: Block numbers, group after group.
             group_sizes: Number of blocks of each group.
-            first_blocks: Index within the request of each group's first block.
+            first_blocks: For each group, the index within the request of the first block.
             slots: Slots of the chunks, group after group.
 
         Raises:
@@ -227,7 +228,7 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Queue a copy from blocks to slots, after the work now in the engine's stream.
+        """Queue a copy from blocks to slots; it runs after the work now in the engine's stream.
 
         The copy starts at the next call of :meth:`load`, :meth:`poll` or a waiting method.
 
@@ -247,7 +248,7 @@ class DeviceEngine:
         wait_s: float = 0.0,
         gds: GdsSpec | None = None,
     ) -> None:
-        """Start a copy from slots to blocks, after the work now in the engine's stream.
+        """Start a copy from slots to blocks; it runs after the work now in the engine's stream.
 
         Args:
             job_id: Unique among the jobs of this rank.
@@ -255,8 +256,8 @@ class DeviceEngine:
             generations: The generation that each slot must have.
             wait_s: Longest time to wait for the slots to get these generations, and for reads
                 of ``gds``.
-            gds: The chunks to read from an NVMe tier. At their positions the plan has negative
-                numbers in place of slots.
+            gds: The chunks to read from an NVMe tier. For each of these chunks, the plan has a
+                negative number instead of a slot.
 
         Raises:
             UnsupportedError: This rank has no GDS reads.
@@ -290,7 +291,7 @@ class DeviceEngine:
 
         Args:
             job_id: A job that :meth:`poll` has not returned.
-            purpose: Whether it was a store or a load.
+            purpose: Whether the job was a store or a load.
             slots: The job's slots.
             generations: The generations of these slots.
             error: The error.
@@ -315,7 +316,7 @@ class DeviceEngine:
         return ended
 
     def retract(self, job_ids: Iterable[JobId]) -> set[JobId]:
-        """Make the stores ``job_ids`` fail because blocks changed before the stores ended.
+        """Make the stores ``job_ids`` fail, because blocks changed before the stores ended.
 
         Returns:
             The stores that will fail; :meth:`poll` has already returned the other stores.
@@ -343,7 +344,7 @@ class DeviceEngine:
         return False
 
     def wait_for_stores(self) -> bool:
-        """Wait until no store reads blocks any more, at most for the time limit.
+        """Wait until no store reads blocks, or until the time limit.
 
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
@@ -387,7 +388,7 @@ class DeviceEngine:
         *,
         failed: bool,
     ) -> None:
-        """Record in the control block that a job on ``slots`` ended, and failed loads."""
+        """Record in the control block that a job on ``slots`` ended, and which loads failed."""
         held = [slot for slot, generation in zip(slots, generations, strict=True) if generation]
         if failed and purpose is Purpose.LOAD:
             self._control.record_failed_loads(self._rank, held, list(filter(None, generations)))
@@ -456,7 +457,7 @@ class DeviceEngine:
 def _job(
     job_id: JobId, purpose: Purpose, slots: Sequence[int], payload: object, timeout_s: float
 ) -> Job:
-    """Return a transfer engine's job that copies between the device and RAM slots."""
+    """Return a job for the transfer engine: copies between the device and RAM slots."""
     stores = purpose is Purpose.STORE
     return Job(
         job_id=job_id,

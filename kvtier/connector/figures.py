@@ -233,13 +233,13 @@ class TierFigures(NamedTuple):
 
 
 class StoreInfo(NamedTuple):
-    """The place where one tier keeps its chunks.
+    """Describes where one tier keeps its chunks.
 
     Attributes:
         tier: The tier's name.
         kind: The tier's kind, such as ``ram``.
         namespace: Name of the directory within ``path`` for one model and layout.
-        path: The cache directory; empty if the tier has none.
+        path: The cache directory; empty if the tier has no cache directory.
     """
 
     tier: str
@@ -250,7 +250,7 @@ class StoreInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShadowPolicyFigures:
-    """The figures of one shadow policy in one tier since the engine started."""
+    """The figures of one shadow policy in one tier, counted since the engine's start."""
 
     tier: str
     policy: str
@@ -271,7 +271,7 @@ class EngineStatistics:
     Attributes:
         tiers: Fastest first.
         shadows: Shadow policies, tier by tier.
-        stores: The places where the tiers keep chunks; constant.
+        stores: For each tier, where the tier keeps its chunks; constant.
     """
 
     tiers: Sequence[TierFigures]
@@ -373,13 +373,13 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
     Args:
         manager: The manager's snapshot.
         channels: Transfers between tiers, by (source, destination).
-        tokens_per_chunk: Tokens of a chunk of the counting group.
+        tokens_per_chunk: Number of tokens of a chunk of the counting group.
         pageable_ranks: Number of workers that could not page-lock the RAM tier.
         gds_ranks: Number of workers that can read chunks from an NVMe tier straight into their
             GPU.
         internal_errors: Number of unexpected errors so far.
         shadows: Shadow policies, tier by tier.
-        recorder: The recorder's figures, if there is one.
+        recorder: The recorder's figures; None without a recorder.
         recovered: Number of chunks found at the start, by tier name.
         stores: Where the tiers keep chunks.
     """

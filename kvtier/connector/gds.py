@@ -22,13 +22,13 @@ __all__ = ["GdsSlots"]
 
 
 class _RankReports(Protocol):
-    """The part of the control block that reports the ranks' GDS reads and part hashes."""
+    """The ranks' reports about GDS reads and part hashes, in the control block."""
 
     def gds_parts(self) -> int:
         """Return the number of parts of a slot; 0 if a rank cannot do GDS reads."""
 
     def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
-        """Return the hashes of the parts of RAM slots; a row is 0 if they are unknown."""
+        """Return the hashes of the parts of RAM slots; a row is 0 if its hashes are unknown."""
 
 
 class GdsSlots:
@@ -42,7 +42,7 @@ class GdsSlots:
     Args:
         tier: Index of the tier.
         storage: The tier.
-        keeper: The same tier, as the keeper of its part hashes.
+        keeper: The same tier, as the object that keeps the part hashes.
         file: The tier's slot file.
         ranks: The ranks' reports in the control block.
     """
@@ -70,7 +70,7 @@ class GdsSlots:
     # -- manager ------------------------------------------------------------------------------
 
     def readable(self, slots: Sequence[int]) -> Sequence[bool]:
-        """Return for each of ``slots`` whether all workers can read and verify it now."""
+        """Return, for each of ``slots``, whether all workers can read and verify it now."""
         if self._ranks.gds_parts() != self._parts:
             return [False] * len(slots)
         known: npt.NDArray[np.bool_] = (self._hashes[slots] != 0).all(1)
@@ -97,7 +97,7 @@ class GdsSlots:
     # -- transfer engine ----------------------------------------------------------------------
 
     def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
-        """Return the part hashes of the chunks in RAM slots; a row is 0 if they are unknown."""
+        """Return the part hashes of chunks in RAM; a row is 0 if its hashes are unknown."""
         return self._ranks.part_hashes(slots, generations)
 
     def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:

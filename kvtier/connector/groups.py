@@ -25,12 +25,12 @@ class CacheGroup:
     """One KV cache group as its engine describes it.
 
     Attributes:
-        tokens_per_block: Tokens of one block.
+        tokens_per_block: Number of tokens of one block.
         index: Number of the group in the engine's block tables and in keys.
         reach: The part of a prefix that the group's layers read.
         window_tokens: Number of tokens of a sliding window, or of a chunk of local attention.
-        is_draft: Whether the group has layers of a draft model, which may rewrite the KV of the
-            newest tokens.
+        is_draft: Whether the group has layers of a draft model. A draft model may rewrite the
+            KV of the newest tokens.
         is_handed_over: Whether the engine lists the states to store in each step.
     """
 
@@ -52,9 +52,9 @@ class SchedulerOptions:
         blocks_per_chunk: Number of blocks that are stored and loaded together.
         ranks: Number of workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
-        retention_tokens: For groups with a window or a state: hits can end at every multiple
-            of this number of tokens, and at the ends of the prompt and of a shared prefix.
-            0: only at these two ends. None: at every chunk boundary.
+        retention_tokens: Number of tokens, for groups with a window or a state. Hits can end at
+            every multiple of this number, and at the ends of the prompt and of a shared prefix.
+            With 0, hits can end only at these two ends; with None, at every chunk boundary.
         shares_blocks: Whether requests share blocks in the engine. If so, a request waits
             while another request loads the same chunks.
         trusts_later_parts: Whether the engine's KV is still correct after a streamed prompt was

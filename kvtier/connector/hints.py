@@ -161,7 +161,7 @@ class HintReader:
         return _HintFields.model_validate(fields)
 
     def _readable(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return the entries of ``raw`` that have a known name and a short enough value."""
+        """Return the entries of ``raw`` with a known name and a value that is not too long."""
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = str(key)
@@ -176,7 +176,7 @@ class HintReader:
         return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
-        """Return the indices of the tiers ``names``; None, no limit, if a name is unknown."""
+        """Return the tier indices of ``names``; None (no limit) if a name is unknown."""
         if names is None:
             return None
         numbers = frozenset(self._numbers[name] for name in names if name in self._numbers)

@@ -25,7 +25,7 @@ class JobState:
         is_store: Whether the job is a store; otherwise it is a load.
         load_id: The cache's id of a load; None for a store.
         awaited: Number of ranks that have not acknowledged the job.
-        has_failed: Whether a rank failed to load some chunks.
+        has_failed: Whether any rank failed to load any of the chunks.
         gds_failed: Positions of chunks whose GDS read failed in a rank.
         gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
     """
@@ -46,7 +46,7 @@ class WorkerJobs:
 
     The engine may reuse the blocks that a store reads: after a window has passed them, after a
     preemption, or after their request ends. The store must end before these blocks are
-    overwritten, so :meth:`flush_readers_of` gets all blocks that a step reuses.
+    overwritten. So the caller passes all blocks that a step reuses to :meth:`flush_readers_of`.
 
     Args:
         ranks: Number of workers that acknowledge a job.
@@ -107,10 +107,10 @@ class WorkerJobs:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Count ``ranks`` acknowledgements of a job.
+        """Record that ``ranks`` more ranks have acknowledged a job.
 
-        Return the job after the last acknowledgement, otherwise None. Acknowledgements of jobs
-        from before a reset are ignored.
+        The result is the job after the last acknowledgement, else None. Acknowledgements of
+        jobs from before a reset are ignored.
         """
         job = self._jobs.get(job_id)
         if job is None:

@@ -5,9 +5,9 @@ before the next forward pass. The worker side sends :class:`WorkerOutput`: the j
 Each rank sends one output, and the engine aggregates the outputs. Both messages cross process
 boundaries, so they hold plain values.
 
-Every rank acknowledges every job, even a failed one: only then can the job's blocks and slots
-be reused. The control block records for each rank whether a store is whole. ``failed_loads``
-names the loads that failed.
+Every rank acknowledges every job, even a failed job. Only after that can the job's blocks and
+slots be reused. The control block records for each rank whether a store is whole.
+``failed_loads`` names the loads that failed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class BlockSpec:
     Attributes:
         block_ids: Block numbers in the engine's memory.
         group_sizes: Number of blocks of each KV cache group.
-        first_blocks: Index within the request of each group's first block. If it is not a
-            multiple of the blocks per chunk, the group's first chunk is partial; its last chunk
-            may be partial too.
+        first_blocks: For each group, the index within the request of the first block. If an
+            index is not a multiple of the blocks per chunk, the group's first chunk is partial.
+            The last chunk of a group may be partial too.
     """
 
     block_ids: tuple[int, ...]
@@ -71,8 +71,9 @@ class SlotSpec:
     """The RAM slots of a job's chunks, group after group.
 
     Attributes:
-        slots: One per chunk.
-        generations: One per slot. A store sets the slot's generation; a load requires it.
+        slots: The RAM slot of each chunk.
+        generations: The generation of each slot. A store sets this generation; a load requires
+            it.
         wait_s: Longest time in seconds that a load waits for these generations and for GDS
             reads.
         gds: The chunks of a load that each rank reads from an NVMe tier; they have no RAM slot.
@@ -139,7 +140,7 @@ class FailedLoad:
     gds_wrong: frozenset[int] = frozenset()
 
     def united(self, other: FailedLoad) -> FailedLoad:
-        """Merge two ranks' failures in the same job into one."""
+        """Merge the failures of two ranks in the same job into one failure."""
         # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(

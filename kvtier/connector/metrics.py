@@ -5,10 +5,10 @@ use these names.
 
 Reading all figures takes some hundred microseconds after a forward pass, and vLLM's front end
 must then process the figures. A step of a small model takes only a few milliseconds. So figures
-are read at most once a second while the engine is active. Once the engine is idle they are read
-at every step: any step may be the last, and the final figures must be right. The tiers of an
-engine are constant, so values are read in a fixed order, and a tier without changes costs one
-comparison.
+are read at most once a second while the engine is active. While the engine is idle, figures are
+read at every step: any step may be the last, and the final figures must be right. The tiers of
+an engine are constant, so values are read in a fixed order, and a tier without changes costs
+one comparison.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _SourcedMetric(NamedTuple):
     metric: Metric
     field: str
     labels: tuple[str, ...]
-    """Values of further labels, after those that name the tier or the shadow policy."""
+    """Values of further labels, after the labels that name the tier or the shadow policy."""
 
 
 _FAILED: Final = Metric(
@@ -206,7 +206,7 @@ class Reporter:
         self._last: dict[tuple[str, ...], tuple[float, ...]] = {}
 
     def is_due(self, *, steps_follow: bool = False) -> bool:
-        """Return whether :meth:`take` reads the source now. Cheap enough for every step.
+        """Return whether :meth:`take` reads the source now; cheap enough for every step.
 
         Args:
             steps_follow: Whether the caller knows that the source is active.
@@ -214,7 +214,7 @@ class Reporter:
         return self._clock() >= self._due_s or not (steps_follow or self._source.is_active)
 
     def take(self) -> list[MetricChange]:
-        """Return the changes since the last read; none if that is too recent.
+        """Return the changes since the last read; empty if that read is too recent.
 
         The first report includes every counter and gauge, even at 0. If a series appeared
         later, alerts would miss its first growth.
@@ -310,7 +310,8 @@ class Publisher:
         """Apply changes to the Prometheus metrics.
 
         Args:
-            changes: Each a :class:`MetricChange`, or a sequence of the same values.
+            changes: The changes; each is a :class:`MetricChange` or a sequence of the same
+                values.
             label_values: Values of the labels that come before each metric's own labels.
         """
         for name, labels, value in changes:

@@ -51,8 +51,8 @@ class Notices:
         """Warn about chunks that were dropped because a slower tier is too slow.
 
         Args:
-            dropped: For each tier, the number of chunks dropped since the start. Chunks dropped
-                at a slower tier were not copied to this tier. Chunks dropped at RAM were not
+            dropped: For each tier, the number of chunks dropped since the start. For a slower
+                tier, these chunks were not copied to the tier. For RAM, these chunks were not
                 stored, because RAM was full of chunks that wait for a slower tier.
             now: Seconds, monotonic.
         """
@@ -70,7 +70,7 @@ class Notices:
             )
 
     def log_skipped(self, cost_model: CostModel, now: float) -> None:
-        """Log how many stored chunks were computed because loading seemed slower, and why.
+        """Log how many stored chunks were computed instead of loaded, and the latest cause.
 
         Args:
             cost_model: The manager's cost model.

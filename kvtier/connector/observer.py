@@ -24,13 +24,13 @@ Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
 
 
 class Observer:
-    """Follows each request from arrival to end, for the recorder and the shadow policies.
+    """Reports each request, from arrival to end, to the recorder and the shadow policies.
 
     Args:
-        recorder: Records the requests, if there is one.
+        recorder: Records the requests; None without a recorder.
         shadows: Shadow policies by their tier's name.
         positions: Returns the chunks of a request, each with its end in tokens.
-        chunk_tokens: Tokens of a chunk of the counting group.
+        chunk_tokens: Number of tokens of a chunk of the counting group.
         counting_group: Index of the KV cache group whose chunks are recorded.
     """
 
@@ -124,14 +124,14 @@ def build_observer(
     chunk_tokens: int,
     counting_group: int = 0,
 ) -> Observer | None:
-    """Build the observer that ``config`` asks for; None if there is nothing to observe.
+    """Build the observer for ``config``; return None if there is nothing to observe.
 
     Args:
         config: The configuration.
-        recorder: The recorder, if there is one.
-        capacities: Slots of each tier.
+        recorder: The recorder; None without a recorder.
+        capacities: Number of slots of each tier.
         positions: Returns the chunks of a request; None if the entry point does not know them.
-        chunk_tokens: Tokens of a chunk of the counting group.
+        chunk_tokens: Number of tokens of a chunk of the counting group.
         counting_group: Index of the KV cache group whose chunks are recorded.
 
     Raises:

@@ -44,7 +44,7 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens known now; under async scheduling the newest may be missing."""
+        """Number of known tokens; under async scheduling, the newest tokens may be missing."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -56,7 +56,7 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per ``tokens_per_hash`` known tokens; it covers all tokens before too."""
+        """One hash per ``tokens_per_hash`` known tokens; each also covers earlier tokens."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
@@ -83,7 +83,7 @@ class Block(Protocol):
 
     @property
     def is_null(self) -> bool:
-        """Whether this is the placeholder for a missing block."""
+        """Whether this object is the placeholder for a missing block."""
 
     @property
     def block_hash(self) -> object | None:
@@ -128,8 +128,8 @@ class Step(NamedTuple):
     Attributes:
         num_scheduled_tokens: Number of tokens to compute, per scheduled request.
         prompt_tokens: Number of these tokens that belong to prompts.
-        started: Requests scheduled for the first time, or again after a preemption, or with a
-            continued prompt.
+        started: Requests that are scheduled for the first time, again after a preemption, or
+            after their prompt was continued.
         preempted: Requests that lost their blocks.
         allocated: Blocks that requests got since the previous step, and targets of block
             copies.

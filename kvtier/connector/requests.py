@@ -34,11 +34,11 @@ class TrackedRequest:
             store; 0 to look at the next step, infinity for never.
         local_tokens: Number of tokens in the engine's own cache at the last lookup.
         jobs: Jobs in flight: either one load, or stores.
-        has_blocks: Whether the request was scheduled and has kept its blocks since.
+        has_blocks: Whether the request was scheduled and has not lost its blocks since then.
         may_store: Returns whether the keys still describe the request's KV; None if they
             always do.
         store_limit: Largest number of leading tokens to store; None for no limit.
-        load_sources: Number of tokens of the last load from each tier, by tier index.
+        load_sources: Number of tokens that each tier provided to the last load, by tier index.
     """
 
     __slots__ = (
@@ -111,7 +111,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Mark all chunks as not offered; the scheduler side then offers them again."""
+        """Mark all chunks as not offered, so that the scheduler side offers them again."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -119,7 +119,7 @@ class TrackedRequest:
         """Return the request's chunk keys and the range of tokens that may be loaded.
 
         Args:
-            recompute_tokens: How many of the last tokens the engine always computes.
+            recompute_tokens: Number of tokens at the end that the engine always computes.
         """
         limit = self.request.num_tokens - recompute_tokens
         if self._load_limit is not None:
@@ -147,14 +147,14 @@ class OfferQueue:
 
     The clock of the queue counts tokens. A step advances the clock by the largest number of
     tokens that the step computes for one request. So a request that lacks n tokens for its next
-    chunk is due after n ticks at the earliest, and no step checks it before.
+    chunk is due after n ticks at the earliest. No earlier step checks this request.
     """
 
     def __init__(self) -> None:
         self._now = 0
         self._heap: list[tuple[float, int, str]] = []
         self._due: dict[str, tuple[float, int, TrackedRequest]] = {}
-        """Time, serial number and request; a heap entry with another number is stale."""
+        """Time, serial number and request, by id; a heap entry with another number is stale."""
         self._serials = count()
 
     def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
@@ -168,7 +168,7 @@ class OfferQueue:
         self._due.pop(tracked.req_id, None)
 
     def pass_token(self) -> bool:
-        """Advance the clock by one token if no request becomes due; return whether it did."""
+        """Advance the clock by one token and return True, unless a request becomes due."""
         if self._heap and self._heap[0][0] <= self._now + 1:
             return False
         self._now += 1

@@ -1,8 +1,9 @@
 """The connector's scheduler side: decides which chunks are loaded and stored.
 
-An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks the
-request got, and sends the step's jobs to the workers. The workers' results come back through
-:meth:`ConnectorScheduler.update_connector_output`. Only the cache knows which tier has a chunk.
+An engine's scheduler asks how much of a waiting request can be loaded, and reports which blocks
+the request got. The scheduler then sends the step's jobs to the workers. The workers' results
+come back through :meth:`ConnectorScheduler.update_connector_output`. Only the cache knows which
+tier has a chunk.
 
 Calls of one step:
 
@@ -154,8 +155,8 @@ class ConnectorScheduler:
 
         Args:
             request: The request; it waits until the load is acknowledged.
-            blocks: All its blocks.
-            num_external_tokens: Number of tokens to load; 0 has no effect.
+            blocks: All blocks of the request.
+            num_external_tokens: Number of tokens to load; with 0 the call has no effect.
 
         Raises:
             UnsupportedError: The blocks do not fit the matched tokens, or the request was not
@@ -186,17 +187,17 @@ class ConnectorScheduler:
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return how many tokens of a request's last load each tier provided, by tier index."""
+        """Return how many tokens each tier provided to a request's last load, by tier index."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 
     # -- steps ---------------------------------------------------------------------------------
 
     def pass_step(self) -> bool:
-        """End a step that only generates, if it needs no job; return whether it ended.
+        """End a step that only generates and return True, unless the step needs a job.
 
         In a step that only generates, each scheduled request computes one token, no request
-        starts or is preempted, and no block is allocated. After False, call
+        starts or is preempted, and no block is allocated. If the result is False, call
         :meth:`build_connector_meta`.
         """
         return not (
@@ -276,8 +277,8 @@ class ConnectorScheduler:
             restart may recover them: reset the cache again.
 
         Raises:
-            KvtierError: Planned loads of this step await :meth:`build_connector_meta`; after a
-                reset their requests would wait for ever.
+            KvtierError: This step has planned loads, and :meth:`build_connector_meta` was not
+                called yet. After a reset, the requests of these loads would wait forever.
         """
         if self._load_jobs:
             raise KvtierError(
@@ -309,8 +310,8 @@ class ConnectorScheduler:
     def _tracked(self, request: EngineRequest) -> TrackedRequest | None:
         """Return the state of a request; None if the engine has not announced the request.
 
-        The keys of an unannounced request could lack its adapter, so such a request neither
-        loads nor stores.
+        The keys of an unannounced request could lack the digest of the request's LoRA adapter.
+        So such a request neither loads nor stores.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
@@ -332,7 +333,7 @@ class ConnectorScheduler:
         self._cache.end_request(tracked)
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Return whether a load in flight has a chunk of the next ``tokens`` tokens."""
+        """Return whether a load in flight has any chunk of the next ``tokens`` tokens."""
         local, end = tracked.local_tokens, tracked.local_tokens + tokens
         return any(
             not self._loading.isdisjoint(
@@ -347,7 +348,7 @@ class ConnectorScheduler:
         plan: LoadPlan,
         external_tokens: int,
     ) -> dict[int, int]:
-        """Return how many tokens of a load each tier provides, by tier index."""
+        """Return how many tokens each tier provides to a load, by tier index."""
         counted = self._options.counting_group
         layout = next(each for each in self._layouts if each.index == counted)
         is_counted = group_filter(counted)
@@ -424,7 +425,7 @@ class ConnectorScheduler:
 def _plan_load(
     tracked: TrackedRequest, allocated: AllocatedBlocks, external_tokens: int
 ) -> tuple[list[ChunkKey], BlockSpec]:
-    """Return the chunks of the ``external_tokens`` tokens to load, and their blocks.
+    """Return the chunks to load for ``external_tokens`` tokens, and the chunks' blocks.
 
     In each group the load begins at the first new block. Earlier blocks are in the
     engine's own cache, or outside a sliding window.
@@ -458,7 +459,7 @@ def _plan_load(
 
 
 def _first_new(blocks: Sequence[Block], start: int, end: int) -> int:
-    """Return the index of the first block without content; ``end`` if there is none."""
+    """Return the index of the first block without content, else ``end``."""
     for number in range(start, end):
         block = blocks[number]
         if not block.is_null and block.block_hash is None:

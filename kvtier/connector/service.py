@@ -2,9 +2,9 @@
 
 The transfer engine moves chunks between tiers, on its own thread. The service runs in the
 scheduler's thread, where an exception kills the engine and a wait stalls every request. So the
-service only passes values: results of the transfer engine to the manager at the start and the
-end of a step, and the manager's new jobs to the transfer engine. An unexpected error is counted
-and treated as a miss, and the first error of each kind is logged.
+service only passes values. At the start and the end of a step, it passes the transfer engine's
+results to the manager, and the manager's new jobs to the transfer engine. An unexpected error
+is counted and treated as a miss, and the first error of each kind is logged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 _NOTICES_EVERY_S: Final = 1.0
 _MAX_STEPS_WITH_EVENTS: Final = 8
 _CLOSING_S: Final = 5.0
-"""Seconds of a shutdown reserved for closing, after dirty chunks were demoted."""
+"""Seconds reserved for closing the tiers, after a shutdown has demoted dirty chunks."""
 
 
 def _or_else(
@@ -58,8 +58,8 @@ def _or_else(
 ]:
     """Return a decorator that makes a method return ``fallback`` after an unexpected error.
 
-    Only :meth:`CacheService.end_step` has a try block of its own, which saves a function call.
-    It runs in every step, with cold CPU caches after a forward pass.
+    Only :meth:`CacheService.end_step` has its own try block instead, to save a function call.
+    That method runs in every step after the forward pass, when CPU caches are cold.
     """
 
     def decorate(
@@ -93,10 +93,10 @@ class CacheService:
 
     Args:
         storage: The engine's tiers; closed with the service.
-        tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
+        tokens_per_chunk: Number of tokens of a chunk of the counting group, for hit counts.
         retain_s: Seconds for which chunks stay in RAM after a use, unless a request sets a
             time.
-        close_timeout_s: Longest that :meth:`shutdown` may take.
+        close_timeout_s: Largest number of seconds that :meth:`shutdown` may take.
 
     Attributes:
         is_idle: Whether :meth:`end_step` would have no work.
@@ -177,7 +177,7 @@ class CacheService:
         return None if self._is_disabled else self._manager.residence(key, req_id)
 
     def is_deferred(self, req_id: str) -> bool:
-        """Return whether a request waits for chunks. A lookup for it is then useless."""
+        """Return whether a request waits for chunks. If so, a lookup has no result yet."""
         return self._manager.is_deferred(req_id)
 
     @_or_else(None)
@@ -249,7 +249,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """Let lookups find those chunks in ``keys`` that all workers recorded as complete.
+        """Make a hit of each of ``keys`` whose bytes all workers recorded as whole.
 
         The request may have ended.
         """
@@ -314,7 +314,7 @@ class CacheService:
 
     @_or_else(_NO_EVENTS)
     def take_events(self) -> Sequence[ResidencyEvent]:
-        """Return which chunks entered or left a tier, in order.
+        """Return the events of chunks that entered or left a tier, oldest first.
 
         The removal of a chunk comes before the arrival of the next chunk in its slot.
         The engine calls this method after each step.
@@ -373,7 +373,7 @@ class CacheService:
         )
 
     def report_error(self, where: str, error: Exception) -> None:
-        """Count an unexpected error of the call ``where``; log the first error of each type."""
+        """Count an unexpected error in the call ``where``; log the first error of each type."""
         self._internal_errors += 1
         kind = where, type(error)
         if kind not in self._logged_errors:
@@ -438,8 +438,8 @@ class CacheService:
     def _begin_step(self) -> None:
         """Process the results of ended jobs, once per step and before the first lookup.
 
-        A result may drop a copy of a chunk. After a lookup that would be too late, because the
-        reported hit may need that copy.
+        A result may drop a copy of a chunk. Results must not be processed after a lookup,
+        because the reported hit may need that copy.
         """
         if self._step_begins:
             self._step_begins = self.is_idle = False
@@ -472,7 +472,7 @@ class CacheService:
         self._notices.log_policies(self._manager.policy_errors)
 
     def _retain(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """Keep ``keys`` in RAM for the time that their request or the configuration sets."""
+        """Keep ``keys`` in RAM for the time that the request or the configuration sets."""
         retain_s = self._hints.read(request.kv_transfer_params).retain_s
         if retain_s is None:
             retain_s = self._retain_s

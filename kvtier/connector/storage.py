@@ -66,8 +66,8 @@ class Storage:
         observer: Follows requests for the recorder and the shadow policies; None without a
             recorder and shadow policies.
         recovered: Number of chunks recovered from earlier engines, by tier name.
-        stores: The places where the tiers keep chunks.
-        gds: Reports which slots of a tier workers can read; None if GDS reads are not used.
+        stores: For each tier, where the tier keeps its chunks.
+        gds: Reports which slots of a tier the workers can read; None without GDS reads.
     """
 
     manager: TieredOffloadingManager
@@ -110,9 +110,9 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
 
     Args:
         config: The configuration.
-        region: The RAM tier; owned by the result.
+        region: The RAM tier; closed with the returned object.
         fingerprint: The settings that a chunk's bytes depend on, such as the model.
-        tokens_per_chunk: Tokens of a chunk of the counting group.
+        tokens_per_chunk: Number of tokens of a chunk of the counting group.
         groups: For each KV cache group, the part of a prefix that a hit needs.
         record_events: Whether residency events have a listener.
         positions: Returns the chunks of a request, for the recorder and the shadow policies.
@@ -194,7 +194,7 @@ def _open_tiers(
 def _open_gds(
     config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
 ) -> GdsSlots | None:
-    """Prepare GDS reads of a tier; return None if disabled or impossible."""
+    """Prepare GDS reads of a tier; return None if they are disabled or impossible."""
     ranks = region.control
     for number, tier in enumerate(tiers, start=1):
         if tier.name != config.gds_tier or not isinstance(tier, PartHashKeeper):
@@ -315,7 +315,7 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
 def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
 ) -> dict[str, int]:
-    """Give the manager the chunks of earlier engines; return their number per tier."""
+    """Pass the chunks of earlier engines to the manager; return their number per tier."""
     recovered: dict[str, int] = {}
     # The slowest first: a chunk that only one tier has must be demoted before its eviction.
     for number, tier in reversed(list(enumerate(tiers, start=1))):
@@ -337,7 +337,8 @@ def _retain(
 ) -> None:
     """Protect recovered chunks that must not be evicted yet, within the tiers' quotas.
 
-    If they exceed a quota, the chunks with the latest ends of protection come first.
+    If a tier has more such chunks than its quota, only the chunks whose protection ends last
+    are protected.
     """
     now, now_s = int(datetime.now(UTC).timestamp()), time.monotonic()
     for number, (options, tier) in enumerate(

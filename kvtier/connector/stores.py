@@ -5,8 +5,8 @@ that step. A chunk is stored whole or not at all.
 
 Groups of full attention offer every chunk. In a group with a window, a later hit uses only the
 last chunks before the hit's end. These chunks are offered when they are computed, because the
-window may pass their blocks before the request reaches that end. Hits can end at multiples of
-the engine's retention interval, at the end of the prompt, and at the end of a prefix that is
+window may pass their blocks before the request reaches the hit's end. Hits can end at multiples
+of the engine's retention interval, at the end of the prompt, and at the end of a prefix that is
 shared with another request. If generated tokens are stored, hits can also end at every chunk
 boundary after the prompt.
 
@@ -37,8 +37,9 @@ class Offer:
 
     Attributes:
         keys: Keys of the chunks, group after group.
-        blocks: Blocks of each chunk.
-        places: Per chunk, its group's number and the index of its first block in the request.
+        blocks: The engine's blocks of each chunk.
+        places: For each chunk, the number of its group and the index of its first block in the
+            request.
         groups: Number of groups.
         ends: Per group, the number of leading tokens offered, including this offer.
     """
@@ -50,13 +51,13 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk. All chunks of a group come before those of the next group."""
+        """Add a chunk; the groups must be added one after another."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))
 
     def source_of(self, accepted: Iterable[ChunkKey]) -> BlockSpec:
-        """Return the blocks of those offered chunks whose keys are in ``accepted``."""
+        """Return the blocks of the offered chunks whose keys are in ``accepted``."""
         wanted = set(accepted)
         block_ids: list[int] = []
         sizes = [0] * self.groups
@@ -119,7 +120,7 @@ class StoreRules:
         return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
 
     def next_offer_tokens(self, tracked: TrackedRequest) -> float:
-        """Return how many computed tokens complete the next chunk to store, or infinity."""
+        """Return how many computed tokens complete the next chunk to store, else infinity."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
         tokens = math.inf
@@ -187,7 +188,7 @@ class StoreRules:
         return min((chunk + 1) * size, boundary)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
-        """Return the indices of chunks not offered yet that a later hit can use."""
+        """Return the indices of the chunks to offer now: those that a later hit can use."""
         layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         start, stop = offered // size, end // size

@@ -1,4 +1,4 @@
-"""Carries jobs from the manager to the engine that moves chunks between tiers, and back."""
+"""Passes the manager's jobs to the transfer engine, and the results to the manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESET_TIMEOUT_S: Final = 10.0
 
 
 class TierJobs:
-    """Passes the manager's jobs to the engine that moves chunks between tiers.
+    """Passes the manager's jobs to the transfer engine, and the results to the manager.
 
     Only :meth:`drain` and :meth:`reset_tiers` wait.
 
@@ -89,7 +89,7 @@ class TierJobs:
             self._manager.set_out_of_service(suspended)
 
     def reset_tiers(self) -> bool:
-        """Empty the slower tiers durably; return whether all were emptied."""
+        """Empty the slower tiers durably; return whether this succeeded in all tiers."""
         try:
             resets = {tier.name: tier.reset for tier in self._tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
@@ -104,7 +104,7 @@ class TierJobs:
         return done
 
     def drain(self, *, timeout_s: float) -> None:
-        """Demote until no chunk is dirty, or until ``timeout_s`` passed."""
+        """Demote chunks until no chunk is dirty, or until ``timeout_s`` seconds have passed."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             self._manager.flush()

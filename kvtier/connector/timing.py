@@ -1,4 +1,4 @@
-"""Durations that the scheduler side measures: engine steps, and waits for loads."""
+"""Measures durations on the scheduler side: engine steps, and waits for loads."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class StepClock:
         """Record that the oldest scheduled step ended.
 
         Returns:
-            The number of the step's prompt tokens, and its seconds. None if the step had no
-            prompt tokens, or no step was scheduled.
+            The step's number of prompt tokens and its duration in seconds. None if the step had
+            no prompt tokens, or no step was scheduled.
         """
         ahead = self._ahead
         if not ahead:

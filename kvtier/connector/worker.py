@@ -2,19 +2,20 @@
 
 Calls of one step, all on the engine's thread:
 
-1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. It submits the stores
-   deferred in the step before. It waits only for the stores in ``jobs_to_flush``, because their
-   blocks are about to be overwritten. A store ends when its bytes are in RAM. 2. The forward
-   pass. 3. :meth:`~ConnectorWorker.start_load`, for requests that are not in the batch because
-   they wait. 4. :meth:`~ConnectorWorker.defer_stores`. Storing the KV of this forward pass
-   starts in the next step, so that tokens are sampled and sent first. 5.
-   :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
+1. :meth:`~ConnectorWorker.handle_preemptions`. It submits the stores deferred in the step
+   before. It waits only for the stores in ``jobs_to_flush``, because their blocks are about to
+   be overwritten. A store ends when its bytes are in RAM.
+2. The forward pass.
+3. :meth:`~ConnectorWorker.start_load`. The requests of these loads wait outside the batch.
+4. :meth:`~ConnectorWorker.defer_stores`. The stores of the KV from this forward pass start in
+   the next step, so that tokens are sampled and sent first.
+5. :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
 
 A step without a forward pass makes the same calls.
 
-Every job is acknowledged, even a failed one: only then can its blocks and slots be reused. The
-control block records whether a store is whole. :attr:`WorkerOutput.failed_loads` names failed
-loads, with the blocks that have invalid content.
+Every job is acknowledged, even a failed job. Only after that can the job's blocks and slots be
+reused. The control block records whether a store is whole. :attr:`WorkerOutput.failed_loads`
+names failed loads, with the blocks that have invalid content.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["ConnectorWorker"]
 logger = get_logger(__name__)
 
 _FIRST_GDS_NUMBER: Final = -2
-"""Placeholder in a plan for the first chunk of a GDS read; -1 is a chunk without a slot."""
+"""Number in a plan for the first chunk of a GDS read; -1 stands for a chunk without a slot."""
 _NOT_LOADED: Final = frozenset(Outcome) - {Outcome.DONE}
 _WRONG: Final = frozenset({Outcome.CORRUPT})
 
@@ -74,7 +75,7 @@ class ConnectorWorker:
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
         """Submit deferred stores; wait for stores whose blocks will be overwritten.
 
-        A store that does not end in time, or is in ``lost_stores``, never counts as whole.
+        A store that is in ``lost_stores``, or that ends too late, never counts as whole.
         """
         if not (self._deferred or metadata.jobs_to_flush):
             return
@@ -105,7 +106,7 @@ class ConnectorWorker:
                 self._deferred[job_id] = job
 
     def get_finished(self) -> set[RequestId]:
-        """Return the requests with loads that ended or failed since the last call."""
+        """Return the requests whose loads have ended or failed since the last call."""
         if not self._submitted:
             return set()
         return {
@@ -127,7 +128,7 @@ class ConnectorWorker:
         return output
 
     def wait_for_stores(self) -> bool:
-        """Wait until no store reads blocks any more, at most for the time limit.
+        """Wait until no store reads blocks, or until the time limit.
 
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
@@ -174,7 +175,7 @@ class ConnectorWorker:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
     def _fail_lost(self, job_id: JobId, job: TransferJob) -> None:
-        """Report a store as failed because its blocks were overwritten before it began."""
+        """Report a store as failed: its blocks were overwritten before the store began."""
         slots = job.slots
         error = KvtierError(
             f"the blocks of {len(slots.slots)} chunks were overwritten before the store began"

@@ -5,10 +5,10 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
 * :mod:`~kvtier.manager.lookup` finds hits by the rules of :mod:`~kvtier.manager.hits`.
 * :mod:`~kvtier.manager.promote` decides which chunks of a hit are promoted to RAM, and for
   which request. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin
-  budget. :mod:`~kvtier.manager.cost_model` decides whether a load is faster than computing,
-  using :mod:`~kvtier.manager.estimates`.
+  budget. :mod:`~kvtier.manager.cost_model` decides whether a load is faster than computing. The
+  expected times come from :mod:`~kvtier.manager.estimates`.
 * :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan the workers' jobs.
-  :mod:`~kvtier.manager.gds` describes reads from a tier into a GPU without RAM.
+  :mod:`~kvtier.manager.gds` describes reads from a tier straight into a GPU.
 * :mod:`~kvtier.manager.demote` decides which chunks are copied to slower tiers.
 * :mod:`~kvtier.manager.storage_jobs` plans the jobs of promotions and demotions.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.

@@ -2,15 +2,14 @@
 
 A *copy* (``ChunkCopy``) is one chunk in one tier.
 
-A prefix is useful only up to its first missing chunk in any KV cache group. So when chunks of
-one request are evicted, the deepest should go first, and all groups should become shorter
-together.
+A prefix is useful only up to its first missing chunk in any KV cache group. So the deepest
+chunks of a request should be evicted first, and all groups should lose chunks evenly.
 
 For each request, an engine lists the chunks of one KV cache group after another, each from root
 to leaf. *Prompt order* merges the groups: all chunks from root to leaf.
 
 Groups may have chunks of different lengths. The functions of this module assume that the chunks
-cover the same tokens in every group. So a chunk's relative position in its group (``i`` of
+of every group cover the same tokens. So a chunk's relative position in its group (``i`` of
 ``n``) gives the token where the chunk ends.
 """
 
@@ -40,9 +39,9 @@ _parent_of = operator.attrgetter("parent")
 
 
 class CopyList(NamedTuple):
-    """Chunk copies in one tier, handled together, such as those of one request.
+    """Copies in one tier that are handled together, such as the copies of one request.
 
-    The object has the keys and the slots too, because reading them from every copy again is
+    The object also has lists of the keys and slots, because reading these from each copy is
     slow. The lists are never changed.
 
     Attributes:
@@ -58,23 +57,23 @@ class CopyList(NamedTuple):
     drops: int
 
     def part(self, copies: Sequence[ChunkCopy]) -> CopyList:
-        """Return a list of ``copies``, which must be a subsequence of this list."""
+        """Return a :class:`CopyList` of ``copies``, a subsequence of this list's copies."""
         if copies == self.copies:
             return self
         keys = [copy.key for copy in copies]
         return CopyList(copies, keys, [copy.slot for copy in copies], self.drops)
 
     def between(self, begin: int, end: int | None = None) -> CopyList:
-        """Return the copies from position ``begin`` to before ``end``."""
+        """Return the copies at positions ``begin`` to ``end - 1``."""
         part = slice(begin, end)
         return CopyList(self.copies[part], self.keys[part], self.slots[part], self.drops)
 
     def cut(self, chunks: int) -> tuple[CopyList, CopyList]:
-        """Split the list after its first ``chunks`` copies; return both parts."""
+        """Split the list after ``chunks`` copies; return both lists."""
         return self.between(0, chunks), self.between(chunks)
 
     def head(self, chunks: int) -> CopyList:
-        """Return the ``chunks`` copies nearest to the root; the list must hold one prompt."""
+        """Return the copies nearest to the root of one prompt; ``chunks`` is their number."""
         return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
 
     @staticmethod
@@ -91,7 +90,7 @@ class CopyList(NamedTuple):
 
 
 def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return ``copies`` except those in ``some``, which is a subset of ``copies``."""
+    """Return the ``copies`` that are not in ``some``; ``some`` is a subset of ``copies``."""
     if len(some) == len(copies):
         return ()
     if not some:
@@ -101,7 +100,7 @@ def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[
 
 
 def by_group(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
-    """Return one sequence per KV cache group; ``copies`` must be sorted by group."""
+    """Split ``copies``, which must be sorted by group, into one sequence per group."""
     parts: list[Sequence[ChunkCopy]] = []
     begin = 0
     while begin < len(copies):

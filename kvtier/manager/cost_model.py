@@ -5,19 +5,20 @@ worn or remote disk may be slower than computing, and then a cache makes request
 before chunks are promoted for a request, their load time is compared with the compute time of
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
-**Choice of the head.** A *head* is the first chunks of a hit. The chosen head has the smallest
-difference of load time and ``margin`` x compute time. A loaded head saves its tokens even if
-the tail is not loaded; a tail without its head saves none. Chunks in RAM need no load time, but
-are useless without all chunks before them. The times of several tiers are added although loads
-may overlap. With a sum, a tier that slows down never makes the chosen head longer; with a
-maximum it could. A head is cut so that the load from each tier ends well before the deadline,
-because a request would wait in vain for later chunks.
+**Choice of the head.** A *head* is the first chunks of a hit. The chosen head minimizes its
+load time minus ``margin`` times its compute time. The other chunks of the hit are the *tail*. A
+loaded head saves the computation of its tokens even if the tail is not loaded; a tail without
+its head saves nothing. Chunks in RAM need no load time, but are useless without all chunks
+before them. The times of several tiers are added although loads may overlap. With a sum, a tier
+that slows down never makes the chosen head longer; with a maximum it could. A head is cut so
+that the load from each tier ends well before the deadline, because chunks that arrive after the
+deadline are useless.
 
 **Unknown costs.** Before the first measurement of a tier, its chunks are loaded, because the
-deadline bounds the cost. A *sample* measures a tier again: a load of at most 16 MiB, or of one
-larger chunk, during which the tier has no other load. For the decision about a sample, the
-estimate is halved for every ten seconds since the last measurement. So a recovered tier is
-noticed, and slow tiers are sampled rarely.
+deadline bounds the cost. A *sample* is a load that measures a tier again while the tier has no
+other load. A sample has at most 16 MiB, or one chunk if chunks are larger. For the decision
+about a sample, the estimate is halved for every ten seconds since the last measurement. So a
+recovered tier is noticed, and slow tiers are sampled rarely.
 
 If the estimate of a tier is only a lower bound, only samples are loaded from the tier until a
 sample arrives. Otherwise a series of ever smaller loads would miss their deadlines. With
@@ -39,8 +40,8 @@ __all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
 
 _SAMPLE_NBYTES: Final = 16 << 20
 _DEADLINE_SHARE: Final = 0.8
-"""Longest planned load time, as a fraction of the deadline. The rest is a margin: an estimate
-is a mean, and the bytes of a slightly late job are useless."""
+"""Longest planned load time, as a fraction of the deadline. The rest is a margin, because a
+load may take longer than its estimate and late bytes are useless."""
 
 
 class SkipCause(enum.Enum):
@@ -49,14 +50,14 @@ class SkipCause(enum.Enum):
     SLOWER = enum.auto()
     """Computing was expected to be faster."""
     LATE = enum.auto()
-    """Loading is faster, but would miss its deadline."""
+    """Loading was expected to be faster, but to miss its deadline."""
     UNPROVEN = enum.auto()
-    """A load from the tier missed its deadline, and no load has arrived since."""
+    """A load from the tier missed its deadline, and no later load from the tier has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """A decision to skip a load or to cut it to a head.
+    """A decision to skip a load, or to load only the first chunks.
 
     Attributes:
         cause: Reason for the decision.
@@ -66,9 +67,9 @@ class LoadChoice:
         tokens: Number of prompt tokens that are computed although their chunks were found.
         load_s: Estimated seconds to load all chunks.
         recompute_s: Estimated seconds to compute all chunks.
-        nbytes: Bytes of all chunks in slower tiers.
-        queued_nbytes: Bytes in the tiers' queues before this load.
-        max_load_s: Longest permitted seconds of a load from one tier.
+        nbytes: Number of bytes of all chunks in slower tiers.
+        queued_nbytes: Number of bytes in the tiers' queues before this load.
+        max_load_s: Largest number of seconds that a load from one tier may take.
     """
 
     cause: SkipCause
@@ -92,7 +93,7 @@ class CostFigures:
         recompute_s_per_token: Seconds to compute a token; None without a measurement.
         skipped_chunks: Number of skipped chunks, per tier.
         skipped_tokens: Number of prompt tokens of the skipped chunks, per tier.
-        last: The latest decision to skip or cut a load.
+        last: The latest decision to skip or cut a load; None if there is none.
     """
 
     load_costs: Sequence[LoadCost | None]
@@ -103,19 +104,20 @@ class CostFigures:
 
 
 class CostModel:
-    """Decides how much of a prefix to load, from the times of earlier loads and steps.
+    """Uses the times of earlier loads and steps to decide how much of a prefix to load.
 
     The caller passes the time. One object serves one manager.
 
     Args:
         tiers: Number of tiers, RAM included.
-        chunk_nbytes: Bytes moved per chunk.
-        chunk_tokens: Number of tokens that the load of a chunk saves; 0 to skip no load.
+        chunk_nbytes: Number of bytes moved per chunk.
+        chunk_tokens: Number of tokens that need no computation when a chunk is loaded; 0 to
+            load every chunk.
         recompute_s_per_token: Seconds to compute a token; None to measure this time.
         margin: Longest load time, as a multiple of the compute time; infinite for no limit.
 
     Attributes:
-        last: The latest decision to skip or cut a load.
+        last: The latest decision to skip or cut a load; None if there is none.
     """
 
     def __init__(
@@ -203,8 +205,8 @@ class CostModel:
             sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
                 RAM or on their way there.
             counted: Number of chunks in the counting group. If ``sources`` has more, there are
-                several KV cache groups. Then the choice is all chunks, a sample or no chunk,
-                because a head of one group is useless.
+                several KV cache groups. Then the choice is to load all chunks, a sample or no
+                chunk, because the head of one group alone is useless.
             now: Seconds on a monotonic clock.
 
         Returns:
@@ -239,7 +241,7 @@ class CostModel:
         return candidate.choice(kept, tokens_per_chunk, cause)
 
     def record_skip(self, choice: LoadChoice | None) -> None:
-        """Count the chunks that ``choice`` skips; None counts no chunk."""
+        """Count the chunks that ``choice`` skips, unless ``choice`` is None."""
         if choice is None:
             return
         self.last = choice
@@ -303,13 +305,13 @@ class _Candidate:
 
     Attributes:
         sources: Index of the tier of each chunk; 0 for RAM.
-        is_divisible: Whether a head of the prefix is useful by itself.
-        chunk_nbytes: Bytes moved per chunk.
+        is_divisible: Whether the first chunks of the prefix are useful without the rest.
+        chunk_nbytes: Number of bytes moved per chunk.
         recompute_s: Seconds to compute a chunk.
         margin: Longest load time, as a multiple of the compute time.
         costs: Cost of a load from each measured slower tier.
-        queued_nbytes: Bytes in each tier's queue before this load.
-        max_load_s: Longest permitted seconds of a load from one tier.
+        queued_nbytes: Number of bytes in each tier's queue before this load.
+        max_load_s: Largest number of seconds that a load from one tier may take.
     """
 
     sources: Sequence[int]

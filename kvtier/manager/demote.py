@@ -8,7 +8,7 @@ failed counts as lost.
 
 When a slower tier cannot keep up with new chunks, its backlog grows. Beyond a bound the newest
 chunks are not queued: they stay hits in RAM, but are lost when evicted. So the queue keeps the
-heads of prefixes, without which tails are useless, and RAM keeps room for chunks in use.
+first chunks of prefixes, which all later chunks need, and RAM keeps room for chunks in use.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Demoter:
         self._jobs.clear()
 
     def _place(self, copies: Iterable[ChunkCopy]) -> None:
-        """Apply :meth:`_place_listed` to those ``copies`` that are clean."""
+        """Apply :meth:`_place_listed` to the clean ``copies``."""
         clean = [copy for copy in copies if not copy.dirty]
         if clean:
             self._place_listed(self._ram.list_of(clean))
@@ -146,9 +146,9 @@ class Demoter:
         self.add_sole_copies(self._ram, others)
 
     def _cut_to_backlog(self, listed: CopyList, target: int) -> CopyList | None:
-        """Return the head of ``listed`` that fits in the backlog of tier ``target``.
+        """Return the first copies of ``listed`` that fit in the backlog of tier ``target``.
 
-        The other copies are counted as dropped and lost. Returns None if no copy fits.
+        The other copies count as dropped and lost. The result is None if no copy fits.
         """
         stack, chunks = self._stack, len(listed.copies)
         backlog = self._queued[target] + self._jobs.in_flight[target]
@@ -183,15 +183,15 @@ class Demoter:
     def _can_free_at_once(self, index: int) -> bool:
         """Return whether tier ``index`` may evict for its whole queue at once.
 
-        If not, the tier evicts for one job at a time. If slots run out, only the chunks of that
-        job are lost. A policy that tracks misses always needs one job at a time, because its
+        If not, the tier evicts for one job at a time, so that only one job's chunks are lost if
+        slots run out. A policy that tracks misses always needs one job at a time, because its
         decisions depend on the order of evictions and insertions.
         """
         target = self._stack.tiers[index]
         return not target.eviction.tracks_misses and self._queued[index] <= target.available
 
     def _dequeue(self, index: int, chunks: int) -> CopyList | None:
-        """Dequeue up to ``chunks`` of the oldest copies that tier ``index`` still lacks.
+        """Dequeue the oldest copies that tier ``index`` still lacks, at most ``chunks``.
 
         Returns:
             The copies; None if the queue has no such copy.
@@ -241,8 +241,9 @@ class _Targets:
         """Decide which slower tiers must receive clean RAM copies soon.
 
         Returns:
-            Two values: (target tier, copies) for each tier that must receive copies now; and
-            the other copies of chunks that no slower tier has.
+            Two sequences. The first has a pair for each tier that must receive copies soon: the
+            index of the tier, and the copies. The second has the remaining copies of chunks
+            that no slower tier has.
         """
         stack, new = self._stack, listed.copies
         if stack.has_any(listed.keys, slower_than=0):
@@ -293,7 +294,7 @@ class _Targets:
         return copies if all(answers) else list(compress(copies, answers))
 
     def _place(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
-        """Return the ``copies`` that slower tiers must receive soon, by index of the tier."""
+        """Return the ``copies`` to send soon to each slower tier, by the tier's index."""
         places = self._stack.placement.place_many(copies, self._stack.ctx)
         if places and places.count(places[0]) == len(places):
             return dict.fromkeys(places[0], copies)
@@ -347,7 +348,7 @@ class _DemotionJobs:
         return fits
 
     def room(self, index: int) -> int:
-        """Return how many chunks may be sent to tier ``index`` now.
+        """Return how many chunks tier ``index`` can receive now.
 
         If all slots of the tier are pinned, the victims wait. While moves from the tier to RAM
         are in flight, only free slots count, and the victims wait for the slots of the moved
@@ -385,13 +386,13 @@ class _DemotionJobs:
         return arrived
 
     def release(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` need no job; evict those that waited in ``tier.leaving``."""
+        """Record that ``copies`` need no job; evict the ``copies`` in ``tier.leaving``."""
         tier.mark_clean(copies)
         if tier.leaving and copies:
             self._evict_leaving(tier, tier.list_of(copies))
 
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
-        """Yield the copies of ``tier`` that unfinished demotion jobs use as sources."""
+        """Yield the copies in ``tier`` that demotion jobs in flight read."""
         for record in self._jobs.records():
             if not record.is_promotion and record.source == tier.index:
                 yield from record.sources.copies

@@ -6,19 +6,20 @@ it too. The fit uses relative errors, so small and large jobs have equal weight.
 sample falls with every later sample and with time (least squares with forgetting: the scalar
 case in Ljung, "System Identification", 1999, chapter 11). A load that missed its deadline gives
 only a lower bound (a censored sample, as in Tobin, "Estimation of relationships for limited
-dependent variables", 1958). As an ordinary sample, its duration would equal the deadline, which
-is too low. So such a load only scales up start time and rate, and only if their estimate of its
-duration is below the deadline. A job that never left the queue gives no measurement.
+dependent variables", 1958). An ordinary sample of such a load would have the deadline as its
+duration, which is too short. So a late load only raises start time and rate, in proportion, if
+they predict a duration below the deadline. A job that never left the queue gives no
+measurement.
 
-*Computing.* The time per token is the seconds of engine steps divided by their prompt tokens;
-recent steps weigh most. The last tokens of long prompts take longer because of attention. The
-mean includes this effect if prompts have similar lengths. For a much longer prompt the estimate
-is too low. The engine is shared: work of ``s`` seconds takes ``s / (1 - u)`` on an engine that
-is busy for a fraction ``u`` of the time, as under processor sharing (Kleinrock, "Time-shared
-Systems", 1967). Without this factor, loads would be skipped on a busy engine, where they help
-most: even a load that takes slightly longer than computing frees the engine for other requests.
-In replayed traces, this factor gave the shortest or nearly the shortest waits at every disk
-speed.
+*Computing.* The time per token is the duration of engine steps divided by their number of
+prompt tokens; recent steps have the largest weight. The last tokens of long prompts take longer
+because of attention. The mean includes this effect if prompts have similar lengths. For a much
+longer prompt the estimate is too low. The engine is shared: if it is busy for a fraction ``u``
+of the time, work takes ``1 / (1 - u)`` times as long, as under processor sharing (Kleinrock,
+"Time-shared Systems", 1967). Without this factor, loads would be skipped on a busy engine,
+where they help most: even a load that takes slightly longer than computing frees the engine for
+other requests. In replayed traces, this factor gave the shortest or nearly the shortest waits
+at every disk speed.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from typing import Final
 __all__ = ["ComputeEstimate", "LoadCost", "LoadEstimate", "prompt_tokens"]
 
 _KEEP: Final = 0.8
-"""Weight that earlier samples keep when a new sample arrives."""
+"""Fraction of their weight that earlier samples keep when a new sample arrives."""
 _HALF_LIFE_S: Final = 10.0
-"""Time in which an estimate without new samples loses half its weight."""
+"""Seconds after which an estimate without new samples has half its weight."""
 _MIN_SPREAD: Final = 1e-2
-"""Relative variance of sizes below which start time and rate cannot be distinguished."""
+"""Smallest relative variance of load sizes that lets a fit separate start time and rate."""
 _BUSY_HALF_LIFE_S: Final = 30.0
 _MAX_BUSY: Final = 0.9
 """Upper limit of the busy fraction ``u``, because ``1 / (1 - u)`` is unbounded."""
 _HALF_LIFE_TOKENS: Final = 32_768
 _MIN_TOKENS: Final = 128
-"""Fewest prompt tokens of a sample. In smaller steps, reading weights and launching kernels
-dominates the time."""
+"""Smallest number of prompt tokens of a step that counts as a sample. In smaller steps, reading
+weights and launching kernels take most of the time."""
 _MAX_SPECULATED: Final = 16
 
 
@@ -142,7 +143,7 @@ class ComputeEstimate:
         self._seconds = self._tokens = self._busy_s = self._ended_s = 0.0
 
     def record(self, tokens: int, seconds: float, now: float) -> None:
-        """Add a step with ``tokens`` prompt tokens; ignore a step with few of them."""
+        """Add a step with ``tokens`` prompt tokens, unless this number is too small."""
         if tokens < _MIN_TOKENS or seconds <= 0.0:
             return
         lasting = _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)

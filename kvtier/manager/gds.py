@@ -15,14 +15,14 @@ __all__ = ["GdsPlan", "GdsSource"]
 
 
 class GdsSource(Protocol):
-    """Reports which slots of one tier workers can read. The methods return at once."""
+    """Reports which slots of one tier the workers can read. The methods return at once."""
 
     @property
     def tier(self) -> int:
         """Index of the tier."""
 
     def readable(self, slots: Sequence[int]) -> Sequence[bool]:
-        """Return for each of ``slots`` whether all workers can read and verify it now."""
+        """Return, for each of ``slots``, whether all workers can read and verify it now."""
 
     def hashes(self, slots: Sequence[int]) -> bytes:
         """Return the hashes of all workers' parts of ``slots``, slot by slot."""

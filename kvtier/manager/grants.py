@@ -1,12 +1,12 @@
 """Grants: the phase of each request, the RAM copies pinned for it, and the pin budget.
 
 The next promotion may evict an unpinned promoted chunk. So every chunk that a waiting request
-will load is *granted* to the request: its RAM copy is pinned, even while the bytes are on their
-way. A chunk may be granted to many requests. A request is *settled* when all its chunks have
-arrived or failed. A request's grants end when its load is planned, because a load has its own
-pins. They also end when the request starts without a load, is preempted or ends. They end after
-a number of steps without a lookup too, because the engine may have dropped the request without
-a report.
+will load is *granted* to the request. The chunk's RAM copy is pinned, even while the bytes are
+on their way. A chunk may be granted to many requests. A request is *settled* when all its
+chunks have arrived or failed. A request's grants end when its load is planned, because a load
+has its own pins. They also end when the request starts without a load, is preempted or ends.
+Grants also end after a number of steps without a lookup, because the engine may have dropped
+the request without a report.
 
 The *pin budget* bounds the RAM slots held for requests: grants, direct loads in flight, late
 promotions, and *reservations* for direct loads of this step. So other requests get RAM slots
@@ -40,7 +40,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 _BudgetUse: TypeAlias = tuple[int, int, int]
-"""Numbers of: grant changes so far, RAM slots of direct loads, RAM slots of late promotions."""
+"""Three counts: grant changes so far, RAM slots of direct loads and of late promotions."""
 
 
 class LookupPhase:
@@ -63,10 +63,10 @@ DEFERRED: Final = (LookupPhase.QUEUED, LookupPhase.WAITING)
 
 
 class SharedAccess:
-    """What a request knows about its chunks in the shared tier."""
+    """The state of a request's question to the shared tier."""
 
     UNKNOWN: ClassVar[int] = 0
-    """The request has not asked."""
+    """The request has asked no question."""
     ASKED: ClassVar[int] = 1
     """The request waits for the answer."""
     READABLE: ClassVar[int] = 2
@@ -90,8 +90,8 @@ class RequestState:
         wanted: Chunks that the request waits for, in the order of its load.
         wanted_since_s: Time when the request was queued, in seconds.
         deferred_steps: Number of steps since the request entered its phase.
-        looked_up_at: Number of the step of the last lookup, or of the step in which the request
-            was settled if that was later.
+        looked_up_at: Number of the step of the last lookup or, if later, of the step that
+            settled the request.
         granted: RAM copies that are pinned for the request.
         pending: Number of ``granted`` copies that are still incomplete.
         jobs: Promotion jobs of the request.
@@ -100,11 +100,12 @@ class RequestState:
         refusals: Number of stores refused since the last accepted store.
         is_miss_counted: Whether the request's first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for the request.
-        is_stale: Whether some of the request's KV is older than a reset. Then none of its
-            chunks is stored.
-        has_gap: Whether an offered chunk was in no tier. The engine then computed all later
+        is_stale: Whether some of the request's KV is older than a reset. If so, no chunk of the
+            request is stored.
+        has_gap: Whether an offered chunk was in no tier. If so, the engine computed all later
             chunks.
-        tails: Per KV cache group, the last chunk that was stored or loaded, and its depth.
+        tails: For each KV cache group, the last chunk that was stored or loaded, and the depth
+            of this chunk.
     """
 
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
@@ -162,9 +163,9 @@ class RequestState:
         """Record that ``copies`` follow the request's earlier chunks in the same group.
 
         The depth of a recovered chunk is unknown, and part of the prefix may be in the engine's
-        own cache. So the new depth is the larger of two numbers: the depth of the last copy,
-        and the depth of the earlier chunks plus the number of ``copies``. Chunks that were
-        loaded and then offered count once.
+        own cache. So the new depth is the larger of two numbers. One is the depth of the last
+        copy; the other is the depth of the earlier chunks plus the number of ``copies``. Chunks
+        that were loaded and then offered count once.
         """
         last = copies[-1]
         group = group_part(last.key)
@@ -191,7 +192,7 @@ class _Reservation(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Number of available slots that the load will use up."""
+        """Number of available slots that the load will use."""
         return self.fills + sum(map(is_idle, self.reads))
 
 
@@ -230,12 +231,12 @@ class Grants:
 
     @property
     def budget(self) -> int:
-        """Number of RAM slots that requests may hold, without those of late promotions."""
+        """Number of RAM slots that requests may hold; late promotions are excluded."""
         return self._stack.limits.pin_budget - self._jobs.late_slots
 
     @property
     def budget_left(self) -> int:
-        """Number of RAM slots of the pin budget that are neither in use nor reserved."""
+        """Number of RAM slots of the pin budget that are still unused and not reserved."""
         reserved = sum([each.fills for each in self._reserved.values()])
         return self.budget - self.granted - self._direct - reserved
 
@@ -245,13 +246,13 @@ class Grants:
         return self._changes, self._direct, self._jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
-        """Return whether ``budget_left`` covers ``slots``; record the answer in ``request``."""
+        """Return whether the unused budget is at least ``slots``; if not, record a refusal."""
         fits = slots <= self.budget_left
         request.refused_at = None if fits else self._budget_use
         return fits
 
     def is_refused(self, request: RequestState) -> bool:
-        """Return whether the budget refused ``request`` and has not changed its use since.
+        """Return whether the budget refused ``request`` and its use has not changed since then.
 
         The caller then skips the request, because computing the cost of thousands of chunks is
         slow. Every few steps the answer is False, because evictions may change the cost.
@@ -288,7 +289,7 @@ class Grants:
         """Replace the reservation and the grants of ``request`` by a planned load.
 
         Args:
-            request: The request; None if the engine never began it.
+            request: The request; None if ``begin_request`` was not called for it.
             fills: Number of RAM slots that the load fills from slower tiers.
         """
         self._direct += fills
@@ -346,11 +347,11 @@ class Grants:
         request.tails.clear()  # the request offers its chunks again from the root
 
     def end_step(self) -> None:
-        """End reservations, overlong waits, and grants that stayed unused too long.
+        """End all reservations, and the waits and unused grants that last too long.
 
-        Promotions have deadlines. So a long wait can only be for a chunk that a worker is
-        storing for another request. Unused grants end, because their settled request may be
-        behind requests that need the slots.
+        Promotions have deadlines. So only the wait for a chunk that a worker stores for another
+        request can be too long. Unused grants end, because the engine may schedule their
+        request only after requests that need the slots.
         """
         limits = self._stack.limits
         if self._reserved:
@@ -383,8 +384,8 @@ class Grants:
         Args:
             request: The request.
             copies: RAM copies.
-            job_id: The job planned for ``request`` that fills ``copies``; None without such a
-                job.
+            job_id: The promotion job that fills ``copies``; None if no such job was planned for
+                ``request``.
         """
         self._changes += 1
         if job_id is not None:
@@ -406,7 +407,8 @@ class Grants:
         """Replace the grants of ``copies`` by pins of a load.
 
         Returns:
-            Whether exactly ``copies`` were granted and all are whole. If not, the grants stay.
+            Whether the request's grants were exactly ``copies``, all of them complete. If not,
+            nothing has changed.
         """
         granted = request.granted
         if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):

@@ -13,11 +13,11 @@ reach       chunks that a group needs
 ==========  ======================================================================
 
 A hit ends where a chunk of every group ends, as in vLLM's own prefix cache: at a multiple of
-the least common multiple of the groups' chunk lengths. A shorter prefix is a miss. The search
-only shortens the prefix. First the prefix is cut at the first missing chunk of each ``PREFIX``
-group. Then the groups of the other kinds are checked. If such a group lacks a needed chunk, the
-prefix is cut at the start of that chunk, and these groups are checked again. So there are at
-most as many rounds as chunks.
+the least common multiple of the groups' chunk lengths. A prefix shorter than this least common
+multiple is a miss. The search only shortens the prefix. First the prefix is cut at the first
+missing chunk of each ``PREFIX`` group. Then the groups of the other kinds are checked. If such
+a group lacks a needed chunk, the prefix is cut at the start of that chunk, and these groups are
+checked again. So there are at most as many rounds as chunks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class HitRules:
         ]
 
     def longest(self, prompt: Prompt, presence: Presence) -> int:
-        """Return the longest hit's end in tokens; ``prompt.local_tokens`` without a hit."""
+        """Return the end of the longest hit in tokens, else ``prompt.local_tokens``."""
         local, end = prompt.local_tokens, prompt.limit_tokens
         for number, group in self._prefixes:
             size, keys = group.chunk_tokens, prompt.keys[number]
@@ -142,7 +142,7 @@ class HitRules:
         return needed
 
     def _missing_before(self, end: int, prompt: Prompt, presence: Presence) -> int | None:
-        """Return the first token of a missing chunk of a hit up to ``end``; None if whole."""
+        """Return the first token of a chunk that a hit of ``end`` tokens lacks, else None."""
         for number, group in self._others:
             size, keys = group.chunk_tokens, prompt.keys[number]
             last = end // size

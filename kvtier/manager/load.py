@@ -4,8 +4,8 @@ Loads are recorded per request, not per chunk. A chunk may be dropped, stored ag
 for another request, while workers still read its former slot for the first request. So each
 load must release exactly its own pins.
 
-**Direct loads** (:mod:`kvtier.manager.promote`). The plan tells the workers the RAM slot of
-each chunk, and the generation that the slot will have, before the slots are filled. A worker
+**Direct loads** (:mod:`kvtier.manager.promote`). Before the RAM slots are filled, the plan
+tells the workers the slot of each chunk and the generation that the slot will have. A worker
 copies each chunk as soon as the slot has that generation. So a chunk moves from the disk to the
 device within one job of the worker, without a scheduling step in between. A copy of the chunk
 stays in RAM.
@@ -33,7 +33,7 @@ from kvtier.policies import ChunkCopy, CopyState
 __all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader", "ReadFailures"]
 
 NO_SLOT: Final = -1
-"""Number in a :class:`LoadPlan` of a chunk without a slot; the load of the chunk fails."""
+"""Slot number of a chunk that has no slot in a :class:`LoadPlan`; its load fails."""
 NO_LOAD: Final = -1
 """The ``load_id`` of a :class:`LoadPlan` without a load."""
 _RESIDENT = CopyState.RESIDENT
@@ -44,7 +44,7 @@ class LoadPlan(NamedTuple):
 
     Attributes:
         slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` for a chunk
-            without one.
+            without a slot.
         generations: Required generation of each slot. A worker must not load a slot with
             another generation. :data:`NO_GENERATION` for a chunk without a slot.
         origins: Index of the tier that each chunk's bytes come from.
@@ -88,7 +88,7 @@ class _PendingLoad:
         direct: Number of RAM slots that the load fills from slower tiers.
         coming: Copies that were still being written when the load was planned, or were too late
             for another load in flight.
-        request: The request; None if the engine never began it.
+        request: The request; None if ``begin_request`` was not called for it.
         reads: Copies that workers read from their tier, by the position of their key.
     """
 
@@ -315,7 +315,7 @@ class Loader:
         )
 
     def _end_reads(self, load: _PendingLoad, failures: ReadFailures) -> None:
-        """Unpin the copies that workers read, and drop those with wrong bytes."""
+        """Unpin the copies that workers read; drop the copies with wrong bytes."""
         gds = self._stack.gds
         assert gds is not None
         tier = self._stack.tiers[gds.tier]
@@ -334,7 +334,7 @@ class Loader:
     # -- failed loads -----------------------------------------------------------------------
 
     def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
-        """Count failed ``copies``, except those that never arrived from a slower tier."""
+        """Count failed ``copies``, except copies that never arrived from a slower tier."""
         self._ram.counters.load_failed += sum(
             not origin or copy.state == _RESIDENT
             for copy, origin in zip(copies, origins, strict=True)
@@ -343,9 +343,10 @@ class Loader:
     def _drop_failed(self, load: _PendingLoad, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load, so that no other request gets them.
 
-        If a copy was on its way when ``load`` was planned, it was only late. It may still
-        arrive and stay, because its source tier verifies the bytes. Its failure is cleared in
-        the slot status, so that the next load of the same generation does not count as failed.
+        A copy that was on its way when ``load`` was planned was only late. Such a copy may
+        still arrive and is kept, because its source tier verifies the bytes. The copy's failure
+        is cleared in the slot status, so that the next load of the same generation does not
+        count as failed.
         """
         late: list[ChunkCopy] = []
         for copy in failed:
@@ -360,7 +361,7 @@ class Loader:
             self._stack.slot_status.clear_failed_loads(slots)
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Mark ``late`` copies as late in the other loads that use them, and return them.
+        """Mark ``late`` copies as late in all other loads; return the copies in these loads.
 
         The slot status does not show which load of a slot failed. So a copy in several loads
         counts as late in all of them. The last load to complete clears the failure in the slot
@@ -378,7 +379,7 @@ class Loader:
 def _load_of(
     keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], *, direct: int = 0
 ) -> _PendingLoad:
-    """Return the load of ``copies``, in the order of ``keys``."""
+    """Return a load of ``keys``; ``copies`` has one copy of each key, in the same order."""
     return _PendingLoad(
         keys,
         copies,
@@ -391,7 +392,7 @@ def _load_of(
 
 
 def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:
-    """Return the plan of a load that fails for the chunks without a copy."""
+    """Return a plan in which chunks without a copy have no slot and fail to load."""
     return LoadPlan(
         [copy.slot if copy else NO_SLOT for copy in chosen],
         [copy.generation if copy else NO_GENERATION for copy in chosen],

@@ -16,9 +16,9 @@ another, and a prefix larger than RAM would be promoted again and again but neve
   are promoted into pinned slots.
 * A budget bounds the grants. A request that fits the budget, but not the unused part of the
   budget, waits for a bounded number of steps and seconds. Requests are served in order. A
-  request that never fits, or waited too long, is granted the head of its prefix that fits. The
-  engine computes the rest. With several KV cache groups such a request gets no promotion,
-  because a head of one group is useless.
+  request that never fits, or waited too long, is granted the first chunks of its hit that fit.
+  The engine computes the rest. With several KV cache groups such a request gets no promotion,
+  because the first chunks of one group are useless without the other groups.
 * When all chunks of a request have arrived or failed, the request is settled: its lookups
   search only RAM. So every request gets a result within a bounded number of lookups.
 """
@@ -82,9 +82,10 @@ class _Hit(NamedTuple):
         return [copy for copy, tier in zip(*self, strict=True) if not tier]
 
     def affordable(self, budget: int) -> _Hit:
-        """Return the longest useful head with a cost of at most ``budget``.
+        """Return the longest useful list of first chunks with a cost of at most ``budget``.
 
-        With several groups a head is useless, so the result has only the chunks in RAM.
+        With several groups, the first chunks of one group are useless alone. The result then
+        has only the chunks in RAM.
         """
         hit = self
         if not self.is_single_group:
@@ -101,7 +102,7 @@ class _Hit(NamedTuple):
         """Return the RAM copies behind the first chunk that is not promoted.
 
         Args:
-            promoted: How many leading chunks of slower tiers are promoted.
+            promoted: Number of leading chunks of slower tiers that are promoted.
         """
         if promoted == len(self.tiers) - self.tiers.count(0):
             return []
@@ -119,7 +120,7 @@ class DirectLoad(NamedTuple):
 
     Attributes:
         promoted: Number of chunks whose promotion was planned with the load.
-        in_ram: The RAM copy of each chunk, resident or on its way; None without one.
+        in_ram: The RAM copy of each chunk, resident or on its way; None if there is none.
         reads: The copy of each chunk that workers read from its tier; None for other chunks.
     """
 
@@ -179,7 +180,7 @@ class Promoter:
 
         Args:
             keys: The chunks of the load; the resident copies in RAM are pinned.
-            request: The request; None if the engine never began it.
+            request: The request; None if ``begin_request`` was not called for it.
         """
         stack, members = self._stack, self._ram.copies
         absent = [key for key in keys if key not in members]
@@ -211,7 +212,7 @@ class Promoter:
     def _gds_readable(
         self, copies: Sequence[ChunkCopy], tiers: Sequence[int]
     ) -> Sequence[bool]:
-        """Return for each copy whether workers can read it from its tier, without RAM.
+        """Return, for each copy, whether workers can read the copy straight from its tier.
 
         Args:
             copies: Resident copies.
@@ -294,7 +295,7 @@ class Promoter:
         return self._worthwhile(hit)[1] is None
 
     def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
-        """Return the head of ``hit`` to load, and the decision to cut it; None if uncut."""
+        """Return the chunks of ``hit`` to load, and the decision to cut the hit, else None."""
         if not any(hit.tiers):
             return hit, None
         stack = self._stack
@@ -311,11 +312,11 @@ class Promoter:
     # -- granting ---------------------------------------------------------------------------
 
     def _start(self, request: RequestState, *, may_wait: bool) -> bool:
-        """Grant a queued request its chunks; return whether it left the queue.
+        """Grant a queued request its chunks; return whether the request left the queue.
 
         Args:
             request: The request.
-            may_wait: Whether the request may wait. If not, the part that fits now is granted.
+            may_wait: Whether the request may wait. If not, the chunks that fit now are granted.
         """
         stack, grants = self._stack, self._grants
         readable = self._readable(request)
@@ -338,7 +339,7 @@ class Promoter:
         return True
 
     def _promote(self, request: RequestState, hit: _Hit, *, may_wait: bool) -> int | None:
-        """Plan jobs that promote all chunks of ``hit``, or only its head if slots are few.
+        """Plan jobs that promote ``hit``, or only its first chunks if slots are few.
 
         Returns:
             The number of promoted chunks; None if the request should wait for more free slots.
@@ -403,7 +404,7 @@ class Promoter:
         }
 
     def _expire(self, record: JobRecord) -> None:
-        """End the waits for the chunks of a job after its deadline."""
+        """End the waits for a job's chunks, because the job's deadline has passed."""
         record.is_late = True
         self._stack.tiers[record.source].counters.expired += len(record.destinations)
         for copy in record.destinations:

@@ -1,8 +1,8 @@
 """Empties the tiers at a reset, and quarantines slots that are still in use.
 
 A reset makes every chunk a miss at once, but jobs in flight continue. A storage job or a worker
-may be reading or writing a slot, and after a reset the engine does not report the end of the
-worker's job. Such a slot stays pinned until its storage job has settled and the workers have
+may be reading or writing a slot. After a reset, the engine does not report when a worker's job
+ends. Such a slot stays pinned until its storage job has settled and the workers have
 acknowledged their jobs.
 
 A tier may hold millions of chunks, and the scheduler waits for the reset. So the reset does no
@@ -24,7 +24,7 @@ __all__ = ["Quarantine"]
 
 
 class Quarantine:
-    """RAM copies that a reset dropped but a worker may still touch."""
+    """Keeps the RAM copies that a reset dropped but that a worker may still touch."""
 
     def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
         self._stack = stack
@@ -38,8 +38,8 @@ class Quarantine:
         """Make every chunk in every tier a miss.
 
         Args:
-            in_use: RAM copies that workers may touch. This object takes over one pin of each.
-                Only these copies and the copies of storage jobs may be pinned.
+            in_use: RAM copies that workers may touch. This object takes over one pin of each
+                copy. Only these copies and the copies of storage jobs may be pinned.
         """
         self._held += in_use
         stack = self._stack

@@ -1,22 +1,22 @@
 """Asks a shared tier which chunks of a request the tier has, while the request waits.
 
-Other engines store into a shared tier and its service evicts, so the manager does not know the
-tier's chunks. At the first lookup of a request, the manager asks for the keys that the other
-tiers lack, all in one *question*. The request waits until the answer arrives or the question's
-deadline passes. Then lookups treat the found chunks like chunks of any other slower tier. If a
-found chunk is missing when it is read, it is a miss.
+Other engines store chunks in a shared tier, and the tier's service evicts chunks. So the
+manager does not know which chunks the tier has. At the first lookup of a request, the manager
+asks for the keys that the other tiers lack, all in one *question*. The request waits until the
+answer arrives or the question's deadline passes. Then lookups treat the found chunks like
+chunks of any other slower tier. If a found chunk is missing when it is read, it is a miss.
 
-A request asks at most once. It does not ask if:
+A request asks at most one question. It asks no question if:
 
 * the answer could not lengthen the hit,
-* the first of these keys was missing a moment ago,
+* the tier lacked the first of the keys a moment ago,
 * the cost model would compute the tokens anyway, or
 * the tier is out of service.
 
 A request without a positive answer reads no chunk from the tier.
 
-The tier's slots record the chunks that the tier had. So the manager does not put a chunk that
-the tier has.
+The manager records the chunks found by a question in slots of the tier. So these chunks are not
+written to the tier again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from kvtier.types import JobId, Outcome, QuestionPart, TransferResult
 __all__ = ["Questions"]
 
 _ABSENT_S: Final = 1.0
-"""Seconds after a negative answer during which a missing key is not asked for again."""
+"""Seconds to wait after a negative answer before a question asks for the missing key again."""
 _MAX_ABSENT: Final = 1 << 14
 _ANSWERS: Final = (Outcome.DONE, Outcome.MISSING)
 _MAX_PRICED: Final = 256
-"""Number of chunks with which the cost model decides whether to ask. If it loads none of so
-many, it would load none of more."""
+"""Largest number of chunks that the cost model considers before a question. If the model would
+load none of these chunks, it would load none of a longer hit."""
 
 
 class _Part(NamedTuple):
@@ -65,7 +65,7 @@ class _Part(NamedTuple):
 
     @property
     def question(self) -> QuestionPart:
-        """The part as the shared tier sees it."""
+        """The description of these keys that the shared tier receives."""
         first_token = self.depth * self.chunk_tokens
         return QuestionPart(len(self.keys), first_token, self.chunk_tokens, self.is_prefix)
 
@@ -182,7 +182,7 @@ class Questions:
         return choice is None or choice.kept > 0
 
     def _remember(self, part: _Part, outcomes: Sequence[Outcome]) -> bool:
-        """Record which chunks of ``part`` the tier has; return whether it has any."""
+        """Record which chunks of ``part`` the tier has; return whether the tier has any."""
         stack, tier = self._stack, self._stack.shared
         assert tier is not None
         keys: Sequence[ChunkKey] = part.keys

@@ -28,21 +28,21 @@ _MAX_EVENT_CHUNKS: Final = 1024
 _MAX_TAKEN_CHUNKS: Final = 8192
 _MAX_KEYS: Final = 1 << 14
 _SAMPLED_CHUNKS: Final = 1 << 8
-"""Number of chunks to track per tier, because a distribution needs hundreds of gaps."""
+"""Number of evicted chunks to track per tier, because a distribution needs hundreds of gaps."""
 SAMPLING_BYTE: Final = -1 - GROUP_NBYTES
 """Index of the last byte of the hash in a key; all bytes of the hash are equally random."""
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Numbers of chunks in one tier since the manager was made."""
+    """Event counts of one tier since the manager was made."""
 
     hits: int = 0
     """Chunks whose bytes an engine loaded from this tier."""
     prompt_hits: int = 0
     """Hits of the counting group, which is used to count prompt tokens."""
     misses: int = 0
-    """Requests with a missing chunk, each counted once. RAM counts promoted chunks too."""
+    """Requests with a missing chunk, each counted once; in RAM also each promoted chunk."""
     stored: int = 0
     """Chunks that became resident, from any source."""
     evicted: int = 0
@@ -62,7 +62,7 @@ class TierCounters:
     load_failed: int = 0
     """Chunks of this tier that a worker could not load into the GPU."""
     missing: int = 0
-    """Chunks that this shared tier had lost when they were read."""
+    """Chunks that could not be read because this shared tier had lost them."""
     corrupt: int = 0
     """Chunks dropped because their bytes were corrupt."""
     lost: int = 0
@@ -77,10 +77,10 @@ class TierCounters:
     stranded: int = 0
     """Chunks of this tier that the engine computed because an earlier chunk was in no tier."""
     unretained: int = 0
-    """Chunks not retained, or released before their deadline."""
+    """Chunks that were refused for retention, or released before their deadline."""
 
     def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
-        """Count a chunk that failed to arrive, by cause; ignore cancelled chunks."""
+        """Count a chunk that failed to arrive, by the cause; ignore cancelled chunks."""
         if outcome is Outcome.EXPIRED:
             self.expired += 1
         elif outcome is Outcome.REFUSED:
@@ -173,8 +173,8 @@ class EventLog:
     removal. The removal of a chunk precedes the arrival of the next chunk in its slot.
 
     A restart or a reset may concern a million chunks, and a listener serializes events between
-    two steps of the engine. So consecutive events of one kind are merged, events have bounded
-    length, and :meth:`take` returns only as many events as can be serialized in a few
+    two steps of the engine. So consecutive events of one kind are merged, and the length of an
+    event is bounded. :meth:`take` returns only as many events as can be serialized in a few
     milliseconds. The copies that a reset removed are converted to events in later steps, a few
     thousand per step. Without a listener they are only freed.
 
@@ -235,7 +235,7 @@ class EventLog:
         return taken
 
     def _open_event(self, tier: int, *, removed: bool) -> list[ChunkKey]:
-        """Return the key list of the newest event if there is room, else of a new event."""
+        """Return the key list of the newest event, or of a new event if that list is full."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
             is_same = (last_tier, last_removed) == (tier, removed)
@@ -250,11 +250,11 @@ class ReuseGaps:
     """The reuse gaps of one tier: times from a chunk's eviction to its next lookup.
 
     A low hit ratio has two possible causes: a small tier, or traffic that does not repeat.
-    Reuse gaps distinguish them: after many gaps of a minute, a tier that kept chunks a minute
-    longer would have had these hits. Only keys of recently evicted chunks are kept. In a large
-    tier only a sample of the keys is kept. A chunk's key decides whether it is sampled, so that
-    each chunk is sampled always or never (spatially hashed sampling: Waldspurger et al.,
-    "Efficient MRC Construction with SHARDS", FAST 2015). The gaps of the sample have the same
+    Reuse gaps distinguish them: if many gaps last a minute, a tier that keeps chunks a minute
+    longer would have these hits. Only keys of recently evicted chunks are kept. In a large tier
+    only a sample of the keys is kept. A chunk's key decides whether it is sampled, so that each
+    chunk is sampled always or never (spatially hashed sampling: Waldspurger et al., "Efficient
+    MRC Construction with SHARDS", FAST 2015). The gaps of the sample have the same
     distribution.
 
     A lookup ends at the first chunk that is in no tier. The request needs the later chunks too,
@@ -296,7 +296,7 @@ class ReuseGaps:
         return len(sample)
 
     def record_wanted(self, key: ChunkKey) -> None:
-        """Record a lookup in this step of ``key``, which the tier lacks."""
+        """Record that ``key``, which the tier lacks, was looked up in this step."""
         evicted_s = self._recent.pop(key, None)
         if evicted_s is None:
             evicted_s = self._older.pop(key, None)
@@ -306,7 +306,7 @@ class ReuseGaps:
             self.is_changed = True
 
     def recently_evicted(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """Return those ``keys`` that were evicted recently and belong to the sample."""
+        """Return the ``keys`` in the sample that were evicted recently."""
         return self._keys.intersection(keys) if self._keys else set()
 
     def end_step(self, now: float) -> None:
@@ -326,7 +326,7 @@ class ReuseGaps:
             self._keys = set(self._older)
 
     def clear(self) -> None:
-        """Forget all evicted chunks, because a reset empties tiers of every size."""
+        """Forget all evicted chunks: after a reset, a larger tier would lack them too."""
         self._evicted.clear()
         self._wanted_s.clear()
         self._recent.clear()

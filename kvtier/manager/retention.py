@@ -1,8 +1,8 @@
 """Keeps chunks in a tier until a deadline, whatever the eviction policy decides.
 
 A conversation that waits for a tool, or a system prompt of the next shift, will be used again.
-Only the sender of the request knows that; for the cache, the chunks are just unused. Unlike a
-flag, a deadline needs no second message that ends it (Mooncake's soft pins and Continuum's
+Only the sender of the request knows that; to the cache, the chunks are just unused. A deadline
+ends by itself, while a flag would need a second message (Mooncake's soft pins and Continuum's
 pins, arXiv 2511.02230, also have deadlines).
 
 A quota bounds the retained chunks. Beyond the quota, further chunks are refused; retained
@@ -53,7 +53,7 @@ class Retention:
         """Retain resident ``copies`` until a deadline; extend an earlier deadline.
 
         Args:
-            copies: Root to leaf; beyond the quota the tail is refused.
+            copies: Root to leaf; beyond the quota, the last chunks are refused.
             until: Deadline, in seconds on the clock of :meth:`expire`.
 
         Returns:
@@ -116,7 +116,7 @@ class Retention:
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Release ``copy`` if its deadline is still ``until``; return whether it was so."""
+        """Release ``copy`` if its deadline is ``until``; return whether it was released."""
         if self._deadlines.get(copy) != until:
             return False
         del self._deadlines[copy]

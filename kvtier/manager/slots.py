@@ -1,12 +1,12 @@
 """Allocates slots in extents, so that the slots of one request lie next to each other.
 
 The throughput of a slow medium depends on the bytes per system call. A plain list of free slots
-would scatter a request's chunks within minutes. So free slots are kept as *extents*: ranges of
-consecutive free slots, as long as possible, in bins by the power of two of their length. An
-allocation tries a few extents of the smallest suitable bin, then takes an extent of a larger
-bin. If no extent is long enough, it uses several of the longest extents. Freed slots merge with
-their free neighbours at once, so an evicted request leaves one extent. An allocation or a
-release takes O(1) time per extent, and never scans all slots.
+would scatter a request's chunks within minutes. So free slots are kept as *extents*: the
+longest possible ranges of consecutive free slots. Extents are grouped in bins by length, one
+bin for each power of two. An allocation tries a few extents of the smallest suitable bin, then
+takes an extent of a larger bin. If no extent is long enough, it uses several of the longest
+extents. Freed slots merge with their free neighbours at once, so an evicted request leaves one
+extent. An allocation or a release takes O(1) time per extent, and never scans all slots.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent of ``wanted`` slots, else of a long extent."""
+        """Return the start of an extent with ``wanted`` or more slots, else of a long one."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()

@@ -1,10 +1,10 @@
 """Storage jobs: transfers between tiers, from the plan to the settled result.
 
 :class:`StorageJobs` has the common part of promotions and demotions. A plan allocates the
-slots, adds the copies to be written and divides the chunks into jobs. A settled result removes
-the pins of the job and drops the copies whose bytes did not arrive.
-:mod:`~kvtier.manager.promote` and :mod:`~kvtier.manager.demote` choose the chunks to move and
-handle the consequences of a result.
+slots, adds the copies to be written and divides the chunks into jobs. A result is *settled*
+when no thread can still use the job's slots. A settled result removes the pins of the job and
+drops the copies whose bytes did not arrive. :mod:`~kvtier.manager.promote` and
+:mod:`~kvtier.manager.demote` choose the chunks to move and handle the consequences of a result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
 class JobRecord:
     """One storage job. It occupies its slots until its settled result arrives.
 
-    Neither the end of a request, nor a reset of the cache, nor a missed deadline frees the
-    slots.
+    The slots stay occupied when a request ends, the cache is reset or the deadline passes.
 
     Attributes:
         source: Index of the tier that is read.
@@ -78,7 +77,7 @@ class JobRecord:
 
 
 class StorageJobs:
-    """Every storage job from its plan to its settled result."""
+    """Keeps every storage job from its plan to its settled result."""
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
@@ -105,7 +104,7 @@ class StorageJobs:
         )
 
     def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` the moves to RAM in flight will free."""
+        """Return how many slots of ``tier`` become free when its moves to RAM end."""
         return sum(
             len(record.moved)
             for record in self._records.values()
@@ -235,11 +234,11 @@ class StorageJobs:
         return self._records.get(job_id)
 
     def remove(self, job_id: JobId) -> None:
-        """Forget a job after its settled result was applied."""
+        """Forget a job whose settled result was applied."""
         del self._records[job_id]
 
     def cancel(self, job_id: JobId) -> None:
-        """Queue the cancellation of a job that no request needs any more."""
+        """Queue the cancellation of a job that requests no longer need."""
         self._cancelled.append(job_id)
 
     @property

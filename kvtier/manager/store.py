@@ -1,10 +1,10 @@
 """Stores new chunks into RAM.
 
-A plan of a store allocates the slots and adds the chunks as *writing*, before any byte moves.
-Chunks become hits once every rank has recorded that its bytes are whole. The engine offers a
-request's chunks at every step until a store is accepted. If an accepted store leaves out
-chunks, the engine never offers them again. So if slots are too few, a store is first refused a
-few times, and only then cut to the chunks that fit.
+A plan of a store allocates the slots and adds the chunks as *writing*, before any byte moves. A
+chunk becomes a hit once every rank has recorded that the rank's part is whole. The engine
+offers a request's chunks at every step until a store is accepted. If an accepted store leaves
+out chunks, the engine never offers them again. So if slots are too few, a store is first
+refused a few times, and only then cut to the chunks that fit.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Storer:
     def _store(
         self, new: Sequence[ChunkKey], offered: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
-        """Plan a store of ``new``, those ``offered`` keys that RAM lacks; None to postpone."""
+        """Plan a store of ``new``, the ``offered`` keys that RAM lacks; None to postpone it."""
         stack, ram = self._stack, self._ram
         fits = self._fitting(len(new), request)
         if fits is None:
@@ -222,7 +222,7 @@ class Storer:
         return StorePlan(head, slots, generation, evicted)
 
     def _fitting(self, chunks: int, request: RequestState | None) -> int | None:
-        """Return how many of ``chunks`` new chunks to store now; None to postpone the store."""
+        """Return how many of the ``chunks`` new chunks fit now; None to postpone the store."""
         available = self._ram.available
         if chunks <= available:
             if request is not None:
@@ -238,7 +238,10 @@ class Storer:
         return None
 
     def _count_refused(self, chunks: int) -> None:
-        """Count ``chunks`` as refused and, up to the number of dirty copies, as dropped."""
+        """Count ``chunks`` chunks as refused.
+
+        The same number counts as dropped, or the number of dirty copies if that is smaller.
+        """
         ram = self._ram
         ram.counters.refused += chunks
         ram.counters.dropped += min(chunks, ram.dirty)
@@ -266,7 +269,8 @@ def _places(
     Args:
         new: Chunks to store, group by group, root to leaf.
         offered: All offered chunks, ``new`` included.
-        tails: For each group, the last earlier chunk and its depth. This function updates them.
+        tails: For each group, the last earlier chunk and the depth of this chunk. This function
+            updates them.
     """
     group = group_part(offered[0])
     if len(new) == len(offered) and is_single_group(new):

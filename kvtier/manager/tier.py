@@ -2,10 +2,10 @@
 
 A copy is *pinned* while a transfer, a request or a deadline needs it, and *dirty* while a
 slower tier must still receive it. A resident copy is *idle*, and may be evicted, if it is
-neither pinned nor dirty. Only :class:`TierState` writes a copy's attributes, except the number
-of grants, which :class:`~kvtier.manager.grants.Grants` writes, and the attributes of the
-policies. So a tier always knows its number of idle copies, and can refuse an impossible store
-without a scan.
+neither pinned nor dirty. Only :class:`TierState` writes a copy's attributes, with two
+exceptions: :class:`~kvtier.manager.grants.Grants` writes the number of grants, and policies
+write their own attributes. So a tier always knows its number of idle copies, and can refuse an
+impossible store without a scan.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class TierState:
             they are hits outside the eviction order.
         drops: Number of dropped copies plus number of resets. While this number is unchanged,
             pinned copies stay in the tier.
-        requested_slots: Largest number of slots of a failed request since the last reclaim.
+        requested_slots: Largest number of slots that a caller of :meth:`request_slots` needed
+            since the last reclaim.
         counters: Counters of the tier's events.
         policy_error: The reason why ``lru`` replaced the eviction policy; None without a
             replacement.
@@ -198,8 +199,8 @@ class TierState:
         Args:
             copies: Sorted by prompt, then by group, then from root to leaf.
             ctx: The information that policies may use.
-            is_ordered: Whether ``copies`` are in the order in which another tier picked them as
-                victims, instead.
+            is_ordered: If true, ``copies`` are instead in the order in which another tier
+                picked them as victims.
         """
         self.idle += self._end_writing(copies)
         self.writing -= len(copies)
@@ -267,7 +268,7 @@ class TierState:
         self.dirty += dirtied
 
     def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
-        """Decrement the dirty count of ``copies``, because one tier needs them no more."""
+        """Decrement the dirty count of ``copies``, because one tier no longer needs them."""
         for copy in copies:
             if not copy.dirty:
                 continue
@@ -327,7 +328,7 @@ class TierState:
         self.eviction.on_hit_many(copies, ctx)
 
     def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Put those of ``copies`` that are in :attr:`leaving` back into the eviction order."""
+        """Put the ``copies`` that are in :attr:`leaving` back into the eviction order."""
         if self.leaving.isdisjoint(copies):
             return
         for copy in copies:
@@ -436,7 +437,7 @@ class TierState:
         return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
 
     def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
-        """Unpin ``copies`` and make them resident; return the number without another pin."""
+        """Unpin ``copies`` and make them resident; return how many have no other pin."""
         if self.index:
             for copy in copies:  # in a slower tier only the writer pins a copy
                 copy.state = _RESIDENT
@@ -452,8 +453,8 @@ class TierState:
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
         """Return the copy object of each slot, and create the missing objects.
 
-        An evicted copy had no pin, no grant and was clean. The policy sets its own attributes
-        at the insertion of the copy; the caller sets all others.
+        An evicted copy was clean and had neither a pin nor a grant. The policy sets its own
+        attributes at the insertion of the copy; the caller sets all others.
         """
         at = self._copy_at
         copies = [copy for copy in map(at.__getitem__, slots) if copy]
@@ -466,7 +467,7 @@ class TierState:
     def _forget(self, keys: Sequence[ChunkKey]) -> None:
         """Make picked copies misses and count them as evicted.
 
-        The next write into a victim's slot sets the state of its copy object.
+        The next write into a victim's slot sets the state of the slot's copy object.
         """
         deque(map(self.copies.__delitem__, keys), maxlen=0)
         self.counters.evicted += len(keys)

@@ -91,25 +91,25 @@ class SlotStatus(Protocol):
         """Clear the generations of ``slots`` before the bytes in the slots change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether every rank stored all bytes of the slot's generation."""
+        """Return for each slot whether all ranks stored all bytes of the slot's generation."""
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether all loads of its generation succeeded on every rank.
+        """Return, for each slot, whether all loads of its generation succeeded on every rank.
 
-        True without such loads.
+        The value is True for a slot without such loads.
         """
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget the failed loads of ``slots``; no load in flight may use these slots."""
 
     def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether all ranks acknowledged every job issued for it."""
+        """Return, for each slot, whether all ranks acknowledged every job issued for it."""
 
 
 def first_resident(
     tiers: Iterable[TierState], key: ChunkKey
 ) -> tuple[TierState, ChunkCopy] | None:
-    """Return the first tier with a resident copy of ``key``, and the copy; None without one."""
+    """Return the first tier with a resident copy of ``key``, and this copy; else None."""
     for tier in tiers:
         copy = tier.copies.get(key)
         if copy is not None and copy.state == _RESIDENT:
@@ -140,7 +140,7 @@ class TierStack:
         tracks_reuse: Whether ``gaps`` are recorded.
         restricts_stores: Whether a request has limited the tiers that may store its chunks.
         events: Residency events that wait for :meth:`EventLog.take`.
-        gds: Reports which slots of one tier workers can read; None without GDS reads.
+        gds: Reports which slots of one tier the workers can read; None without GDS reads.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -267,7 +267,7 @@ class TierStack:
         return first_resident(tiers, key) is not None
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record a lookup of each key in all tiers faster than the first tier with the key."""
+        """Record the lookup of each key in every tier faster than the key's fastest tier."""
         if not self.tracks_reuse:
             return
         mask = self._sampling

@@ -57,7 +57,7 @@ class TieredOffloadingManager:
             loaded.
         groups: For each KV cache group, the part of a prefix that a hit needs.
         counting_group: Index of the KV cache group used to count tokens.
-        gds: Reports which slots of one tier workers can read; None without GDS reads.
+        gds: Reports which slots of one tier the workers can read; None without GDS reads.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -124,8 +124,8 @@ class TieredOffloadingManager:
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens a waiting request can load beyond ``prompt.local_tokens``.
 
-        Call ``prepare_load`` for the request in the same step, before the plan of another load
-        or store, which may evict the chunks.
+        Call ``prepare_load`` for the request in the same step, before any other load or store
+        is planned: other plans may evict the chunks.
 
         Returns:
             The number of tokens; None while chunks are being promoted. Then look up again in
@@ -145,7 +145,7 @@ class TieredOffloadingManager:
         return self._lookup.residence(request, key)
 
     def is_deferred(self, req_id: str) -> bool:
-        """Return whether the request waits for chunks. A lookup then has no result yet."""
+        """Return whether the request waits for chunks. If so, a lookup has no result yet."""
         request = self._requests.get(req_id)
         return request is not None and request.phase in DEFERRED
 
@@ -197,15 +197,14 @@ class TieredOffloadingManager:
     # -- store ------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Allocate RAM slots for those ``keys`` that RAM lacks, evicting copies if needed.
+        """Allocate RAM slots for the ``keys`` that RAM lacks, evicting copies if needed.
 
         Offering a chunk counts as a use of its copy in RAM. If only some of the new chunks fit,
         the last ones are refused, because a suffix is useless without its prefix.
 
         Returns:
-            The chunks to store, possibly an empty plan. None if there are too few slots now.
-            Then no slot was allocated, and the engine should offer the chunks again in the next
-            step.
+            The plan, which may be empty; None if there are too few slots now. After None, no
+            slot is allocated, and the engine should offer the chunks again in the next step.
         """
         request = self._requests.get(req_id)
         if request is not None:
@@ -216,7 +215,7 @@ class TieredOffloadingManager:
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Make those of ``keys`` hits whose bytes all workers recorded as whole.
+        """Make a hit of each of ``keys`` whose bytes all workers recorded as whole.
 
         Keys that are not being stored are ignored.
         """
@@ -231,7 +230,7 @@ class TieredOffloadingManager:
         released early only if a store or a promotion has waited and finds no other slots.
 
         Args:
-            keys: Chunks; beyond the quota the tails of prefixes are refused.
+            keys: Chunks; beyond the quota, the last chunks of prefixes are refused.
             until: Seconds on the clock of :meth:`end_step`.
 
         Returns:
@@ -298,7 +297,7 @@ class TieredOffloadingManager:
         return bool(self._demoter.queued or self._jobs.has_awaited or self._quarantine)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
-        """Set the slower tiers that are out of service, by index; they are not read.
+        """Set the indices of the slower tiers that are out of service and must not be read.
 
         Chunks in no other tier are misses; promotions in flight fail on their own.
         Do not call this between a lookup and the ``prepare_load`` that relies on the lookup.
@@ -315,7 +314,7 @@ class TieredOffloadingManager:
         return self._jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
-        """Return jobs that no request needs any more. Cancelling them is optional."""
+        """Return the jobs that requests no longer need. Cancelling these jobs is optional."""
         return self._jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
@@ -357,9 +356,9 @@ class TieredOffloadingManager:
     # -- reports ----------------------------------------------------------------------------
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
+        """Record that a step of ``seconds`` seconds computed ``tokens`` prompt tokens.
 
-        The cost model uses this time, unless the configuration sets the time per token.
+        The cost model uses the duration, unless the configuration sets the time per token.
         """
         self._stack.cost_model.record_prefill(tokens, seconds, self._stack.ctx.now)
 
@@ -406,7 +405,7 @@ class TieredOffloadingManager:
 
     @property
     def policy_errors(self) -> list[NoVictimError]:
-        """First error of each eviction policy that raised one."""
+        """First error of each eviction policy that raised an error."""
         return [tier.policy_error for tier in self._stack.tiers if tier.policy_error]
 
     def snapshot(self) -> ManagerSnapshot:
@@ -455,8 +454,8 @@ class TieredOffloadingManager:
 
         Args:
             tier: Index of the tier.
-            slots: End of the protection, by the chunk's slot; seconds on the clock of
-                :meth:`end_step`.
+            slots: For the slot of each chunk, the time when the protection ends, in seconds on
+                the clock of :meth:`end_step`.
         """
         copies = {copy.slot: copy for copy in self._stack.tiers[tier].copies.values()}
         for slot, until in slots.items():
@@ -466,10 +465,10 @@ class TieredOffloadingManager:
     def reset(self) -> None:
         """Make every chunk in every tier a miss, because weights may have changed.
 
-        Slots that a storage job or a worker may still touch stay unused until the job and the
-        worker have ended. Loads and stores prepared before the reset need no ``complete_*``
-        call. A request with KV from before the reset stores nothing until it loses its GPU
-        blocks, because that KV may be outdated.
+        Slots that a storage job or a worker may still touch stay unused until those jobs have
+        ended. Loads and stores prepared before the reset need no ``complete_*`` call. A request
+        with KV from before the reset stores nothing until it loses its GPU blocks, because that
+        KV may be outdated.
         """
         stack = self._stack
         stack.epoch += 1
