@@ -36,7 +36,8 @@ SCRATCH_NBYTES: Final = 16 << 20
 """Device memory for a trial, freed afterwards."""
 _ROUNDS: Final = 3
 _LONGEST_FOR_KERNEL_NBYTES: Final = 64 << 10
-"""Length above which copy engines reach the rate of the bus; then no kernel is compiled."""
+"""Length of fragments above which no kernel is compiled, because copy engines then reach the
+rate of the bus."""
 
 
 class Choice(NamedTuple):
