@@ -80,7 +80,7 @@ class Breaker:
         return self._failures >= self._limit
 
     def is_open(self, now: float) -> bool:
-        """Return whether every new job is refused at ``now``, even a probe."""
+        """Return whether every new job is refused at ``now``, even as a probe."""
         return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
@@ -134,9 +134,9 @@ class Channel:
     """Time before which failures are not logged, if the breaker is tripped."""
 
     def is_out_of_service(self, now: float) -> bool:
-        """Return whether jobs other than a probe are refused at ``now``.
+        """Return whether every new job is refused at ``now``, even as a probe.
 
-        During an exclusive action no job runs on the channel, not even a probe.
+        During an exclusive action a channel with a tripped breaker admits no probe.
         """
         return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
 
