@@ -63,7 +63,8 @@ PERCENTAGE_PATTERN: Final = rf"^{_NUMBER} ?%$"
 class UnitError(ConfigError, ValueError):
     """An invalid quantity.
 
-    It is also a ``ValueError``, so that pydantic reports the key of the invalid value.
+    The class also derives from ``ValueError``, so that pydantic reports the key of the invalid
+    value.
 
     Attributes:
         problem: The problem.
@@ -214,7 +215,7 @@ def approximate_size(nbytes: float) -> str:
 
 
 def approximate_rate(bytes_per_s: float) -> str:
-    """Return a rate rounded to two decimals, in powers of 1000 like data sheets.
+    """Return a rate with two decimals, in units of powers of 1000, as in data sheets.
 
     >>> approximate_rate(2_500_000_000), approximate_rate(30_000_000), approximate_rate(2000)
     ('2.50 GB/s', '30.00 MB/s', '2.00 kB/s')
