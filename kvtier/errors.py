@@ -47,7 +47,7 @@ class KvtierError(Exception):
 
 
 class ConfigError(KvtierError):
-    """An invalid configuration; the message names the place and a remedy."""
+    """An invalid configuration; the message says where the error is, and names a remedy."""
 
 
 class UnsupportedError(KvtierError):

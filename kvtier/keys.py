@@ -87,7 +87,7 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
     group.
 
     Args:
-        reads_all: By group index, whether the group's layers read the whole prefix.
+        reads_all: For each group index, whether the group's layers read the whole prefix.
 
     >>> counting_group({1: False, 3: True, 4: True})
     3

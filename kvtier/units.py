@@ -81,8 +81,8 @@ def parse_size(text: str) -> int:
     """Return the size ``text`` in bytes; units are binary (``GiB``) or decimal (``GB``).
 
     Raises:
-        UnitError: Not a size, no unit, an ambiguous unit, 0 or less, not whole bytes, or 8 EiB
-            or more.
+        UnitError: The text is not a size, lacks a unit or has an ambiguous unit. Or the size is
+            0 or less, 8 EiB or more, or not a whole number of bytes.
 
     >>> parse_size("1.5KiB"), parse_size("2TB")
     (1536, 2000000000000)
@@ -108,7 +108,8 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
         likely_unit: The unit to suggest if ``text`` has none.
 
     Raises:
-        UnitError: Not a duration, no unit, an unknown unit, negative, or more than ten years.
+        UnitError: The text is not a duration, lacks a unit or has an unknown unit. Or the
+            duration is negative or longer than ten years.
 
     >>> parse_duration("250ms"), parse_duration("2min")
     (0.25, 120.0)
@@ -128,7 +129,8 @@ def parse_percentage(text: str) -> float:
     """Return the percentage ``text`` as a fraction, 0 to 1.
 
     Raises:
-        UnitError: Not a percentage, no percent sign, or outside 0% to 100%.
+        UnitError: The text is not a percentage, lacks the percent sign, or is outside 0% to
+            100%.
 
     >>> parse_percentage("12.5%")
     0.125
@@ -148,7 +150,7 @@ def parse_rate(text: str) -> int:
     """Return the rate ``text``, such as ``2GiB/s``, in bytes per second.
 
     Raises:
-        UnitError: Not a rate, or not a positive one.
+        UnitError: The text is not a rate, or the rate is not positive.
 
     >>> parse_rate("2GiB/s")
     2147483648

@@ -103,7 +103,8 @@ class _Trial:
 
     Attributes:
         typical_nbytes: Median size of the fragments.
-        suits_kernel: Whether a kernel may copy the fragments faster than the copy engines.
+        suits_kernel: Whether a kernel might be faster than the copy engines for these
+            fragments.
     """
 
     def __init__(self, driver: Driver, places: Fragments) -> None:

@@ -11,10 +11,9 @@ point of the compute stream at the job's submission. Before a thread starts a jo
 the last copy of the previous job. So a stream never has work of two jobs. A store and a load
 may run in any order; :mod:`kvtier.connector.device` explains why this is correct.
 
-**Torch as a fallback.** Kernels can access only page-locked memory, and CUDA guarantees batches
-of copies only for such memory. If the slots are not page-locked, or the driver has no batches,
-torch copies through a staging buffer on the device, one per direction
-(:class:`~kvtier.memory.copy.BlockCopier`).
+**Torch as a fallback.** Kernels and batches of copies need page-locked memory. If the slots are
+not page-locked, or the driver has no batches, torch makes the copies. torch uses one staging
+buffer on the device per direction (:class:`~kvtier.memory.copy.BlockCopier`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GDS reads: chunks from an NVMe tier's slot file into a rank's blocks, without RAM.
 
-GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes must be verified, and their
-layout differs from that of the engine's blocks. So slots are read into staging memory on the
+GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes must be verified, and a
+slot has another layout than the engine's blocks. So slots are read into staging memory on the
 device and hashed there. Then the copier for RAM slots copies them to blocks.
 
 If several ranks need different parts of a slot, each rank reads only its own ranges. Otherwise

@@ -54,7 +54,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def follow(self, fence: Fence) -> None:
-        """Make work that is queued from now on wait for ``fence``."""
+        """Let all work that is queued later wait for ``fence``."""
 
     @abstractmethod
     def record(self) -> Fence:

@@ -126,8 +126,8 @@ class PageMapper:
 def set_malloc_mmap_threshold() -> None:
     """Make malloc return large blocks to the kernel when they are freed.
 
-    Otherwise GNU's malloc raises its threshold when a large block is freed. From then on it
-    keeps freed blocks below the new threshold.
+    Otherwise GNU's malloc raises its threshold when a large block is freed. From then on malloc
+    keeps freed blocks that are smaller than the new threshold.
     """
     with contextlib.suppress(AttributeError):  # another C library than GNU's
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)

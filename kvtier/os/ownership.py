@@ -29,8 +29,7 @@ __all__ = [
 _ROOT: Final = 0
 _OTHERS_WRITE: Final = 0o022
 _OWN_NAMES: Final = re.compile(r"[0-9a-f]{16}|requests-\d+\.jsonl|lost\+found")
-"""Names in a cache directory that do not belong to other programs: namespaces, recordings, and
-``lost+found``, which a new file system has."""
+"""Names that kvtier or a new file system creates: namespaces, recordings and ``lost+found``."""
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP: Final = Path("/proc/self/uid_map")
 _ALL_USERS: Final = ["0", "0", "4294967295"]

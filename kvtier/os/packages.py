@@ -8,7 +8,7 @@ from typing import Final
 __all__ = ["KVIKIO_PACKAGES", "installed_kvikio"]
 
 KVIKIO_PACKAGES: Final = {"12": "kvikio-cu12", "13": "kvikio-cu13"}
-"""Name of the package of kvikio for each major version of CUDA."""
+"""Name of kvikio's package for each major version of CUDA."""
 
 
 def installed_kvikio() -> list[str]:

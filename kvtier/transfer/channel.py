@@ -127,7 +127,7 @@ class Channel:
     refused: int = 0
     expired: int = 0
     late: int = 0
-    """Number of jobs whose deadline has passed but which still run a system call."""
+    """Number of jobs that still run a system call after their deadline."""
     pauses: int = 0
     """Number of exclusive actions in progress. Jobs wait until these actions end."""
     quiet_until_s: float = 0.0

@@ -202,7 +202,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Let chunks fail that have not arrived yet, in running and later loads."""
+        """Fail all chunks that have not arrived yet, in running and later loads."""
         self._waits = False
 
     @override

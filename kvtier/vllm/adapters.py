@@ -1,8 +1,8 @@
 """Digests of LoRA adapters, for the keys of chunks that were computed with an adapter.
 
 vLLM's block hashes cover an adapter's name and path, not its content. This suffices for a cache
-that ends with the engine, but chunks on NVMe outlive the engine. If an adapter is trained again
-under the same path, its requests would get KV of the old content. So kvtier's key of a chunk
+that ends with the engine, but chunks on NVMe outlive the engine. If an adapter were trained
+again under the same path, requests would load KV of the old content. So kvtier's key of a chunk
 with an adapter is longer and contains a digest of the adapter.
 
 A digest is trusted only if the engine cannot have loaded other content. vLLM loads an adapter

@@ -385,7 +385,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return two sets of requests: loads that ended or failed, and loads that failed."""
+        """Return the requests whose loads ended or failed, and requests whose loads failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()

@@ -1,8 +1,8 @@
 """An engine in this process that computes prompts but generates no text, for warm-ups.
 
-The engine has the arguments of ``vllm serve`` and is configured like a server's engine. So its
-chunks equal the chunks of a server with the same arguments. The engine's core runs in this
-process. So if this process is killed, the core ends too, and its caches are unlocked.
+The engine takes the arguments of ``vllm serve``. Its chunks equal the chunks of a server with
+the same arguments. The engine's core runs in this process. So if this process is killed, the
+core ends too, and its caches are unlocked.
 """
 
 from __future__ import annotations
