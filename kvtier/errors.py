@@ -37,7 +37,7 @@ __all__ = [
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean x?``, or an empty text if no known word is similar."""
+    """Return ``; did you mean x?`` for a similar known word; empty if there is none."""
     close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -47,7 +47,7 @@ class KvtierError(Exception):
 
 
 class ConfigError(KvtierError):
-    """An invalid configuration; the message names the place and a remedy."""
+    """An invalid configuration; the message says where the error is, and names a remedy."""
 
 
 class UnsupportedError(KvtierError):

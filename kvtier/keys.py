@@ -43,11 +43,11 @@ group_part: Final[Callable[[ChunkKey], bytes]] = operator.itemgetter(slice(-GROU
 ADAPTER_NBYTES = 15
 """Bytes of the LoRA adapter's digest in a key.
 
-The number is odd and the length of an engine's keys is even, so a key's length tells whether
+This number is odd, and the engine's keys have an even length. So a key's length tells whether
 the key has a digest.
 """
 ADAPTER_OFFSET = 8
-"""Offset of the digest in a key, behind the bytes that :func:`short_key` shows."""
+"""Offset of the digest in a key: after the bytes that :func:`short_key` shows."""
 
 
 def make_key(block_hash: bytes, group: int) -> ChunkKey:
@@ -87,7 +87,7 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
     group.
 
     Args:
-        reads_all: By group index, whether the group's layers read the whole prefix.
+        reads_all: For each group index, whether the group's layers read the whole prefix.
 
     >>> counting_group({1: False, 3: True, 4: True})
     3

@@ -1,7 +1,8 @@
 """Loggers that write to the engine's log under kvtier's name.
 
-vLLM configures only the logger ``vllm``. Lines of other loggers lack level and time in vLLM's
-log, or do not appear. vLLM prints only a file's name, so a filter adds the path.
+vLLM configures only the logger ``vllm``. Lines of other loggers appear in vLLM's log without
+level and time, or not at all. So kvtier logs to children of the logger ``vllm``. vLLM prints
+only the name of a source file, so a filter adds the path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Classes by name: built in, from installed packages, or any class as ``module:Class``.
+"""Finds classes by name: built in, from installed packages, or named ``module:Class``.
 
-The names of built-in classes are texts, so that a reader of a configuration does not import the
-classes.
+Built-in classes are named by text, so reading a configuration does not import the classes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class NamedClasses:
     """The classes that one key of a configuration can name.
 
     Attributes:
-        what: The name of such a class in messages.
+        what: Word for such a class in messages.
         groups: The groups of entry points in which packages register such classes.
-        built_in: The built-in classes: name to ``module:Class``.
+        built_in: The built-in classes, as ``module:Class`` by name.
     """
 
     what: str
@@ -42,8 +41,8 @@ class NamedClasses:
     def obstacle(self, name: str) -> tuple[str, str] | None:
         """Return why the class ``name`` does not load, and a remedy; None if it loads.
 
-        The result is None too for a built-in class, which is not imported, and for an unknown
-        name, which the caller must report.
+        The result is also None for a built-in class, which this method does not import, and for
+        an unknown name, which the caller must report.
         """
         point = None if name in self.built_in else self._point(name)
         if point is None:

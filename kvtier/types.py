@@ -55,7 +55,7 @@ class Outcome(enum.Enum):
     CORRUPT = "corrupt"
     """The source has other bytes than were stored there."""
     EXPIRED = "expired"
-    """The deadline passed, or the source had to be overwritten before the transfer."""
+    """The deadline passed, or the source was overwritten before the transfer could start."""
     CANCELLED = "cancelled"
     """The transfer became unnecessary: the request ended, the cache was reset, the engine
     closes, or an earlier chunk did not arrive. The medium works."""
@@ -70,10 +70,10 @@ class Job(NamedTuple):
     """A batch of moves from one tier to another, or a question to a shared tier.
 
     Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``. In a job
-    with purpose FIND, both tiers are the shared tier, and the slots are only numbers.
+    with purpose FIND, both tiers are the shared tier, and the slot numbers have no meaning.
 
     Attributes:
-        job_id: Unique among the jobs of one engine.
+        job_id: Number of the job, unique among the jobs of one transfer engine.
         purpose: Purpose of the job, which sets its priority.
         source: Name of the tier that is read.
         destination: Name of the tier that is written.
@@ -97,7 +97,7 @@ class Job(NamedTuple):
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the job asks a tier for chunks, without a move of bytes."""
+        """Whether the job only asks a tier which chunks it has."""
         return self.purpose is Purpose.FIND
 
 
@@ -108,7 +108,8 @@ class QuestionPart(NamedTuple):
         chunks: Number of chunks.
         first_token: Position of the first chunk's first token in the prompt.
         chunk_tokens: Tokens of a chunk.
-        is_prefix: Whether a hit needs all of the group's chunks; if not, only the last ones.
+        is_prefix: True if a hit needs all chunks of the group; False if it needs only the last
+            ones.
     """
 
     chunks: int
@@ -122,7 +123,7 @@ class TransferResult(NamedTuple):
 
     Attributes:
         job_id: The job.
-        outcomes: One per chunk, in the job's order.
+        outcomes: The outcome of each chunk, in the job's order.
         settled: False while a thread may still use the job's slots. The outcomes are final
             then, but the slots must not be reused until the settled result arrives.
         nbytes: Number of bytes that reached their destination.

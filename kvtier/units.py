@@ -63,7 +63,8 @@ PERCENTAGE_PATTERN: Final = rf"^{_NUMBER} ?%$"
 class UnitError(ConfigError, ValueError):
     """An invalid quantity.
 
-    It is also a ``ValueError``, so that pydantic reports the key of the invalid value.
+    The class also derives from ``ValueError``, so that pydantic reports the key of the invalid
+    value.
 
     Attributes:
         problem: The problem.
@@ -80,8 +81,8 @@ def parse_size(text: str) -> int:
     """Return the size ``text`` in bytes; units are binary (``GiB``) or decimal (``GB``).
 
     Raises:
-        UnitError: Not a size, no unit, an ambiguous unit, 0 or less, not whole bytes, or 8 EiB
-            or more.
+        UnitError: The text is not a size, lacks a unit or has an ambiguous unit. Or the size is
+            0 or less, 8 EiB or more, or not a whole number of bytes.
 
     >>> parse_size("1.5KiB"), parse_size("2TB")
     (1536, 2000000000000)
@@ -107,7 +108,8 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
         likely_unit: The unit to suggest if ``text`` has none.
 
     Raises:
-        UnitError: Not a duration, no unit, an unknown unit, negative, or more than ten years.
+        UnitError: The text is not a duration, lacks a unit or has an unknown unit. Or the
+            duration is negative or longer than ten years.
 
     >>> parse_duration("250ms"), parse_duration("2min")
     (0.25, 120.0)
@@ -127,7 +129,8 @@ def parse_percentage(text: str) -> float:
     """Return the percentage ``text`` as a fraction, 0 to 1.
 
     Raises:
-        UnitError: Not a percentage, no percent sign, or outside 0% to 100%.
+        UnitError: The text is not a percentage, lacks the percent sign, or is outside 0% to
+            100%.
 
     >>> parse_percentage("12.5%")
     0.125
@@ -147,7 +150,7 @@ def parse_rate(text: str) -> int:
     """Return the rate ``text``, such as ``2GiB/s``, in bytes per second.
 
     Raises:
-        UnitError: Not a rate, or not a positive one.
+        UnitError: The text is not a rate, or the rate is not positive.
 
     >>> parse_rate("2GiB/s")
     2147483648
@@ -214,7 +217,7 @@ def approximate_size(nbytes: float) -> str:
 
 
 def approximate_rate(bytes_per_s: float) -> str:
-    """Return a rate rounded to two decimals, in powers of 1000 like data sheets.
+    """Return a rate with two decimals, in units of powers of 1000, as in data sheets.
 
     >>> approximate_rate(2_500_000_000), approximate_rate(30_000_000), approximate_rate(2000)
     ('2.50 GB/s', '30.00 MB/s', '2.00 kB/s')

@@ -1,8 +1,8 @@
 """Create the RAM tier's anonymous memory file and allocate all its pages in advance.
 
 A page has 4 KiB, or 2 MiB if it is a *huge page*. Direct I/O pins every page of its buffer. A
-GiB has 262,144 normal pages or 512 huge pages. With huge pages, reads, writes and pinning for a
-GPU take a quarter as much processor time. Linux keeps huge pages in a pool that the
+GiB has 262,144 normal pages or 512 huge pages. With huge pages, reading, writing and pinning
+the memory take a quarter of the processor time. Linux keeps huge pages in a pool that the
 administrator fills (``vm.nr_hugepages``). Huge pages are used if the pool has enough of them
 for the whole tier.
 """
@@ -22,7 +22,8 @@ from kvtier.units import format_size
 __all__ = ["HugePages", "create_memory"]
 
 HugePages = Literal["auto", "require", "off"]
-"""Whether to use huge pages: if enough are free, always (else refuse to start), or never."""
+"""Whether to use huge pages. ``auto`` uses them if enough are free; ``require`` refuses to
+start if too few are free; ``off`` never uses them."""
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -83,7 +84,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now; later allocations would delay or even kill the engine."""
+    """Allocate every page now, because later allocations could delay or kill the engine."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 

@@ -5,21 +5,27 @@ which slots are complete in every rank, which slots a worker may still access af
 when a promoted chunk has arrived. So a worker writes each slot's status to the control block,
 which both sides map, *before* it acknowledges a job:
 
-``generation[rank, slot]`` Generation of the write that filled this rank's part of the slot.
-    Every write to a slot gets a new number, its *generation*, so bytes of an earlier write
-    never count as complete. ``acknowledged[rank, slot]`` Number of jobs on this slot that the
-    rank has finished, with success or failure. The scheduler counts the jobs that it issued.
-    While the numbers differ, a worker may still access the slot. ``failed[rank, slot]``
+``generation[rank, slot]``
+    Generation of the write that filled this rank's part of the slot. Every write to a slot gets
+    a new number, its *generation*, so bytes of an earlier write never count as complete.
+``acknowledged[rank, slot]``
+    Number of jobs on this slot that the rank has finished, with success or failure. The
+    scheduler counts the jobs that it issued. While the numbers differ, a worker may still
+    access the slot.
+``failed[rank, slot]``
     Generation that the rank last failed to load. This word is separate from ``generation``,
     which other processes may write at the same moment. If the bytes were only late, the
-    scheduler clears the word after the load. ``pageable[rank]`` Whether the rank could not
-    page-lock the RAM tier. Written once, at start. ``hash[rank, slot]`` and ``hashed[rank,
-    slot]`` Hash of the bytes that this rank wrote to its part of the slot
+    scheduler clears the word after the load.
+``pageable[rank]``
+    1 if the rank could not page-lock the RAM tier, else 0. Written once, at the start.
+``hash[rank, slot]`` and ``hashed[rank, slot]``
+    Hash of the bytes that this rank wrote to its part of the slot
     (:mod:`kvtier.memory.part_hashes`), and the generation of that write. Only ranks that may do
-    GDS reads write these two words, and write them before ``generation``. ``gds[rank]`` 1 plus
-    the number of the rank's part of every slot, if the rank can read chunks from the NVMe tier
-    into its GPU (GDS reads); else 0. Written at start, and cleared when a rank gives up GDS
-    reads.
+    GDS reads write these two words, and write them before ``generation``.
+``gds[rank]``
+    If the rank can read chunks from the NVMe tier into its GPU (GDS reads): 1 plus the number
+    of the rank's part of every slot; else 0. Written at the start, and cleared when the rank
+    gives up GDS reads.
 
 Each number is an aligned machine word. A worker writes a slot's words while it has a job on the
 slot; the scheduler writes them while no worker has a job on the slot. So no lock is needed. A
@@ -103,7 +109,7 @@ class ControlBlock:
         self._generation[rank, _index(slots)] = generation
 
     def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Record that this rank's bytes of ``generations`` in ``slots`` are incomplete."""
+        """Record that the writes ``generations`` to ``slots`` are incomplete in this rank."""
         index = np.asarray(slots, np.intp)
         # Other generations stay: since a reset the slot may belong to another chunk.
         is_same = self._generation[rank, index] == _words(generations)
@@ -118,7 +124,7 @@ class ControlBlock:
     def has_generations(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> bool:
-        """Return whether every slot has its generation in this rank and can be loaded."""
+        """Return whether every slot has the given generation in this rank."""
         return bool((self._generation[rank, _index(slots)] == _words(generations)).all())
 
     def record_failed_loads(
@@ -151,11 +157,12 @@ class ControlBlock:
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have received their generation, and which slots never will.
+        """Return which slots have all bytes of the given generation, and which lost them.
 
         Returns:
-            Two flags per slot: whether its bytes are complete, and whether its bytes are lost
-            because the write failed or the slot has another generation.
+            Two lists with one flag per slot. A flag of the first list says that all bytes have
+            arrived. A flag of the second list says that the bytes are lost: the write failed,
+            or the slot has another generation.
         """
         # A copy: a word published between two reads would look like another generation.
         words = self._generation[rank, _index(slots)].copy()
@@ -165,20 +172,20 @@ class ControlBlock:
     # -- transfer engine between tiers --------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Set ``generations`` in all ranks, after the bytes were read from a slower tier."""
+        """Set the generations of ``slots`` in all ranks, once a slower tier filled them."""
         if slots:
             self._generation[:, _index(slots)] = _words(generations)
 
     def mark_lost(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Set ``generations`` in all ranks, with the flag for lost bytes."""
+        """Flag the bytes of ``generations`` in ``slots`` as lost, in all ranks."""
         if slots:
             self._generation[:, _index(slots)] = _LOST | _words(generations)
 
     def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> Words:
         """Return the hashes of the parts of ``slots``, one row for each slot.
 
-        A row is 0 if a rank has not hashed this generation. If several ranks write one part,
-        the hash of the part is the sum of the hashes of these ranks.
+        A row has only zeros if a rank lacks the hash of the slot's generation. If several ranks
+        write one part, the sum of these ranks' hashes is the hash of the part.
         """
         index = _index(slots)
         gds = self._gds.tolist()
@@ -212,19 +219,19 @@ class ControlBlock:
             self._generation[:, _index(slots)] = 0
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether all ranks have written its generation."""
+        """Return for each slot whether all ranks have written the given generation."""
         if not slots:
             return []
         return _in_every_rank(self._generation[:, _index(slots)] == _words(generations))
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether every rank's loads of its generation succeeded."""
+        """Return for each slot whether all loads of the given generation succeeded."""
         if not slots:
             return []
         return _in_every_rank(self._failed[:, _index(slots)] != _words(generations))
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
-        """Forget the failed loads of ``slots``; no such load may be in progress.
+        """Forget the failed loads of ``slots``, which no rank may be loading now.
 
         These loads failed because the bytes were late. The bytes may still arrive with the same
         generation, and a later load of the slot must not count as failed.
@@ -233,7 +240,7 @@ class ControlBlock:
             self._failed[:, _index(slots)] = 0
 
     def all_acknowledged(self, slots: Sequence[int]) -> list[bool]:
-        """Return for each slot whether every rank acknowledged every job issued on it."""
+        """Return for each slot whether all ranks acknowledged all jobs on the slot."""
         if not slots:
             return []
         index = _index(slots)
@@ -271,7 +278,7 @@ def _hashes_at(slots: int, ranks: int) -> tuple[int, int]:
 
 
 def _gds_at(slots: int, ranks: int) -> int:
-    """Return the byte offset of the parts that ranks can read into their GPUs."""
+    """Return the byte offset of the array ``gds``, which has one number per rank."""
     return _hashes_at(slots, ranks)[1] + slots * ranks * 8
 
 

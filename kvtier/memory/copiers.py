@@ -1,4 +1,4 @@
-"""Open the copier for RAM slots, and the loader for GDS reads, of a rank's device."""
+"""Open a rank's copier for RAM slots and loader for GDS reads."""
 
 from __future__ import annotations
 

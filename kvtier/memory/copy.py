@@ -4,9 +4,10 @@ A slot holds one chunk for all ranks. It is divided into ``blocks_per_chunk`` pl
 each block of the chunk. A place holds every rank's part of each page of the block, in order
 (:mod:`kvtier.memory.slot_layout`).
 
-The engine keeps these pages layer by layer. A copy of single pages would take one call per
-page. So one call per layer gathers blocks into a staging tensor on their device. Then whole
-rows of that tensor are copied to consecutive slots.
+The engine keeps these pages layer by layer. Copying each page separately would take one call
+per page. So a store gathers the blocks of a layer with one call, into a staging tensor on the
+blocks' device. Then it copies whole rows of the staging tensor to consecutive slots. A load
+does the reverse.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ __all__ = [
 ]
 
 _KEPT_NBYTES = 8 << 20
-"""Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
-than the copy. A small buffer also stays in the processor's caches."""
+"""Number of bytes of staging memory to keep on a CPU. Memory that is allocated anew has a page
+fault every 4 KiB, and the faults take longer than the copy. A small buffer also stays in the
+processor's caches."""
 _SHORTEST_NBYTES = 64 << 10
-"""Shortest contiguous range that gets its own copy call between host and device. In the few
-microseconds of a call, torch can copy a range of this length through memory that is not
-page-locked."""
+"""Length of the shortest contiguous range, in bytes, that gets a separate copy call between
+host and device. A call takes a few microseconds. In this time torch can copy a range of this
+length through memory that is not page-locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class KVBlocks:
 
     Attributes:
         tensors: int8 tensors of shape (blocks, row bytes). A row is one block's page.
-        groups: Per KV cache group, the pages of a block: (index into ``tensors``, page bytes).
+        groups: For each KV cache group, the pages of a block. A page is a pair: index into
+            ``tensors``, and bytes of the page.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -84,7 +87,7 @@ class Slots(Protocol):
 
     @property
     def payload(self) -> memoryview | torch.Tensor:
-        """The content of all slots, as one buffer of bytes."""
+        """The bytes of all slots, as one buffer."""
 
 
 class Copier(ABC):
@@ -102,7 +105,7 @@ class Copier(ABC):
 
     @abstractmethod
     def mark(self) -> Fence | None:
-        """Return the current point of the compute stream; called on the engine's thread.
+        """Return the current point of the compute stream. The engine's thread calls this.
 
         Copies that are submitted now must start after this point. A store reads blocks that the
         forward pass has just written, and a load overwrites blocks that the engine may still be
@@ -187,9 +190,9 @@ class BlockCopier(Copier):
     def _views(
         self, host: torch.Tensor, pages: Sequence[int], geometry: RegionGeometry
     ) -> list[tuple[slice, torch.Tensor]]:
-        """Return pairs: a range of a staged row, and a view of its destination in all slots.
+        """Return ranges of a staged row, each with a view of the same bytes in all slots.
 
-        The view has the shape (slots, blocks, pages, words).
+        A view has the shape (slots, blocks, pages, words).
         """
         unit = self._word.itemsize
         slot, place = geometry.slot_nbytes // unit, geometry.block_nbytes // unit
@@ -239,7 +242,7 @@ class BlockCopier(Copier):
     def _placed(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views: a part of ``staged``, and its source or target in the slots."""
+        """Yield pairs of views of the same bytes: in ``staged``, and in the slots."""
         runs = list(_runs(copy))
         for columns, places in self._places[copy.group]:
             parts = staged[:, columns].view(len(staged), *places.shape[2:])
@@ -280,7 +283,7 @@ class BlockCopier(Copier):
     def _layers(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for each layer, a view of its pages and the part of ``staged`` for them."""
+        """Yield two views for each layer: of the layer's pages, and of ``staged`` for them."""
         at = 0
         for rows in self._pages[copy.group]:
             width = rows.shape[1]
@@ -289,12 +292,12 @@ class BlockCopier(Copier):
 
 
 def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor between device and host; return before the end of the copy if safe.
+    """Copy a tensor between device and host; return before the copy ends if that is safe.
 
-    If one side is not contiguous, torch copies in two steps through its own memory, which is
-    not page-locked on the host. Two steps are slow, so long contiguous ranges are copied one by
-    one, and only shorter ranges in two steps. A copy in two steps blocks, because the second
-    step must start after the first.
+    If one side is not contiguous, torch copies twice: into memory of its own, and from there.
+    On the host this memory is not page-locked, so copying twice is slow. So only short
+    contiguous ranges are copied twice; long ranges are copied one by one. Copying twice blocks,
+    because the second copy must start after the first.
 
     Args:
         destination: A tensor on the device or the host.
@@ -322,10 +325,10 @@ def _contiguous_elements(tensor: torch.Tensor) -> int:
 
 
 def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
-    """Return the element type to copy with: int64 if all is aligned to 8 bytes, else int8.
+    """Return the element type for copies: int64 if all is aligned to 8 bytes, else int8.
 
-    torch moves elements to scattered rows one by one, so bytes take seven times as long as
-    words of eight bytes.
+    torch moves elements to scattered rows one by one. So copying bytes takes seven times as
+    long as copying words of eight bytes.
     """
     units = [geometry.slot_nbytes, geometry.block_nbytes]
     units += [page for pages in kv.groups for _, page in pages]
@@ -336,9 +339,9 @@ def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
-    """Yield the runs of ``copy``: rows with consecutive slots and the same place in the chunk.
+    """Yield ranges of ``copy``: rows with consecutive slots and one place in the chunk.
 
-    Each run is a tuple: its rows, its slots and the place (``sub``).
+    A range is a tuple: rows, slots and place (``sub``).
     """
     slots, subs = copy.slots, copy.subs
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1

@@ -1,4 +1,4 @@
-"""Plans of block copies: which blocks of the engine go to or come from which RAM slots."""
+"""Plans of block copies: each plan pairs blocks of the engine with RAM slots."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BlockCopyPlan:
     slots: Sequence[int]
 
     def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
-        """Return the part of this plan for ``slots``, a subset of the plan's slots."""
+        """Return a plan for only ``slots``, which are some of this plan's slots."""
         wanted = np.asarray(slots, np.int64)
         parts = []
         for copy in self.groups:
@@ -57,7 +57,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(parts, slots)
 
     def places(self, copy: GroupCopy) -> Indices:
-        """Return the index in :attr:`slots` of each slot of the group ``copy``."""
+        """Return, for each slot of ``copy``, the slot's index in :attr:`slots`."""
         slots = np.asarray(self.slots, np.int64)
         order = np.argsort(slots, kind="stable")
         places: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
@@ -88,12 +88,12 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots in which a store certainly fills all blocks of the chunk.
+        """Return the slots that certainly have all blocks of their chunk after a store.
 
-        The first chunk of a group may lack its first blocks, which the index of the group's
-        first block shows. If the engine leaves out other blocks, it does not report which. The
-        later blocks are then copied to wrong places, and the group's last chunk lacks blocks at
-        its end. In this case no slot of the group counts as filled.
+        A group's first chunk may lack its first blocks; the index of the group's first block
+        says how many. The engine may also leave out other blocks, without reporting them. Then
+        later blocks are copied to wrong places, and the group's last chunk lacks its last
+        blocks. In this case no slot of the group counts as filled.
         """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots

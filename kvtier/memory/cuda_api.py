@@ -1,12 +1,12 @@
 """The functions of the CUDA driver that kvtier calls directly, through ctypes.
 
 torch has no function that queues many copies in one call. torch can page-lock memory, but only
-through the CUDA runtime. The runtime keeps an error of such a call, and the next unrelated
-torch call would raise it. The driver's functions keep no errors.
+through the CUDA runtime. If such a call fails, the runtime keeps the error, and the next torch
+call raises it. The driver's functions keep no errors.
 
 The functions are those of CUDA 12.8, which later drivers keep. Since CUDA 13.0,
-``cuMemcpyBatchAsync`` has another signature, without ``failIdx``. So this module requests the
-function's version of CUDA 12.8.
+``cuMemcpyBatchAsync`` has another signature, without ``failIdx``. So this module asks the
+driver for the version of CUDA 12.8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Addresses = npt.NDArray[np.int64]
 """Addresses or sizes in bytes, contiguous: the driver reads them as 64-bit words."""
 
 _BATCH_SINCE: Final = 12080
-"""CUDA 12.8, the first version with batches of copies, as the driver encodes versions."""
+"""First CUDA version with batches of copies: 12.8, in the driver's encoding."""
 _CAN_USE_HOST_POINTER: Final = 91
 
 _Call = Callable[..., int]
@@ -112,12 +112,12 @@ class CudaApi:
         self._batch = self._find_batch()
 
     def bind(self) -> None:
-        """Make the device's context current in the calling thread, before other methods."""
+        """Make the device's context current in the thread. Each thread calls this first."""
         self._call("cuCtxSetCurrent", self._context)
 
     @property
     def uses_host_addresses(self) -> bool:
-        """Whether a kernel may use the host's addresses of page-locked memory."""
+        """Whether kernels can access page-locked memory at its host address."""
         answer = c_int()
         self._call("cuDeviceGetAttribute", byref(answer), _CAN_USE_HOST_POINTER, self._device)
         return bool(answer.value)

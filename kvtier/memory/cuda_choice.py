@@ -36,7 +36,8 @@ SCRATCH_NBYTES: Final = 16 << 20
 """Device memory for a trial, freed afterwards."""
 _ROUNDS: Final = 3
 _LONGEST_FOR_KERNEL_NBYTES: Final = 64 << 10
-"""Length above which copy engines reach the rate of the bus; then no kernel is compiled."""
+"""Length of fragments above which no kernel is compiled, because copy engines then reach the
+rate of the bus."""
 
 
 class Choice(NamedTuple):
@@ -102,7 +103,8 @@ class _Trial:
 
     Attributes:
         typical_nbytes: Median size of the fragments.
-        suits_kernel: Whether a kernel may copy the fragments faster than the copy engines.
+        suits_kernel: Whether a kernel might be faster than the copy engines for these
+            fragments.
     """
 
     def __init__(self, driver: Driver, places: Fragments) -> None:

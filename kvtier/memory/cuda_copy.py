@@ -5,16 +5,15 @@ A job's blocks are many *fragments*: ranges that are contiguous in a block and i
 itself, so all fragments of a job are queued at once. The method is chosen at start
 (:mod:`kvtier.memory.cuda_choice`).
 
-**Order.** Stores and loads have a stream each, so a load waits neither for stores nor for their
-fences. On each stream, a job's copies begin after the job's fence, which is the point of the
-compute stream at the job's submission. A thread waits for an event after a job's last copy
-before it starts the next job. So a stream never has work of two jobs. The streams do not order
-a store and a load; :mod:`kvtier.connector.device` explains why this is correct.
+**Order.** Stores use one stream and loads another. So a load waits neither for stores nor for
+the fences of stores. On each stream, a job's copies begin after the job's fence, which is the
+point of the compute stream at the job's submission. Before a thread starts a job, it waits for
+the last copy of the previous job. So a stream never has work of two jobs. A store and a load
+may run in any order; :mod:`kvtier.connector.device` explains why this is correct.
 
-**Torch as a fallback.** Kernels can access only page-locked memory, and CUDA guarantees batches
-of copies only for such memory. If the slots are not page-locked, or the driver has no batches,
-torch copies through a staging buffer on the device, one per direction
-(:class:`~kvtier.memory.copy.BlockCopier`).
+**Torch as a fallback.** Kernels and batches of copies need page-locked memory. If the slots are
+not page-locked, or the driver has no batches, torch makes the copies. torch uses one staging
+buffer on the device per direction (:class:`~kvtier.memory.copy.BlockCopier`).
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class _Lane:
         planner: Finds the fragments of a plan.
         edges: Addresses where one page-locked piece of the slots ends and the next begins.
         method: The method of copying.
-        stores: Whether to copy from the device to the host; otherwise to the device.
+        stores: True to copy from the device to the host; False for the other direction.
 
     Attributes:
         method_name: Name of the method.
@@ -186,8 +185,8 @@ class _Lane:
 def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fragments:
     """Return the fragments of some blocks of the first KV cache group in the first slots.
 
-    Engines rarely use adjacent blocks, which make one fragment. So the blocks are in reverse
-    order.
+    Adjacent blocks in ascending order would make one fragment, but engines rarely use such
+    blocks. So the blocks are in reverse order.
     """
     numbers = np.arange(min(blocks, _MOST_SAMPLED))
     slots, subs = np.divmod(numbers, blocks_per_chunk)

@@ -2,8 +2,8 @@
 
 Streams, events and memory come from torch, the rest from :mod:`kvtier.memory.cuda_api`.
 
-A thread that waits for a blocking event sleeps. A wait for another kind of event, or for a
-stream, would occupy a processor that the model needs. So all events are blocking.
+All events are blocking: a thread that waits for such an event sleeps. A thread that waits for a
+stream or for another kind of event occupies a processor that the model needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.memory.streams import CopyStream, Driver, Fence
 __all__ = ["CudaDriver"]
 
 _LOWEST_PRIORITY: Final = 0
-"""torch's streams have priority 0 or a higher one, which is a negative number."""
+"""Lowest priority of torch's streams. Higher priorities are negative numbers."""
 
 
 class CudaDriver(Driver):

@@ -2,7 +2,7 @@
 
 It computes the same hash as :func:`kvtier.memory.part_hashes.hash_words`. Each instance of the
 kernel (a Triton *program*) hashes one range and writes its sum to page-locked memory. The host
-adds up the sums, so that the instances are independent.
+adds up these sums. So the instances do not depend on each other.
 """
 
 from __future__ import annotations

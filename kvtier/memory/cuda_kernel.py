@@ -1,9 +1,9 @@
 """A Triton kernel that copies many short ranges at once.
 
 Copy engines need a fixed time for each copy, even a short one. A kernel reads page-locked host
-memory directly, so a few multiprocessors can fill the bus with short copies. The kernel copies
-only loads. For stores vLLM found the copy engines faster, and they leave the multiprocessors to
-the model.
+memory directly, so a few multiprocessors can fill the bus with short copies. Only loads use the
+kernel. For stores, vLLM's authors measured that copy engines are faster. Copy engines also
+leave the multiprocessors to the model.
 
 The constants are those of vLLM's kernel for the same purpose, which were measured on an H100.
 """
@@ -20,7 +20,7 @@ from kvtier.memory.cuda_api import Addresses
 __all__ = ["launch"]
 
 _PROGRAMS: Final = 12
-"""Number of instances of the kernel, one per multiprocessor; more would not be faster."""
+"""Number of instances of the kernel. Each uses one multiprocessor; more are not faster."""
 _STEP_WORDS: Final = 1024
 """Words of eight bytes that one instance of the kernel copies at a time."""
 

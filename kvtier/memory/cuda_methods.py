@@ -16,7 +16,7 @@ from kvtier.memory.streams import CopyStream, Driver, Fence
 __all__ = ["BatchMethod", "KernelMethod", "Method"]
 
 _BATCHED: Final = 65536
-"""Largest number of copies of one driver call, which may lock the driver for its duration."""
+"""Largest number of copies per driver call. A call may lock the driver until the call ends."""
 _FEWEST: Final = 32
 """Smallest number of fragments for which a kernel is faster, by vLLM's measurements."""
 _WORD_NBYTES: Final = 8
@@ -38,7 +38,7 @@ class Method(ABC):
         Args:
             stream: An active stream.
             fragments: The ranges to copy; they do not overlap.
-            stores: Whether to copy from the device to the host; otherwise to the device.
+            stores: True to copy from the device to the host; False for the other direction.
 
         Raises:
             KvtierError: A copy could not be queued. Others may have been queued.

@@ -76,7 +76,7 @@ class DirectFiles(ABC):
 
     @abstractmethod
     def staging_memory(self, nbytes: int) -> torch.Tensor:
-        """Return int8 device memory as a target of reads, aligned to 4096 bytes.
+        """Return int8 device memory for reads, aligned to 4096 bytes.
 
         Raises:
             RuntimeError: There is not enough memory.
@@ -84,7 +84,7 @@ class DirectFiles(ABC):
 
     @abstractmethod
     def release(self, memory: torch.Tensor) -> None:
-        """Prepare ``memory`` from :meth:`staging_memory` for its release."""
+        """Unregister memory from :meth:`staging_memory`, before the caller frees it."""
 
 
 def open_slot_file(files: DirectFiles, wanted: SlotFileId) -> DirectFile:
@@ -165,6 +165,6 @@ _PAGE_NBYTES = 4096
 
 
 def aligned(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return ``nbytes`` bytes of ``memory`` that begin at a multiple of 4096 bytes."""
+    """Return ``nbytes`` bytes of ``memory``, from its first address divisible by 4096."""
     start = -memory.data_ptr() % _PAGE_NBYTES
     return memory[start : start + nbytes]

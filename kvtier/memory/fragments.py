@@ -91,7 +91,7 @@ class FragmentPlanner:
 
         Args:
             plan: The blocks and slots.
-            stores: Whether the plan is of a store. A store leaves out the blocks that another
+            stores: True for a store, False for a load. A store leaves out blocks that another
                 rank stores.
 
         Raises:
@@ -104,7 +104,7 @@ class FragmentPlanner:
         return _merge(device, host, nbytes)
 
     def _ranges(self, copy: GroupCopy, *, stores: bool) -> tuple[Indices, Indices, Indices]:
-        """Return device address, host address and bytes of every page, by slot and block."""
+        """Return the device address, host address and bytes of every page of every block."""
         pages = self._groups[copy.group]
         _require_range("block", copy.blocks, pages.blocks)
         _require_range("slot", copy.slots, self._geometry.slots)
@@ -121,7 +121,7 @@ class FragmentPlanner:
 
 
 def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
-    """Return the mean length in bytes of one block's ranges, in the group with the most bytes.
+    """Return the mean bytes per range of a block, in the group with the longest blocks.
 
     Args:
         kv: The rank's KV memory.

@@ -1,15 +1,15 @@
 """GDS reads: chunks from an NVMe tier's slot file into a rank's blocks, without RAM.
 
-GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes must be verified, and their
-layout differs from that of the engine's blocks. So slots are read into staging memory on the
+GPUDirect Storage (GDS) reads a file into GPU memory. A slot's bytes must be verified, and a
+slot has another layout than the engine's blocks. So slots are read into staging memory on the
 device and hashed there. Then the copier for RAM slots copies them to blocks.
 
-If several ranks need different parts of a slot, each rank reads only its own ranges. If every
-rank read whole slots, the disk would read every byte once per rank. GDS reads are not used if
-the ranges are short, because loading slots through RAM is faster then.
+If several ranks need different parts of a slot, each rank reads only its own ranges. Otherwise
+the disk would read every byte once per rank. GDS reads are not used if the ranges are short,
+because loading slots through RAM is faster then.
 
-Of the two staging buffers, one is filled while the other is emptied. The caller orders the
-steps of each buffer: read, verify, copy.
+There are two staging buffers: one is filled while the other is emptied. For each buffer the
+caller calls ``read``, ``verify`` and ``copy``, in this order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BUFFER_NBYTES: Final = 16 << 20
 SHORTEST_NBYTES: Final = 64 << 10
 """Shortest range of a slot for which GDS reads are used."""
 _SCATTER_NBYTES: Final = 8 << 20
-"""Staging memory of the copier that copies from the staging buffers to blocks."""
+"""Bytes of memory for the copier, which copies from the staging buffers to blocks."""
 _TRIAL_NBYTES: Final = 64 << 10
 
 
@@ -89,7 +89,8 @@ class GdsStoreHasher:
 class GdsLoader:
     """Reads slots of a tier into staging buffers, verifies them and copies them to blocks.
 
-    One thread at a time may call :meth:`read`, and one thread at a time the other methods.
+    One thread at a time may call :meth:`read`. Meanwhile one other thread may call the other
+    methods.
 
     Args:
         kv: The rank's KV memory.
@@ -298,7 +299,7 @@ def _require_long_ranges(kv: KVBlocks) -> None:
 
 
 def _runs(slots: Sequence[int]) -> list[range]:
-    """Return the positions of each run of consecutive ``slots``."""
+    """Split ``slots`` into contiguous ranges; return the positions of each range."""
     edges = np.flatnonzero(np.diff(np.asarray(slots, np.int64)) != 1) + 1
     starts = [0, *edges.tolist()]
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(slots)], strict=True)]

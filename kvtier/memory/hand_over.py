@@ -1,13 +1,13 @@
-"""Hand the host region's descriptor from an engine's first worker to its other processes.
+"""Send the host region's descriptor from an engine's first worker to the other processes.
 
 The *region* is the memory of the RAM tier. vLLM starts the other processes, so they cannot
 inherit the region's descriptor. The descriptor is sent through a Unix socket in a directory
-that only this user may enter, below the directory for temporary files. So other users, and
-containers with another directory for temporary files, cannot reach the socket. An abstract
+that only this user may enter, below the directory for temporary files. So other users cannot
+reach the socket, nor can containers with another directory for temporary files. An abstract
 socket would be open to every process in the same network namespace.
 
-A process that is killed while it serves leaves only the socket's file. The next server locks
-the directory and removes this file.
+If a serving process is killed, only the socket's file remains. The next server locks the
+directory and removes this file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Listener:
 
     Raises:
         UnsupportedError: Another engine of this user serves a region of this name, or no
-            directory is open to this user alone.
+            directory is private to this user.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,7 +150,7 @@ class RegionServer:
                     served += self._hand_over(peer)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Send ``peer`` the descriptor if this user runs it; return whether ``peer`` got it."""
+        """Send the descriptor to a process of this user; return whether the process got it."""
         if self._stopping or _uid_of(peer) != os.geteuid():
             return False
         try:
@@ -179,7 +179,7 @@ def receive_region(
         TimeoutError: The server did not answer before the deadline.
         EOFError: The server ended before it sent the descriptor.
         UnsupportedError: Another user serves the region, the region's shape differs, or no
-            directory is open to this user alone.
+            directory is private to this user.
     """
     path = _socket_path(name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
@@ -204,7 +204,7 @@ def _socket_path(name: str) -> Path:
     """Return the path of a region's socket, in a directory that only this user may enter.
 
     Raises:
-        UnsupportedError: No directory is open to this user alone.
+        UnsupportedError: No directory is private to this user.
     """
     directory = Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}"
     try:

@@ -6,15 +6,14 @@ whose descriptor is sent over a socket (:mod:`kvtier.memory.hand_over`):
 
 * It has no name in a file system and is freed with the last process that uses it. So a SIGKILL
   at any moment, even during the start, leaves no memory behind.
-* Its size does not depend on the size of ``/dev/shm``, which is 64 MiB in most containers. Its
-  real limits, available memory and the control group, are checked first
-  (:mod:`kvtier.memory.backing`), because exceeding them would cause a SIGBUS or wake the OOM
-  killer.
+* Its size does not depend on the size of ``/dev/shm``, which is 64 MiB in most containers. The
+  real limits are available memory and the limit of the control group. Both are checked first
+  (:mod:`kvtier.memory.backing`): a larger region would cause a SIGBUS or wake the OOM killer.
 * It is excluded from core dumps, because it holds users' prompts.
 
 The first worker creates the region and serves it until the other processes have attached. The
-layout is ``slots`` slots of ``slot_nbytes`` bytes, ``bounce_slots`` bounce slots, and the
-:class:`~kvtier.memory.control.ControlBlock`.
+region has, in this order, ``slots`` slots of ``slot_nbytes`` bytes, ``bounce_slots`` bounce
+slots, and the :class:`~kvtier.memory.control.ControlBlock`.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class HostRegion:
         Raises:
             CapacityError: There is not enough memory, or not enough huge pages.
             UnsupportedError: Another engine of this user serves a region of this name, or no
-                directory is open to this user alone.
+                directory is private to this user.
         """
         with contextlib.ExitStack() as stack:
             listener = Listener(name)
@@ -109,8 +108,8 @@ class HostRegion:
         Raises:
             CapacityError: No process served the region in time, because its creation failed or
                 happened on another host.
-            UnsupportedError: The region has another shape, another user serves it, or no
-                directory is open to this user alone.
+            UnsupportedError: The region has another shape, another user serves the region, or
+                no directory is private to this user.
         """
         deadline = time.monotonic() + timeout_s
         while True:

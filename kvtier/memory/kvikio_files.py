@@ -1,8 +1,8 @@
 """Read files into GPU memory with the library kvikio.
 
 kvikio decides for each file how to read it. It uses GPUDirect Storage if the driver and the
-file system support that. Otherwise kvikio reads through its own page-locked buffers, and
-bypasses the page cache too.
+file system support that. Otherwise kvikio reads through its own page-locked buffers. Both ways
+bypass the page cache.
 
 Two properties of kvikio matter here. A read in progress keeps neither the buffer nor the file
 alive, so :meth:`_KvikioFile.read` waits for every read that it began, even after an error. A

@@ -18,7 +18,8 @@ __all__ = ["PagedMemory"]
 
 _WORD_NBYTES: Final = 8
 _STEP: Final = 0x1D872B41_5B1B8E3D
-"""Odd, so that no two words of a block are equal; large, so that all their bytes differ."""
+"""Difference between two consecutive words of a layer. An odd number makes all words of a layer
+different; a large number makes all bytes of two consecutive words different."""
 _LAYER_STEP: Final = 0x2545F491_4F6CDD1D
 
 
@@ -26,9 +27,9 @@ class PagedMemory:
     """KV memory of several layers. A number, the *seed*, determines the content of a block.
 
     Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64. So
-    :meth:`holds` detects bytes of another block and bytes in the wrong place. Blocks are filled
-    and compared in the caller's thread: torch's own threads would busy-wait on processors that
-    the tiers need.
+    :meth:`holds` detects bytes of another block and bytes at a wrong position. Blocks are
+    filled and compared in the caller's thread: torch's own threads would busy-wait on
+    processors that the tiers need.
 
     Args:
         layers: Number of layers; each has its own tensor, as in engines.

@@ -1,8 +1,8 @@
 """Hashes of a rank's part of a slot; a GPU and a CPU compute the same hash.
 
-A tier's checksum covers a whole slot, and is computed in RAM. A rank that reads its part of a
-slot straight into GPU memory (a GDS read) cannot use this checksum. So each rank hashes its
-part when the chunk is stored, and compares the hash when it reads the chunk.
+A tier's checksum covers a whole slot and is computed in RAM. A GDS read copies a rank's part of
+a slot straight into GPU memory, so the rank cannot use this checksum. Instead, each rank hashes
+its part when it stores the chunk, and compares the hash when it reads the chunk.
 
 The hash of a part is the sum of one number for each word of eight bytes, modulo 2**64. The
 number depends on the word and on the word's position in the slot. A sum does not depend on the
@@ -44,7 +44,8 @@ __all__ = [
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 HashRanges: TypeAlias = npt.NDArray[np.int64]
-"""Rows of: address, position of the first word in its slot, word count, index of the chunk."""
+"""One row per range: its address, the first word's position in the slot, the number of words,
+and the chunk's index."""
 
 POSITION_STEP: Final = 0x9E3779B97F4A7C15
 FIRST_FACTOR: Final = 0xFF51AFD7ED558CCD
@@ -133,7 +134,7 @@ class HashPlanner:
     def _rows(
         self, pages: Pages, address: Indices, subs: Indices, places: Indices
     ) -> HashRanges:
-        """Return one range for each KV page of each block, from the blocks' addresses."""
+        """Return one range for each page of each block, from the pages' addresses."""
         at = subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
         rows = np.empty((address.size, 4), np.int64)
         rows[:, 0] = address.ravel()
@@ -144,7 +145,7 @@ class HashPlanner:
 
 
 def hash_words(words: Hashes, position: int) -> int:
-    """Return the hash of consecutive ``words``; the first word is at ``position``.
+    """Return the hash of consecutive words that begin at ``position`` in a slot.
 
     >>> words = np.arange(6, dtype=np.uint64)
     >>> parts = hash_words(words[:2], 10) + hash_words(words[2:], 12)
@@ -229,7 +230,7 @@ class DeviceHasher(Hasher):
 
 
 def open_hasher(driver: Driver | None) -> Hasher:
-    """Return a hasher for the memory of a GPU, or of this process without a GPU."""
+    """Return a hasher for a GPU's memory; without a GPU, for this process's memory."""
     return HostHasher() if driver is None else DeviceHasher(driver)
 
 

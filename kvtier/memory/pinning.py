@@ -63,7 +63,7 @@ class PinnedSlots:
         self._lock(address, starts, geometry.payload_nbytes)
 
     def _lock(self, address: int, starts: range, nbytes: int) -> None:
-        """Page-lock ``nbytes`` bytes in pieces that begin at ``starts``: all, or none."""
+        """Page-lock all pieces, which begin at ``starts``; if one fails, lock none."""
         try:
             for start in starts:
                 self._driver.register(address + start, min(starts.step, nbytes - start))

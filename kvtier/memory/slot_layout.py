@@ -86,7 +86,7 @@ class RegionGeometry:
 
 
 class PageRun(NamedTuple):
-    """Consecutive pages of a block, and the position of one rank's part of them in a place.
+    """Consecutive pages of a block, and the position of a rank's part of them in a place.
 
     Attributes:
         offset: Start of the first page, in bytes from the start of the rank's own block.
@@ -136,7 +136,7 @@ class RankShare:
         return (np.cumsum(nbytes) - nbytes) * self.parts + self.part * nbytes
 
     def runs(self, pages: Sequence[int]) -> Iterator[PageRun]:
-        """Yield where the rank's pages lie in a place; adjacent pages form one range.
+        """Yield the positions of the rank's pages in a place; adjacent pages form one range.
 
         Args:
             pages: Bytes of each page of a block, in the rank's own memory.

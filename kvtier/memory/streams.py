@@ -46,15 +46,15 @@ class CopyStream(ABC):
 
     @abstractmethod
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Make the calling thread use this stream and its device in a ``with`` block.
+        """Let the calling thread use this stream and its device in a ``with`` statement.
 
-        The thread must never use another device. The stream gets the torch operations of the
-        block. Call the other methods only in such a block.
+        torch operations within the statement are queued on this stream. Call the other methods
+        only within such a statement. The thread must never use another device.
         """
 
     @abstractmethod
     def follow(self, fence: Fence) -> None:
-        """Make work that is queued from now on wait for ``fence``."""
+        """Let all work that is queued later wait for ``fence``."""
 
     @abstractmethod
     def record(self) -> Fence:
@@ -113,7 +113,7 @@ class Driver(ABC):
 
     @abstractmethod
     def mark(self) -> Fence:
-        """Return the current point of the compute stream; called on the engine's thread."""
+        """Return the current point of the compute stream. The engine's thread calls this."""
 
     @abstractmethod
     def open_stream(self) -> CopyStream:
@@ -155,8 +155,8 @@ class Driver(ABC):
 def use_one_torch_thread() -> None:
     """Limit the torch operations of the calling thread to one thread.
 
-    torch has a limit per thread, but applies a new limit also to threads without any torch
-    operation so far. So this function starts a thread that restores the old limit for these
+    torch has a limit per thread. But a new limit also applies to all threads that have not used
+    torch yet. So this function starts a helper thread, which restores the old limit for these
     threads.
     """
     others = torch.get_num_threads()

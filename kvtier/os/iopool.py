@@ -5,9 +5,9 @@ asyncio's own executor is unsafe for I/O into borrowed buffers. A cancellation o
 into memory that the caller reuses. A cache would then serve one user's tokens to another. In
 this pool, cancellation waits until the call returns.
 
-The standard pool has two more problems. It is first-in first-out, so a load for a waiting
-request would queue behind a gigabyte of stores. And the interpreter joins its threads at exit,
-so one stuck system call would block the engine's shutdown for ever.
+asyncio's executor has two more problems. It is first-in first-out, so a load for a waiting
+request would queue behind a gigabyte of stores. And at exit the interpreter joins the
+executor's threads, so one stuck system call would block the engine's shutdown for ever.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def start_thread(thread: threading.Thread) -> None:
 class UncancellableFuture(asyncio.Future[T]):
     """A future that ignores cancellation, because its work uses memory of the caller.
 
-    A cancelled task that awaits the future is cancelled when the work is done. A shield or a
-    second future would add a turn of the loop, which takes 5 ms while another thread runs
-    Python code.
+    If a task is cancelled while it awaits the future, the cancellation takes effect when the
+    work is done. ``asyncio.shield`` or a second future would need another iteration of the
+    loop. An iteration takes 5 ms while another thread runs Python code.
     """
 
     @override
@@ -117,7 +117,7 @@ class _Round:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the result of ``call`` and None, or None and the error of ``call``.
+    """Return (result, None), or (None, error) if ``call`` raises.
 
     The error's traceback does not refer to a future.
     """
@@ -149,8 +149,8 @@ class IoPool:
     Args:
         threads: Largest number of calls in progress.
         name: Prefix of the threads' names.
-        prepare: Called first in each thread. The constructor waits until all these calls have
-            returned.
+        prepare: Function that each thread calls first. The constructor waits until all threads
+            are prepared.
 
     Raises:
         CapacityError: Not even one thread could be started.
@@ -181,7 +181,7 @@ class IoPool:
             raise KvtierError(f"a thread of pool {name} cannot be prepared: {error}") from error
 
     async def run(self, call: Callable[[], T], *, priority: int) -> T:
-        """Run ``call`` in a thread of the pool; a smaller ``priority`` goes first.
+        """Run ``call`` in a thread of the pool; calls with a smaller ``priority`` run first.
 
         Raises:
             ClosedError: The pool was closed.
@@ -202,7 +202,7 @@ class IoPool:
 
         Raises:
             ClosedError: The pool was closed. No call was run.
-            BaseException: The first error of a call, after all have returned.
+            BaseException: The first error of a call, raised after all calls have returned.
 
         Cancellation:
             Deferred until all calls returned.
@@ -226,8 +226,8 @@ class IoPool:
         """Finish the queued calls, then end the threads.
 
         Returns:
-            Whether every thread ended in time. If not, a thread is stuck in a system call. It
-            is a daemon and ends with the process.
+            Whether every thread ended in time. If not, a thread is stuck in a system call. Such
+            a thread is a daemon and ends with the process.
         """
         with self._wakeup:
             self._closed = True

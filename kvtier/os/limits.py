@@ -19,7 +19,8 @@ __all__ = [
 ]
 
 _NO_LIMIT: Final = 1 << 60
-"""From this number on, a limit stands for "unlimited": version 1 writes a number near 2**63."""
+"""Smallest limit that means "unlimited". Control groups of version 1 write a number near
+2**63."""
 
 
 @dataclass(frozen=True, slots=True)

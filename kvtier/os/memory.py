@@ -4,14 +4,14 @@
 crashes. So every mapping of the tier is excluded from core dumps.
 
 **Page faults.** The pages of the RAM tier exist from the start. But every process that maps the
-file has a page fault at its first access to a page, and at its first read from disk into the
-page. On a virtual machine a fault took 2 us, or half a second per GiB. The kernel can map many
-pages at once in 0.08 s per GiB. So processes that use the tier map its pages in the background,
-before the first loads need them.
+file has page faults: one at its first access to a page, and one at its first read from disk
+into the page. On a virtual machine a fault took 2 us, or half a second per GiB. The kernel can
+map many pages at once in 0.08 s per GiB. So processes that use the tier map its pages in the
+background, before the first loads need them.
 
 **Garbage collection.** Python's collector searches for cycles after a certain number of new
-objects, and more objects make each search longer. The worst case is a start with a million
-chunks, which makes millions of objects and frees none.
+objects. The more objects exist, the longer a search takes. The worst case is a start with a
+million chunks: it creates millions of objects and frees none.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _CLOEXEC: Final = 1  # linux/memfd.h, as the next one
 _HUGETLB: Final = 4
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of linux/mman.h, since 5.14
 _PIECE_NBYTES: Final = 64 << 20
-"""Bytes mapped per call. A call takes some milliseconds, the longest wait of
-:meth:`PageMapper.close`."""
+"""Number of bytes to map per call. A call takes some milliseconds, and :meth:`PageMapper.close`
+waits for at most one call."""
 _M_MMAP_THRESHOLD: Final = -3  # malloc.h
 _LARGE_NBYTES: Final = 1 << 20
 
@@ -126,8 +126,8 @@ class PageMapper:
 def set_malloc_mmap_threshold() -> None:
     """Make malloc return large blocks to the kernel when they are freed.
 
-    Otherwise GNU's malloc raises its threshold when large blocks are freed, and then keeps
-    later large blocks.
+    Otherwise GNU's malloc raises its threshold when a large block is freed. From then on malloc
+    keeps freed blocks that are smaller than the new threshold.
     """
     with contextlib.suppress(AttributeError):  # another C library than GNU's
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
@@ -135,7 +135,7 @@ def set_malloc_mmap_threshold() -> None:
 
 @contextlib.contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector in the body; afterwards return free memory to the kernel."""
+    """Pause the garbage collector in a ``with`` statement; then return memory to the kernel."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMES", "explain", "open_store"]
 
 SCHEMES: Final = ("s3", "gs", "az")
-"""Schemes of URLs of buckets."""
+"""URL schemes of buckets."""
 _QUERY: Final = re.compile(r"(://[^\s?]*)\?\S*")
 _BODY: Final = re.compile(
     r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL
@@ -33,7 +33,7 @@ def open_store(
     retry: RetryConfig,
     settings: Mapping[str, str] | None = None,
 ) -> ObjectStore:
-    """Return a client of the bucket and prefix, or of the directory, that ``url`` names.
+    """Return a client for ``url``, which names a bucket and a prefix, or a directory.
 
     This function sends no request. For a URL ``file://`` it creates the directory.
 
@@ -67,7 +67,8 @@ def open_store(
 def explain(error: Exception) -> str:
     """Return an error of obstore in one line.
 
-    The result omits debugging output, and the queries of URLs, which may contain secrets.
+    The line omits debugging output. It also omits the queries of URLs, which may contain
+    secrets.
     """
     text = str(error).partition("\n\nDebug source:")[0]
     text = _QUERY.sub(r"\1", _BODY.sub(r"\1: \2", text))

@@ -1,7 +1,8 @@
 """Run many blocking calls in a few threads, and take their results in order.
 
 This module is for tools without an event loop. The number of calls in flight is bounded. So a
-generator of calls may be endless, and may choose a call by the results of earlier calls.
+generator of calls may be endless, and may use the results of earlier calls to choose the next
+call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A user who can write to a cache can change the answers of a model. Checksums do not prevent
 this, because they are stored beside the bytes. So kvtier's files must belong to its user, and
 other users must not be able to replace their directory. These are the rules of sshd's
-``StrictModes``. They apply to root too, who would otherwise serve files that any user planted.
+``StrictModes``. The rules apply to root too: otherwise root would serve files that any user
+planted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = [
 _ROOT: Final = 0
 _OTHERS_WRITE: Final = 0o022
 _OWN_NAMES: Final = re.compile(r"[0-9a-f]{16}|requests-\d+\.jsonl|lost\+found")
-"""Names of namespaces and recordings, and the entries of a new file system."""
+"""Names that kvtier or a new file system creates: namespaces, recordings and ``lost+found``."""
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP: Final = Path("/proc/self/uid_map")
 _ALL_USERS: Final = ["0", "0", "4294967295"]
@@ -47,7 +48,7 @@ class Exposure(NamedTuple):
 
 
 def find_exposure(directory: Path) -> Exposure | None:
-    """Return how other users can replace the content of ``directory``; None if impossible.
+    """Return how other users can replace the content of ``directory``; None if they cannot.
 
     Parts of the path that do not exist yet are ignored. Symbolic links are followed.
 

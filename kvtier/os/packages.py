@@ -1,4 +1,4 @@
-"""Which packages of other projects are installed, without importing them."""
+"""Finds out which packages are installed, without importing the packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 __all__ = ["KVIKIO_PACKAGES", "installed_kvikio"]
 
 KVIKIO_PACKAGES: Final = {"12": "kvikio-cu12", "13": "kvikio-cu13"}
-"""Package that has kvikio for a major version of CUDA."""
+"""Name of kvikio's package for each major version of CUDA."""
 
 
 def installed_kvikio() -> list[str]:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def call_within(call: Callable[[], T], timeout_s: float, *, name: str) -> T:
-    """Return the result of a blocking call, or leave it to its daemon thread after a time.
+    """Run a blocking call in a daemon thread, and wait a limited time for the result.
 
     Args:
         call: The call.
@@ -24,7 +24,8 @@ def call_within(call: Callable[[], T], timeout_s: float, *, name: str) -> T:
         name: Name of the thread.
 
     Raises:
-        TimeoutError: The call did not end in time, or raised this.
+        TimeoutError: The call did not end in time, or raised TimeoutError itself. A late call
+            goes on in its thread.
         BaseException: Another error of ``call``.
     """
     calls = TimedCalls(name=name)

@@ -1,13 +1,13 @@
 """Moves chunks from one slower tier to another through a bounce buffer in RAM.
 
-A tier that has its own process moves chunks only to and from the memory that it shares with the
-engine. So a chunk that moves between two storage tiers is first read into a bounce slot and
-verified, then written from there. Bounce slots are separate from the RAM tier: such a move
-evicts no chunk, and succeeds even if the RAM tier is full.
+A tier's host moves chunks only to and from the host region. So a chunk that moves between two
+storage tiers is first read into a bounce slot and verified, then written from there. Bounce
+slots are separate from the RAM tier. So such a move evicts no chunk, and succeeds even if the
+RAM tier is full.
 
-The buffer has two *lanes*. A lane is a group of bounce slots for one I/O piece, so one piece is
-written while the next is read. A job uses one lane per piece, and frees the lane when both
-tiers have ended their accesses. A hanging disk therefore blocks only moves between storage
+The buffer has two *lanes*, which are groups of bounce slots. A job is split into pieces that
+fit a lane, so one piece is written while the next is read. A piece uses a lane until neither
+tier accesses the lane any more. A hanging disk therefore blocks only moves between storage
 tiers, for which no request waits.
 """
 
@@ -34,8 +34,8 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
     """Return how many bounce slots the tiers of ``config`` need.
 
     Returns:
-        The number of slots; 0 if chunks do not move between storage tiers, because there is at
-        most one such tier or because RAM writes through to all of them.
+        The number of slots. 0 if no chunk moves between storage tiers: there is at most one
+        storage tier, or RAM writes through to all storage tiers.
     """
     if config.placement.writes_through or len(config.tiers) <= 2:
         return 0
@@ -74,7 +74,7 @@ class BetweenTiers(Route):
     """Moves chunks from one storage tier to another; the source tier verifies every byte.
 
     After a job is abandoned or a tier raises, the route starts no further read or write for the
-    job. A reset may follow, after which no chunk of the job may be written.
+    job. The reason is that a reset may follow, and no chunk may be written after a reset.
 
     Args:
         source: The tier to read from.
@@ -103,12 +103,12 @@ class BetweenTiers(Route):
         self._running.discard(job.job_id)
 
     def _parts(self, job: Job) -> list[Job]:
-        """Split ``job`` into parts that fit a lane."""
+        """Split ``job`` into smaller jobs that fit a lane."""
         step = self._buffer.lane_slots
         return [part_of(job, slice(at, at + step)) for at in range(0, len(job.keys), step)]
 
     async def _move(self, part: Job) -> SlotOutcomes:
-        """Move one part through a lane."""
+        """Move the chunks of one smaller job through a lane."""
         async with self._buffer.lane(len(part.keys)) as views:
             try:
                 return await self._copy(part, views)

@@ -17,9 +17,10 @@ class EngineLimits:
     """Limits of one transfer engine.
 
     Attributes:
-        queued_bytes: Largest number of bytes queued or running per channel; further jobs are
-            refused.
-        running_bytes: Largest number of bytes running per channel; one job may always run.
+        queued_bytes: Largest number of bytes in queued and running jobs per channel; further
+            jobs are refused.
+        running_bytes: Largest number of bytes in running jobs per channel; a single job may
+            exceed this.
         breaker_failures: Number of consecutive failed jobs that opens a channel's breaker.
         breaker_backoff_s: Seconds until an open breaker admits one job as a probe.
     """
@@ -37,11 +38,11 @@ class ChannelStatistics(NamedTuple):
         jobs: Number of settled jobs.
         nbytes: Bytes that reached their destination.
         seconds: Total run time of the jobs, in seconds.
-        queued_s: Total time of the jobs in the queue, in seconds.
+        queued_s: Total time that jobs spent in the queue, in seconds.
         queued_bytes: Bytes queued or running now.
         refused: Number of jobs refused because the queue was full or the breaker open.
         expired: Number of jobs whose deadline passed.
-        out_of_service: Whether jobs are refused now because recent jobs failed.
+        out_of_service: Whether the channel refuses jobs now because recent jobs failed.
     """
 
     jobs: int
@@ -75,15 +76,15 @@ class Breaker:
 
     @property
     def tripped(self) -> bool:
-        """Whether the breaker has opened, so that only a probe may start."""
+        """Whether the breaker is open or half open: only a probe may start."""
         return self._failures >= self._limit
 
     def is_open(self, now: float) -> bool:
-        """Return whether jobs other than a probe are refused at ``now``."""
+        """Return whether every new job is refused at ``now``, even as a probe."""
         return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
-        """Return whether a job may start at ``now``; an open breaker allows only a probe.
+        """Return whether a job may start at ``now``; a tripped breaker allows only a probe.
 
         An allowed probe counts as running until its end is recorded.
         """
@@ -104,7 +105,7 @@ class Breaker:
         self._closed_again_s = now + self._backoff_s
 
     def discount(self) -> None:
-        """Record that an allowed job ended without evidence about the tier.
+        """Record that an allowed job ended without showing whether the tier works.
 
         If the job was the probe, the next job becomes the probe.
         """
@@ -126,24 +127,24 @@ class Channel:
     refused: int = 0
     expired: int = 0
     late: int = 0
-    """Number of jobs whose deadline has passed but which still run a system call."""
+    """Number of jobs that still run a system call after their deadline."""
     pauses: int = 0
     """Number of exclusive actions in progress. Jobs wait until these actions end."""
     quiet_until_s: float = 0.0
-    """Time until which failures are not logged while the breaker is tripped."""
+    """Time before which failures are not logged, if the breaker is tripped."""
 
     def is_out_of_service(self, now: float) -> bool:
-        """Return whether jobs other than a probe are refused at ``now``.
+        """Return whether every new job is refused at ``now``, even as a probe.
 
-        During an exclusive action no job runs on the channel, not even a probe.
+        During an exclusive action a channel with a tripped breaker admits no probe.
         """
         return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
 
     def should_log_failure(self, now: float) -> bool:
         """Return whether to log a failure at ``now``.
 
-        Call this before recording the failure in the breaker. Every failure is logged until the
-        breaker trips, then one per minute.
+        Call this method before recording the failure in the breaker. Every failure is logged
+        until the breaker opens; afterwards, one per minute.
         """
         if self.breaker.tripped and now < self.quiet_until_s:
             return False

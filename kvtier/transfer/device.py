@@ -29,7 +29,7 @@ __all__ = ["DeviceLoad", "DeviceStore", "GdsReads", "LoadRequest", "StoreRequest
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
 _PAUSE_SHARE: Final = 1 / 8
-"""Pause between two checks of a slot's generation, as a share of the time waited so far.
+"""Pause between two checks of slots, divided by the time waited so far.
 
 A disk read takes 0.1 ms or more; a check holds the interpreter lock for a few microseconds."""
 _CHECKED_AT_ONCE: Final = 256
@@ -44,7 +44,7 @@ class GdsReads:
     Attributes:
         file: The tier's slot file.
         positions: Positions of the chunks in the load. At these positions the load's plan has
-            placeholders in place of RAM slots.
+            placeholders instead of RAM slots.
         slots: Slots of the chunks in the tier.
         hashes: Hash of this rank's part of each chunk.
     """
@@ -62,8 +62,8 @@ class LoadRequest:
     Attributes:
         plan: The block copies.
         after: Point in the compute stream after which the copies start; None on a CPU.
-        generations: Required generation per slot; 0 for a chunk without a slot, whose load
-            fails.
+        generations: Required generation per slot; 0 if a chunk has no slot. The load of such a
+            chunk fails.
         wait_s: Longest time in seconds to wait for the generations of slots and for GDS reads.
         gds: The chunks to read from an NVMe tier; None if all chunks are in RAM slots.
     """
@@ -109,16 +109,17 @@ class StoreRequest:
 
 
 class DeviceStore(_DeviceRoute):
-    """Copies KV blocks to RAM slots, and sets their generation before the job settles.
+    """Copies KV blocks to RAM slots, and sets the slots' generation before the job settles.
 
     A job's payload is a sequence of :class:`StoreRequest`, for example the stores of all
     prompts of a step. A single call of the copier copies the blocks of all stores, because each
     call takes interpreter time that the model needs. If this call fails, all stores fail.
 
-    A chunk that lacks blocks gets no generation, because a later hit would load the slot's
-    former content. An engine may offer such a chunk if a sliding window is shorter than a
-    chunk. The engine does not report the missing blocks, so the group's other chunks get no
-    generation either, unless only the head of the first chunk is missing.
+    The slot of a chunk that lacks blocks gets no generation, because a later hit would load old
+    bytes of the slot. An engine may offer such a chunk if a sliding window is shorter than a
+    chunk. If only the first blocks of the group's first chunk are missing, the other chunks are
+    stored. Otherwise no slot of the group gets a generation, because the engine does not report
+    which blocks are missing.
 
     Args:
         hasher: Hashes the stored chunks for GDS reads; None if GDS reads are not used.
@@ -185,13 +186,13 @@ class DeviceStore(_DeviceRoute):
 class DeviceLoad(_DeviceRoute):
     """Copies RAM slots to KV blocks once each slot has the generation that its load requires.
 
-    A load may wait for slots that a slower tier is still filling. The load polls their
-    generations on the engine's loop, without delay for other loads, and copies chunks as they
-    arrive.
+    A load may wait for slots that a slower tier is still filling. The load polls the slots'
+    generations on the engine's loop and copies chunks as they arrive. Other loads are not
+    delayed.
 
     A chunk is useless without the chunks before it. So after the loss of a chunk, the load does
-    not wait for later chunks. It still loads earlier chunks, because the engine may keep the
-    head of the prompt.
+    not wait for later chunks. The load still copies earlier chunks, because the engine may keep
+    them.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Let running and later loads fail for chunks that have not arrived yet."""
+        """Fail all chunks that have not arrived yet, in running and later loads."""
         self._waits = False
 
     @override
@@ -246,7 +247,7 @@ class DeviceLoad(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return the positions in ``waiting`` of arrived chunks, and of lost chunks."""
+        """Return those of ``waiting`` whose chunk arrived, and those whose chunk is lost."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         near = waiting[:_CHECKED_AT_ONCE]
         generations = [payload.generations[at] for at in near]

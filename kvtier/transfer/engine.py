@@ -4,14 +4,14 @@ vLLM's scheduler and model runner are synchronous and must not block. So every t
 has a thread with an event loop, and ``submit`` and ``poll`` only touch queues. Five rules hold:
 
 * **One settled result per job.** Every submitted job ends in exactly one settled
-  :class:`~kvtier.types.TransferResult`, also when it is refused or the engine shuts down.
+  :class:`~kvtier.types.TransferResult`, even if the job is refused or the engine shuts down.
 * **Deadlines free the waiter, not the buffer.** If a job's deadline passes during a system
   call, an unsettled result is posted at once, and requests stop waiting. The job keeps its
   slots until the call returns and the settled result is posted.
-* **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. Running bytes per
-  channel are limited, so a load waits for few bytes of less urgent jobs.
+* **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. A channel has a
+  limit of running bytes, so a load waits only briefly for less urgent jobs.
 * **A tier's fault is a job's failure.** If a tier raises, or does not return one outcome per
-  chunk, only that job fails. If the engine's thread dies, it first answers every job.
+  chunk, only that job fails. If the engine's thread dies, every job gets an answer first.
 * **A failing tier gets a pause.** After some consecutive failures a channel's breaker opens:
   jobs are refused for a back-off time, then one job is admitted as a probe.
 
@@ -42,10 +42,11 @@ __all__ = ["TransferEngine"]
 logger = get_logger(__name__)
 
 _START_TIMEOUT_S: Final = 60.0
-"""Longest wait for the thread to start; a tier takes less to get ready for its first call."""
+"""Longest wait in seconds for the thread to start. Every tier is ready for its first call in
+less time."""
 
 _DRAINING_SHARE: Final = 0.75
-"""Fraction of the closing time in which queued jobs may still run."""
+"""Fraction of the time for closing. Queued jobs may run until this fraction has passed."""
 
 
 class TransferEngine:
@@ -56,9 +57,9 @@ class TransferEngine:
         routes: The route that moves chunks, by (source tier, destination tier).
         chunk_nbytes: Bytes of one chunk.
         limits: The engine's limits.
-        openers: Awaited in order on the engine's loop before the first job. Their failures are
-            logged.
-        closers: Awaited in order on the engine's loop after the last job.
+        openers: Functions to await on the engine's loop, in order, before the first job.
+            Failures are logged.
+        closers: Functions to await on the engine's loop, in order, after the last job.
 
     Raises:
         ClosedError: The thread could not start its loop, or a tier could not be prepared.
@@ -113,7 +114,7 @@ class TransferEngine:
     def out_of_service(self) -> list[Pair]:
         """Return the channels that refuse jobs because their breaker is open.
 
-        After the death of the engine's thread, all channels refuse jobs for good.
+        If the engine's thread has died, all channels refuse jobs for good.
         """
         if self._death is not None:
             return list(self._channels)
@@ -197,7 +198,7 @@ class TransferEngine:
     # -- called from any one thread; these block, with a deadline ------------------------------
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
-        """Block until ``job_ids`` are settled; unknown and settled ids count as settled.
+        """Block until the jobs ``job_ids`` are settled; unknown ids count as settled.
 
         Returns:
             Whether all are settled; False if ``timeout_s`` passed first.
@@ -213,7 +214,7 @@ class TransferEngine:
         return self._results.wait_any(timeout_s=timeout_s)
 
     def exclusively_each(self, actions: Mapping[str, Action], *, timeout_s: float) -> bool:
-        """Run an action for each tier, during which no job reads or writes the tier.
+        """Run one action per tier; no job reads or writes a tier during the tier's action.
 
         Jobs queued for the tier are cancelled, running jobs are awaited, and newly submitted
         jobs wait. Workers that wait for chunks of running jobs are released at once. A hanging
@@ -224,8 +225,9 @@ class TransferEngine:
             timeout_s: Longest time that this call blocks, in seconds.
 
         Returns:
-            Whether all actions ended; False if ``timeout_s`` passed first. Then the other
-            actions continue, and new jobs of their tiers wait until these actions end.
+            Whether all actions ended; False if ``timeout_s`` passed first. In that case the
+            remaining actions continue, and new jobs of a tier wait until the tier's action
+            ends.
 
         Raises:
             ClosedError: The engine was closed, or its thread died.
@@ -249,7 +251,7 @@ class TransferEngine:
 
         Calling the method again has no effect.
 
-        A quarter of the time is reserved for the ends of running jobs and the closing of tiers.
+        A quarter of the time is reserved for running jobs to end and for tiers to close.
 
         Returns:
             Whether every job is settled and the thread ended. If not, a system call is stuck or

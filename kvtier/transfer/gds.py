@@ -1,16 +1,16 @@
 """The worker-side route that reads chunks from an NVMe tier's slot file into KV blocks.
 
-Such reads are called *GDS reads*. A load may have chunks in RAM slots too. The route for RAM
-slots loads them at the same time.
+Such reads are called *GDS reads*. A load may also have chunks in RAM slots. The route for RAM
+slots loads these chunks at the same time.
 
 The chunks are read in the order of their slots in the file, one staging buffer after the other.
 While one buffer is filled, the other is verified and copied to blocks. Only an empty buffer is
 filled again. All loads share the buffers, so one load runs at a time.
 
 **If a read hangs**, its load fails at the deadline, and so do later loads. The rank then
-reports that it cannot do GDS reads any more, and the scheduler side plans no further ones. The
-late read may still write to its buffer. All reads use one thread, so the next read starts after
-the end of the late one.
+reports that it cannot do GDS reads any more, and the scheduler side plans no more GDS reads.
+The late read may still write to its buffer. All reads use one thread, so the next read starts
+after the late read has ended.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Load:
     has_failed_reads: bool = False
 
     def record(self, places: Sequence[int], outcome: Outcome, error: str = "") -> None:
-        """Record the outcome of the chunks at ``places``, and the first error."""
+        """Record the outcome of the chunks at the positions ``places``, and the first error."""
         for place in places:
             self.outcomes[place] = outcome
         if places:

@@ -33,9 +33,11 @@ __all__ = [
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
-"""Smallest part of a split job: a disk reads it in about a millisecond."""
+"""Smallest number of bytes in a part of a split job. A disk reads 2 MiB in about a
+millisecond."""
 _MOST_NBYTES_IN_PARTS: Final = 16 << 20
-"""Larger jobs are read in one part: parts took 0.19 instead of 0.17 core-seconds per GiB."""
+"""Largest number of bytes of a job that is read in parts. Reading in parts took more processor
+time: 0.19 instead of 0.17 core-seconds per GiB."""
 _REUSED: Final = "a RAM slot was reused before its chunk was written"
 
 
@@ -65,13 +67,14 @@ class Route(ABC):
     def abandon(self, job: Job) -> None:
         """Release workers that wait for chunks of ``job``; must not block.
 
-        Any thread may call this method: when a job ends without a run, at a job's deadline, and
-        before an exclusive action. There is no call after the last await of :meth:`run`.
+        Any thread may call this method: when a job ends before it started, at a job's deadline,
+        and before an exclusive action. This method is never called after the last await of
+        :meth:`run`.
         """
 
 
 class Generations(Protocol):
-    """The generations of RAM slots: the part of the control block that routes use."""
+    """The methods of the control block that set and check generations of RAM slots."""
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Set the generations of ``slots``, because all bytes of the slots arrived."""
@@ -80,7 +83,7 @@ class Generations(Protocol):
         """Set the generations of ``slots``, and flag that their chunks will never arrive."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether it has its generation in all ranks."""
+        """Return for each slot whether it has the given generation in all ranks."""
 
 
 class PartHashStore(Protocol):
@@ -98,8 +101,8 @@ class ToTier(Route):
 
     The job's payload has the generation of each RAM slot. The job pins its slots, so nothing
     should overwrite them. As a safeguard against a lost pin, the generations are checked before
-    and after the write. A slot with another generation has another chunk. Then the job's chunk
-    counts as corrupt, and the tier forgets the written bytes.
+    and after the write. A slot with another generation holds another chunk. Then the job's
+    chunk counts as corrupt, and the tier forgets the written bytes.
 
     Args:
         memory: The RAM slots.
@@ -288,7 +291,7 @@ class FromTier(Route):
 class FindInTier(Route):
     """Asks a shared tier which chunks it has.
 
-    Such a job has no slots of its own: both slot sequences only have a number for each key.
+    Such a job uses no slots. Both sequences of slots have a meaningless number for each key.
     """
 
     def __init__(self, tier: KeyFinder) -> None:
@@ -320,8 +323,8 @@ async def all_of(parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]) -> SlotOutc
     """Await all parts of a job concurrently; return the outcomes of their chunks in order.
 
     Raises:
-        BaseException: The error of the first failed part, after all have ended. Until then
-            threads may touch the parts' slots.
+        BaseException: The error of the first failed part. It is raised after all parts have
+            ended, because threads may use the slots of running parts.
     """
     tasks = [asyncio.create_task(_returning(part)) for part in parts]
     ended = [await task for task in tasks]

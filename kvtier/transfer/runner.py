@@ -324,7 +324,7 @@ def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
 async def _outcomes_of(
     job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
 ) -> tuple[Sequence[Outcome], str]:
-    """Return each chunk's outcome, and an error text. If ``moving`` raises, all chunks fail."""
+    """Return each chunk's outcome and an error text. All chunks fail if ``moving`` raises."""
     chunks = len(job.source_slots)
     try:
         mover = f"route {job.source} -> {job.destination}"
@@ -339,8 +339,9 @@ async def _outcomes_of(
 def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
     """Log the failed and corrupt chunks of a job, with the key of one of them.
 
-    Device jobs have no keys, so their failures are logged without one. A corrupt RAM slot was
-    only overwritten. It is not logged, because the worker reports the request.
+    Device jobs have no keys, so their failures are logged without a key. If a device job
+    reports a corrupt chunk, only its RAM slot was overwritten. This is not logged, because the
+    worker reports the request.
     """
     losses = {Outcome.FAILED, Outcome.CORRUPT}
     lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]

@@ -1,20 +1,21 @@
-"""Digests of LoRA adapters. The key of a chunk computed with an adapter has its digest.
+"""Digests of LoRA adapters, for the keys of chunks that were computed with an adapter.
 
 vLLM's block hashes cover an adapter's name and path, not its content. This suffices for a cache
-that ends with the engine, but chunks on NVMe outlive the engine. If an adapter is trained again
-under the same path, its requests would get KV of the old content. So kvtier's key of a chunk
+that ends with the engine, but chunks on NVMe outlive the engine. If an adapter were trained
+again under the same path, requests would load KV of the old content. So kvtier's key of a chunk
 with an adapter is longer and contains a digest of the adapter.
 
 A digest is trusted only if the engine cannot have loaded other content. vLLM loads an adapter
-before its first request, again after other adapters took its place, and with ``load_inplace``.
-vLLM does not load an adapter while another adapter has the same ``lora_int_id``. vLLM does not
-report which content it loaded, and its prefix cache keeps KV of the old content. So the files
-must be older than the engine and stay unchanged, and the ``lora_int_id`` must be unique. Chunks
-of any other adapter get a digest that only this engine uses: they are hits until this engine
-ends.
+before the adapter's first request, with ``load_inplace``, and again after unloading the
+adapter. vLLM does not load an adapter while another adapter has the same ``lora_int_id``. vLLM
+does not report which content it loaded, and its prefix cache keeps KV of the old content. So
+the files must be older than the engine and stay unchanged, and the ``lora_int_id`` must be
+unique. Chunks of any other adapter get a digest that only this engine uses. Such chunks are
+hits until this engine ends.
 
-The files may be on a hanging file server, for which the scheduler must not wait. So another
-thread reads the files. If the thread is late, the request neither loads nor stores.
+The files may be on a file server that hangs. So another thread reads the files, and the
+scheduler waits for a short time only. If the thread is late, the request neither loads nor
+stores.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ _SETTINGS: Final = (
 """Settings of vLLM that change how an adapter is applied."""
 
 _UNKNOWN: Final = ()
-"""Stands for a state of files that was not known in time; differs from every state."""
+"""Value for a state of files that is unknown, because the read was late. It differs from every
+known state."""
 
 _LATE: Final = "its file system does not answer in time"
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"
@@ -77,7 +79,7 @@ _SHARED: Final = "another adapter has the same lora_int_id, so vLLM cannot tell 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """State of a file, which differs after a replacement or a write."""
+    """State of a file, which changes when the file is written or replaced."""
 
     name: str
     nbytes: int
@@ -97,8 +99,8 @@ class AdapterContent:
 
     Attributes:
         digest: Digest of the content, which is part of the keys.
-        is_current: Returns whether the adapter's files are unchanged in this step
-            (:meth:`AdapterContents.begin_step`). Call it before each store.
+        is_current: Function that returns whether the adapter's files are unchanged in this step
+            (:meth:`AdapterContents.begin_step`). Call this function before each store.
     """
 
     digest: bytes
@@ -136,7 +138,7 @@ class _Adapter:
     """An adapter that the engine has served.
 
     Attributes:
-        look: The first look at the adapter's files; None before its start.
+        look: The first look at the adapter's files; None if the look has not started.
         is_trusted: Becomes False when vLLM may serve other content than the first look found.
     """
 
@@ -147,8 +149,9 @@ class _Adapter:
 class AdapterContents:
     """Digests of the adapters of one engine. The methods never raise; one thread calls them.
 
-    An adapter's files are read at its first request. Every request checks their state. A
-    request whose files are not read in time gets its own digest and stores no chunks.
+    An adapter's files are read at the adapter's first request. Every request checks the files'
+    state. If the files are not read in time, the request gets a separate digest and stores no
+    chunks.
 
     Args:
         settings: vLLM's configuration of adapters.

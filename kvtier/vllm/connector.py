@@ -6,10 +6,10 @@ layer over kvtier's own scheduler side or worker side, which are independent of 
 
 **Failed loads.** A worker acknowledges every load and reports the missing chunks. vLLM's
 scheduler then computes these chunks (``kv_load_failure_policy: recompute``) or fails only that
-request (``fail``). With one KV cache group of full attention the report names blocks, so the
-prefix before the first bad block is kept. With other groups the report names the request,
-because a block's number does not identify its group, and a group with a sliding window loads
-only the end of the prefix.
+request (``fail``). If the only KV cache group has full attention, the report names blocks, and
+vLLM keeps the prefix before the first bad block. With other groups the report names the
+request. There are two reasons: a block's number does not identify the block's group, and a
+group with a sliding window loads only the end of the prefix.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
 
 
 _workers: weakref.WeakKeyDictionary[ConnectorWorker, str] = weakref.WeakKeyDictionary()
-"""Workers of this process, with the ids of their engines. An engine in the process of its
-``LLM`` sleeps without waiting for the connector. So the cache reset before the sleep waits for
-the stores of the engine's workers."""
+"""Workers of this process, each with the id of the worker's engine. An engine that runs in the
+process of its ``LLM`` does not wait for the connector before it sleeps. So the cache reset
+before the sleep waits for the stores of the engine's workers."""
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -141,7 +141,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._output: WorkerOutput | None = None
         self._reporter: Reporter | None = None
         self._is_generating = False
-        """Whether the last step only generated, and no request ended since."""
+        """Whether the last step only generated tokens and no request has ended since."""
         if role is KVConnectorRole.SCHEDULER:
             self._open_scheduler()
 
@@ -342,7 +342,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def has_connector_metadata(self) -> bool:
-        """Return False, so that the model never stops at a layer for this connector."""
+        """Return False, so that the model does not wait for this connector at each layer."""
         return False
 
     @override
@@ -379,13 +379,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return an empty set, and the requests whose loads ended or failed."""
+        """Return an empty set for stores, and the requests whose loads ended or failed."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose loads ended or failed, and those whose loads failed."""
+        """Return the requests whose loads ended or failed, and requests whose loads failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()

@@ -2,9 +2,10 @@
 
 vLLM's block hashes name tokens, media and LoRA adapters. Keys and values also depend on
 settings of the model, and their bytes depend on each layer's layout. An engine with other keys
-or values must find an empty cache: KV with another position embedding gives wrong tokens, and
-checksums do not detect it. A setting that changes only the last digits (kernels, graphs, ranks)
-or the sampling must not change the digests, so that the engine keeps its warm cache.
+or values must find an empty cache. For example, KV with another position embedding gives wrong
+tokens, and checksums do not detect such KV. A setting that changes only the last digits
+(kernels, graphs, ranks) or the sampling must not change the digests, so that the engine keeps
+its warm cache.
 """
 
 from __future__ import annotations
@@ -92,17 +93,18 @@ _VARIABLES: Final = re.compile(
     r"|ROCM_SHUFFLE_KV_CACHE_LAYOUT|MOE_ROUTING_SIMULATION_STRATEGY"
     r"|VIDEO_LOADER_BACKEND|MEDIA_CONNECTOR)"
 )
-"""Variables that change quantization, the byte order of a block, or the frames of a video.
+"""Environment variables that change quantization, the order of a block's bytes, or a video's
+frames.
 
-They change neither the model's configuration nor vLLM's hashes of tokens and media.
+These variables change neither the model's configuration nor vLLM's hashes of tokens and media.
 """
 
 _SOURCES: Final = ("_dir", "_path", "_uri")
-"""Endings of loader options that give the place of weights; the others only change speed."""
+"""Endings of loader options that say where the weights are. Other options only change speed."""
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH: Final = 32
-"""Deepest permitted nesting. A configuration with deeper nesting contains itself."""
+"""Largest depth of nesting. A configuration with deeper nesting must contain itself."""
 
 
 def kv_content(
@@ -113,11 +115,11 @@ def kv_content(
 ) -> str:
     """Return digests of the KV layout and the KV settings; refuse engines with unusable KV.
 
-    A worker calls this when vLLM registers the KV memory. Two layers may have pages of one size
-    and different element types (``--kv-cache-dtype-skip-layers``), and two attention backends
-    may arrange the same bytes differently. So each layer is listed with its settings. All ranks
-    get the same result. The result depends on the number of ranks only if a layer has recurrent
-    states.
+    A worker calls this when vLLM registers the KV memory. Two layers may have pages of the same
+    size but different element types (``--kv-cache-dtype-skip-layers``), and two attention
+    backends may arrange the same bytes differently. So each layer is listed with its settings.
+    All ranks get the same result. The result depends on the number of ranks only if a layer has
+    recurrent states.
 
     Args:
         config: vLLM's configuration in a worker, once the model is built.
@@ -161,8 +163,8 @@ def _layer_content(
 
     Layers that quantise have ``kv_cache_dtype``; caches of indexers have ``dtype``; layers with
     a recurrent state have a type and a shape for each part of the state. The shapes depend on
-    the number of speculative tokens, and different shapes may fill pages of one padded size. On
-    a CPU the instruction set (``isa``) decides how bytes are arranged in a page.
+    the number of speculative tokens. Pages with different shapes may be padded to the same
+    size. On a CPU the instruction set (``isa``) decides how bytes are arranged in a page.
     """
     states = getattr(layer, "get_state_dtype", None)
     types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
@@ -244,7 +246,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the name of the expert kernels if vLLM rounds weights for them; else ``[]``."""
+    """Return the expert kernels' name in a list; empty if vLLM rounds no weights for them."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 
@@ -282,7 +284,7 @@ def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 
 
 def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
-    """Return the name of the draft model; None if the model has none or drafts itself."""
+    """Return the name of the draft model; None without a separate draft model."""
     draft = getattr(getattr(speculation, "draft_model_config", None), "model", None)
     return None if draft == model.model else draft
 

@@ -30,7 +30,7 @@ class EngineFacts:
         groups: Per KV cache group, the number of tokens of a block and the names of the layers.
         group_ids: Index of each group in keys.
         counting_group: Index of the KV cache group used to count tokens.
-        tokens_per_hash: Number of tokens that a block hash adds to the hash before it.
+        tokens_per_hash: Number of prompt tokens from one block hash to the next.
         blocks_per_chunk: Number of blocks that are stored together.
         worker_kv_bytes_per_block: Bytes of a block in one worker, in all layers together.
         rank: Number of this worker; 0 in the scheduler's process.

@@ -1,4 +1,4 @@
-"""Converts the cache's residency events to vLLM's KV events, which request routers read."""
+"""Converts the cache's events to vLLM's KV events, which request routers read."""
 
 from __future__ import annotations
 

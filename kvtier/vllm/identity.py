@@ -7,8 +7,8 @@ KV cache.
 A local model is identified by its files. Files with settings are read whole. Weight files are
 too large for that, and their sizes and dates do not suffice: fine-tunes of one architecture
 have equal sizes, and files in reproducibly built container images have equal dates. So some
-blocks of every weight file are read; a training changes some of them. The limit is a number of
-blocks and not a time, because the next start must read the same blocks.
+blocks of every weight file are read; training changes at least some of these blocks. The number
+of blocks is fixed, because the next start must read the same blocks.
 
 In a Hugging Face cache, a weight file is a link to a blob that is named by its SHA-256. That
 name replaces the date, so a copy of the cache keeps the identity.
@@ -43,14 +43,14 @@ _READ_NBYTES: Final = 64 << 20
 """Largest size of files that are read as a whole."""
 _BLOCK_NBYTES: Final = 64 << 10
 _BLOCKS: Final = 256
-"""Number of blocks to read of all files together; at least ``_LEAST_BLOCKS`` per file."""
+"""Number of blocks to read from all files together, but at least ``_LEAST_BLOCKS`` per file."""
 _LEAST_BLOCKS: Final = 3
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _THREADS: Final = 32
 """Number of concurrent reads; each waits for a disk or a network."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: its multiples modulo 2**64 are spread evenly, out of step
-with a model's layers."""
+"""2**64 divided by the golden ratio. The multiples of this number modulo 2**64 are spread
+evenly, and do not follow the distances between a model's layers."""
 
 
 def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str | int]:
@@ -129,8 +129,8 @@ class ModelFiles(NamedTuple):
     """The identity of a local model's files.
 
     Attributes:
-        digest: Digest of the settings, and of the weights' sizes, samples, and dates or
-            SHA-256; empty for a remote model.
+        digest: Digest of the files with settings, and of each weight file's size, samples, and
+            date or SHA-256. Empty for a remote model.
         has_weights: Whether the digest covers weights. If True, the identity does not need the
             model's path.
     """
@@ -140,7 +140,7 @@ class ModelFiles(NamedTuple):
 
 
 def model_files(model: Path) -> ModelFiles:
-    """Return the identity of a local model's files, independent of its path.
+    """Return the identity of a local model's files, which does not depend on their path.
 
     Args:
         model: A directory, a file such as a GGUF, or the name of a remote model.
@@ -174,7 +174,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return the path, a text (size, and date or SHA-256) and the parts to read.
+    """Return the path, a text with the file's size and version, and the ranges to read.
 
     Args:
         path: The file.
@@ -196,7 +196,7 @@ def _blob(path: Path) -> str:
 
 
 def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of the blocks to read: all, or the first, last and some others."""
+    """Yield (start, length) of the blocks to read: all, or the first, the last and others."""
     last = nbytes - _BLOCK_NBYTES
     if nbytes <= blocks * _BLOCK_NBYTES:
         for start in range(0, nbytes, _BLOCK_NBYTES):
@@ -209,7 +209,7 @@ def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(path: Path, start: int, nbytes: int) -> bytes:
-    """Return the digest of a part of a file, or the error number after a failure."""
+    """Return the digest of some bytes of a file, or the error number after a failure."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,9 +1,9 @@
-"""Converts vLLM's KV cache groups to kvtier's: which are stored, and what a hit needs.
+"""Finds the KV cache groups that kvtier stores, and what a hit needs of each group.
 
-The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when its blocks are
-freed. A platform or a model may derive a class with other rules. For example, a subclass of
-full attention may evict tokens from the middle of a prompt. So classes are compared exactly and
-not by ``isinstance``, and an unknown class is refused at the start.
+The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when vLLM frees the
+layer's blocks. A platform or a model may derive a class with other rules. For example, a
+subclass of full attention may evict tokens from the middle of a prompt. So classes are compared
+exactly and not by ``isinstance``, and an unknown class is refused at the start.
 
 Refused kinds of vLLM: ``RSWASpec`` and ``CrossAttentionSpec``, because their KV is useless for
 other requests, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its manager.
@@ -34,11 +34,12 @@ _REACH: Final[Mapping[str, Reach]] = {
     "MambaSpec": Reach.STATE,
 }
 _NOT_STORED: Final = ("CircularBufferSpec", "KpoolTailSpec")
-"""Buffers of one request, in groups without a prefix cache. vLLM 0.31 added these kinds."""
+"""Kinds of buffers that serve one request; their groups have no prefix cache. vLLM 0.31 added
+these kinds."""
 
 
 def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """Return the spec of each layer of a group by the layer's name."""
+    """Return the specs of a group's layers by layer name."""
     spec: Any = group.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", None)
     return dict(each) if each else dict.fromkeys(group.layer_names, spec)

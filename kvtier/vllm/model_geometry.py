@@ -83,7 +83,7 @@ class ModelGeometry:
         return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
 
     def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return how many bytes of one token each of ``tp`` ranks has.
+        """Return the bytes of one token's KV in each rank, if there are ``tp`` ranks.
 
         Raises:
             ConfigError: The heads cannot be divided between so many ranks.
@@ -91,7 +91,7 @@ class ModelGeometry:
         return self.token_nbytes(dtype) * self.copies(tp) // tp
 
     def copies(self, tp: int) -> int:
-        """Return how many of the ``tp`` ranks have the same byte of KV.
+        """Return how many of ``tp`` ranks have a copy of the same KV.
 
         Raises:
             ConfigError: The heads cannot be divided between so many ranks.

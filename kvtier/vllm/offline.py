@@ -1,8 +1,8 @@
 """An engine in this process that computes prompts but generates no text, for warm-ups.
 
-The engine has the arguments of ``vllm serve`` and is configured like a server's engine. So its
-chunks equal the chunks of a server with the same arguments. The engine's core runs in this
-process. So even if this process is killed, the core ends too and unlocks its caches.
+The engine takes the arguments of ``vllm serve``. Its chunks equal the chunks of a server with
+the same arguments. The engine's core runs in this process. So if this process is killed, the
+core ends too, and its caches are unlocked.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from kvtier.vllm.versions import SUPPORTED
 __all__ = ["EngineSetup", "OfflineEngine"]
 
 _PARSERS: Final = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
-"""Modules with the arguments of ``vllm serve``: of 0.32, and of the releases before."""
+"""Modules that define the arguments of ``vllm serve``: in vLLM 0.32, and in earlier
+releases."""
 
 
 class EngineSetup:
-    """The engine that arguments of ``vllm serve`` describe, before it starts.
+    """An engine that has not started, described by arguments of ``vllm serve``.
 
     Args:
         model: The model, as in ``vllm serve MODEL``.
@@ -189,7 +190,7 @@ class OfflineEngine:
     Attributes:
         ram_chunks: Number of slots of the RAM tier.
         max_requests: Largest number of requests that the engine runs at the same time.
-        stores: The places where the tiers keep chunks.
+        stores: The files or services in which the tiers keep chunks.
     """
 
     def __init__(self, engine: Any, loras: Mapping[str, Any]) -> None:  # noqa: ANN401 - vLLM's
@@ -211,7 +212,7 @@ class OfflineEngine:
         self._running: set[str] = set()
 
     def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
-        """Queue a prompt; return vLLM's error if it refuses the prompt, else an empty text."""
+        """Queue a prompt; return vLLM's error, or an empty text if vLLM accepts the prompt."""
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(tokens)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt
@@ -261,7 +262,7 @@ class OfflineEngine:
 
 
 def _lora(adapter: Any, number: int) -> Any:  # noqa: ANN401 - vLLM's
-    """Return a request's ``LoRARequest`` for an adapter of ``--lora-modules``."""
+    """Return the ``LoRARequest`` of an adapter in ``--lora-modules``."""
     is_3d = {"is_3d_lora_weight": True} if getattr(adapter, "is_3d_lora_weight", False) else {}
     return LoRARequest(adapter.name, number, adapter.path, **is_3d)
 

@@ -46,11 +46,13 @@ __all__ = [
 logger = get_logger(__name__)
 
 _MEET_TIMEOUT_S: Final = 600.0
-"""Longest wait of an engine's processes for each other, after they loaded the weights."""
+"""Longest time for which an engine's processes wait for each other, after loading the
+weights."""
 
 _OFFER_TIMEOUT_S: Final = 24 * 3600.0
 """Longest time for which the first worker offers its memory. vLLM builds the scheduler after
-the workers' warm-up, which has no bound. If vLLM fails, it ends the worker."""
+the workers' warm-up, and nothing limits the time of a warm-up. If vLLM fails, vLLM ends the
+worker."""
 
 
 _FAST_NBYTES: Final = 64 << 10
@@ -227,7 +229,7 @@ def open_cache(
     Args:
         engine: The engine.
         settings: kvtier's configuration.
-        groups: For each KV cache group, the part of a prefix that a hit needs.
+        groups: For each KV cache group, the chunks of a prefix that a hit needs.
         positions: Returns a request's chunks, each with its end in tokens; None if the entry
             point does not know the chunks.
 

@@ -1,8 +1,8 @@
 """Finds the pages of vLLM's KV blocks in memory, and this rank's share of every slot.
 
 vLLM reports in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
-in an allocation. So one rule finds every kind of page: of attention, of recurrent states,
-padded pages, and pages of layers that are adjacent in a block.
+in an allocation. So one rule finds every kind of page: pages of attention, pages of recurrent
+states, padded pages, and pages of adjacent layers.
 
 With tensor parallelism each rank keeps the KV of its own heads. If heads are the outermost
 dimension of a page, the concatenated pages of all ranks equal the page of an engine with one
@@ -72,7 +72,7 @@ def find_pages(
     group_ids: tuple[int, ...],
     layout: str,
 ) -> KVBlocks:
-    """Return the KV memory of the groups that are stored.
+    """Return the KV memory of the groups that kvtier stores.
 
     Args:
         kv_caches: vLLM's KV memory by layer: a tensor or a list of tensors.
@@ -115,9 +115,9 @@ def _parts(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield where each contiguous part of a block begins, and the layers in this part.
 
-    If heads come before layers (``BHLNC``), the pages of all layers are one part. The layers of
-    a rank with one head could be separate parts, but are one part too, so that all ranks have
-    the same parts.
+    If heads come before layers (``BHLNC``), the pages of all layers are one part. If a rank has
+    only one head, each layer could be a separate part. The layers still form one part, so that
+    all ranks have the same parts.
     """
     layers = [layer for layer in placed.layers if layer in specs]
     if layers:

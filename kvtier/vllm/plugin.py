@@ -1,6 +1,6 @@
 """Registers the connector's name with vLLM, in every process of vLLM.
 
-``--kv-transfer-config`` names the connector's module; that is enough for a single connector.
+``--kv-transfer-config`` names the connector's module, which suffices for a single connector.
 With ``MultiConnector``, vLLM's front end rebuilds the statistics of each connector. The front
 end looks up the connector's class by its name, and an unregistered name ends the server at the
 first request. vLLM calls every entry point of ``vllm.general_plugins`` when a process starts.

@@ -117,7 +117,7 @@ def _warn_of_moving_model(model: Any, config: KvtierConfig) -> None:  # noqa: AN
 
 
 def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
-    """Refuse layers if vLLM sets their scales to 1 in its first forward pass.
+    """Refuse layers whose scales vLLM sets to 1 in the first forward pass.
 
     Chunks that were loaded before this pass would lose their scales.
     """
@@ -157,9 +157,9 @@ def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vL
     """Refuse workers that may free KV memory while a store reads it.
 
     An engine in its own process sleeps only when its connector has no work left. An engine in
-    its caller's process does not wait for the connector. There the reset of the cache before
-    the sleep waits for stores, but only for those of a worker in the same process. Several
-    workers have one process each, so such engines are refused.
+    its caller's process does not wait for the connector. In that case the cache reset before
+    the sleep waits for stores, but only for stores of a worker in the same process. If an
+    engine has several workers, each worker has a separate process. So such engines are refused.
     """
     in_process = variable("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
     if model.enable_sleep_mode and engine.world_size > 1 and in_process:

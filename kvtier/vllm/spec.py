@@ -6,8 +6,8 @@ wrong KV in some configurations. So this entry point serves only models with one
 of full attention and without LoRA adapters. For other models its error recommends
 ``KVTierConnector``.
 
-vLLM's worker side asserts that every job succeeded. So every store is reported as a success;
-the control block in shared memory records whether its bytes are whole. A failed load is
+vLLM's worker side asserts that every job succeeded. So every store is reported as a success.
+The control block in shared memory records which slots have all their bytes. A failed load is
 reported as a failure and ends the engine. Otherwise the engine would compute wrong tokens from
 missing bytes.
 """
@@ -226,8 +226,8 @@ class _Manager(OffloadingManager):
         self._deferred: set[str] = set()
         self._started: set[str] = set()
         self._continued: set[str] = set()
-        """Requests with a continued streaming prompt. They store nothing, because vLLM confuses
-        their blocks."""
+        """Requests whose streamed prompt has been continued. Such requests store nothing,
+        because vLLM confuses their blocks."""
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -297,7 +297,7 @@ class _Manager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Let lookups hit the ``keys`` whose bytes every worker recorded as complete."""
+        """End a store: chunks become hits if every worker recorded their bytes as complete."""
         self._cache.complete_store(list(keys), req_context)
 
     @override

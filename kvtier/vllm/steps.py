@@ -10,9 +10,9 @@ states between blocks, before it calls ``handle_preemptions``. A store that read
 block copies wrong KV. So a step also lists these blocks as ``overwritten``, and stores that
 read them fail.
 
-**Boundary states.** If a model keeps recurrent states, vLLM lists each state at a block
-boundary, and its block, in the step that computes the state. With several speculative tokens
-and async scheduling, vLLM may have freed that block in the same step. Such a state is dropped.
+**Boundary states.** If a model keeps recurrent states, vLLM lists the states at block
+boundaries that a step computes, each with its block. With several speculative tokens and async
+scheduling, vLLM may free such a block in the same step. Then the state is dropped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepReader:
         )
 
     def only_generates(self, output: SchedulerOutput) -> bool:
-        """Return whether the step only generates one token for each request.
+        """Return whether the step does nothing but generate one token per request.
 
         In such a step no request starts or is preempted, and no block is allocated, cleared or
         copied. Most steps of a busy engine are of this kind.
@@ -123,7 +123,7 @@ class StepReader:
         tables: KVCacheManager,
         copies: Any,  # noqa: ANN401 - vLLM's block copies
     ) -> Mapping[str, list[BoundaryState]]:
-        """Return the offered recurrent states in blocks that still belong to their request."""
+        """Return the offered recurrent states whose block still belongs to the same request."""
         state = output.kv_connector_block_state
         if state is None or not state.boundary_state_offloads:
             return {}
@@ -142,7 +142,7 @@ class StepReader:
 
 
 def _moving_states(kv_cache_config: KVCacheConfig) -> dict[int, int]:
-    """Return the tokens per block of each group that moves states between blocks."""
+    """Return the number of tokens per block, for groups that move states between blocks."""
     specs: Iterator[tuple[int, Any]] = (
         (number, group.kv_cache_spec)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)

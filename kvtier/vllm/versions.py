@@ -50,7 +50,8 @@ __all__ = ["NEWEST", "OLDEST", "SUPPORTED", "hit_sources", "require_supported_vl
 OLDEST: Final = "0.30"
 NEWEST: Final = "0.33"
 SUPPORTED: Final = f"kvtier works with vLLM {OLDEST} to {NEWEST}"
-"""A test compares the page on versions and pyproject.toml with this range."""
+"""The range of supported releases, as text. A test checks that pyproject.toml and the page on
+versions have the same range."""
 _CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 _NEEDED: Final[Mapping[str, Sequence[str]]] = {
     f"{_CONNECTORS}.base": (
