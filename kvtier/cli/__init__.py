@@ -17,7 +17,7 @@ _CLOSED: Final = 141
 
 
 def main() -> None:
-    """Run the command line, then exit with the code that it returns.
+    """Run the command line, then exit with the command's exit code.
 
     For bad input, stderr gets one line ``error: ...`` per problem, and the exit code is 2.
     After Ctrl-C or a closed pipe, stderr gets no message. If stdout is a file on a full disk,

@@ -48,7 +48,7 @@ _EXTRAS: Final = {"replay": "torch", "sim": "sim", "trace": "sim"}
 
 
 class _Deferred(TyperCommand):
-    """A stand-in for a command or group, which is imported when the user calls it."""
+    """A stand-in that imports the real command or group when the user calls it."""
 
     # Any, because the classes are click's or, by version, typer's own copies of them.
 

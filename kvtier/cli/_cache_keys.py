@@ -72,8 +72,8 @@ class KeyPattern:
     def of_marks(self) -> MarkPattern:
         """Return a pattern for marks, the short forms of keys in the removal log.
 
-        If the digits end with a likely group number, they are taken for a whole key, else
-        for a block hash. One block hash in 67 million is mistaken for a whole key.
+        Digits that end with a likely group number count as a whole key. Other digits count as
+        a block hash. One block hash in 67 million is mistaken for a whole key.
         """
         group, digits = self.group, self.digits
         if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):

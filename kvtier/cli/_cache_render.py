@@ -190,7 +190,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
-    """Print the result of ``verify``, with at most ``limit`` (0: all) bad chunks each."""
+    """Print the result of ``verify``: up to ``limit`` bad chunks per namespace, or all if 0."""
     for number, check in enumerate(checks):
         if number:
             console.print()

@@ -83,7 +83,7 @@ def explain_shared(
 
     Raises:
         ConfigError: The file has no shared tier, ``key`` is not a whole key, or ``namespace``
-            is None and the local tiers do not have exactly one namespace.
+            must be given.
         TierUnavailableError: The service failed or did not answer in time.
     """
     config = load_config(file)

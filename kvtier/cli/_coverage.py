@@ -69,7 +69,7 @@ EngineArguments = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The tokens that one namespace has of all prompts together, and of each prompt."""
+    """How much of the prompts one namespace has: in total and for each prompt."""
 
     space: StoredNamespace
     total: Coverage

@@ -36,7 +36,7 @@ __all__ = ["replay"]
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
 _LATE = 0.1
-"""Largest sum of delays for reliable times, as a share of the replay's time."""
+"""Largest share of delays in the replay's time. Above it, the times are unreliable."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command

@@ -144,8 +144,8 @@ class NvmeTierConfig(TierConfig):
     """Whether a restart keeps chunks that were stored after a cache reset. Leave this off if
     weights are updated while the engine runs."""
     on_mismatch: Literal["refuse", "remove"] = "refuse"
-    """If the cache of another identity takes space that this cache needs: `remove` the other
-    cache, or `refuse` to start if that one was used within `keep_for`."""
+    """What to do if the cache of another identity takes needed space: `remove` it, or `refuse`
+    to start. A cache that was not used within `keep_for` is removed in both cases."""
     keep_for_s: Duration = Field(
         default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
     )

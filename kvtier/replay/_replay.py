@@ -261,7 +261,7 @@ def _replay(
 def _fitting(
     trace: Trace, chunk_bytes: int, room_tokens: int, blocks_per_chunk: int
 ) -> list[ReplayRequest]:
-    """Return the requests whose prompt and answer have at most ``room_tokens`` tokens.
+    """Return the requests with at most ``room_tokens`` tokens in prompt plus answer.
 
     Raises:
         ConfigError: No request fits.
