@@ -17,10 +17,11 @@ _CLOSED: Final = 141
 
 
 def main() -> None:
-    """Run the command line and exit with its code.
+    """Run the command line, then exit with the command's exit code.
 
     For bad input, stderr gets one line ``error: ...`` per problem, and the exit code is 2.
-    Ctrl-C and a closed pipe print no message; a full disk behind stdout prints an error line.
+    After Ctrl-C or a closed pipe, stderr gets no message. If stdout is a file on a full disk,
+    stderr gets an error line.
     Any other exception is a bug and keeps its traceback.
     """
     try:
@@ -46,5 +47,5 @@ def main() -> None:
 
 
 def _forget_output() -> None:
-    """Discard buffered output, which the interpreter would write again at its exit."""
+    """Discard buffered output, so that the interpreter does not write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
-"""The root command, which imports a command's module only when the command runs.
+"""The root command ``kvtier``, which imports the module of a command when the command runs.
 
-So `kvtier --help` imports only typer, and each command imports only its own modules.
+So ``kvtier --help`` imports only typer, and each command imports only the modules it needs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _COMMANDS: Final = {
     "sim": ("_sim:sim_app", "Simulate traces against policies and configurations."),
     "trace": ("_trace:trace_app", "Describe, convert and generate traces."),
 }
-"""The function or group behind each command, and the first sentence of its help."""
+"""Function or group of each command, as ``module:attribute``, and the command's summary."""
 
 
 _EXTRAS: Final = {"replay": "torch", "sim": "sim", "trace": "sim"}
-"""The extra of each command that needs more than a plain install."""
+"""Extra to install, ``kvtier[EXTRA]``, for each command that needs one."""
 
 
 class _Deferred(TyperCommand):
-    """A command or group that is imported when it is called."""
+    """A stand-in that imports the real command or group when the user calls it."""
 
     # Any, because the classes are click's or, by version, typer's own copies of them.
 
@@ -64,7 +64,7 @@ class _Deferred(TyperCommand):
 
 
 def _load(target: str) -> Any:  # noqa: ANN401 - typer has no public type for it
-    """Import ``module:attribute`` of this package as a command."""
+    """Import the function or group ``module:attribute`` of this package; return a command."""
     module, _, attribute = target.partition(":")
     found = getattr(importlib.import_module(f"kvtier.cli.{module}"), attribute)
     if not isinstance(found, typer.Typer):
@@ -139,7 +139,7 @@ def run() -> int:
 
 
 def _usage(error: Any) -> str:  # noqa: ANN401 - typer has no public type for it
-    """Return the error as one line, or the help if no command was given."""
+    """Return a usage error as one line. If no command was given, return the help."""
     text = error.format_message()
     command = error.ctx.command_path if error.ctx else "kvtier"
     if text.startswith("Usage: "):

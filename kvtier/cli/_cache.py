@@ -65,8 +65,8 @@ class _Selection:
     """The chunks that ``evict`` removes.
 
     Attributes:
-        keys: Keys, as on the command line.
-        older_than: An age, as on the command line.
+        keys: The keys on the command line.
+        older_than: The age on the command line, a text such as ``7d``; None if not given.
         everything: Whether to remove all chunks.
     """
 
@@ -81,11 +81,11 @@ class _Selection:
 
         Args:
             reader: The namespace's index.
-            note: Called with each selected key and the matching chunk, or None if no chunk
-                matches.
+            note: Called with each key and the index entry of the matching chunk. The entry is
+                None if no chunk matches.
 
         Raises:
-            ConfigError: None or several of the attributes are set, or a value is invalid.
+            ConfigError: No attribute or several attributes are set, or a value is invalid.
         """
         ways = [bool(self.keys), self.older_than is not None, self.everything]
         if sum(ways) != 1:
@@ -336,12 +336,12 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
 def _explain_absence(
     answer: render.Explanation, pattern: KeyPattern, removals: Sequence[Removal]
 ) -> None:
-    """Add the reason of the removal of the chunk that matches ``pattern`` to ``answer``.
+    """Add to ``answer`` when and why the chunk that matches ``pattern`` was removed.
 
     Args:
-        answer: The explanation to add to, for the same namespace as ``removals``.
+        answer: The explanation to complete, for the namespace of ``removals``.
         pattern: The chunk's key.
-        removals: The removal log, newest first.
+        removals: The entries of the removal log, newest first.
 
     Raises:
         ConfigError: Several keys match.

@@ -1,4 +1,4 @@
-"""Parses chunk keys on the command line: leading hex digits and an optional ``/GROUP``.
+"""Parses chunk keys from the command line: leading hex digits, then optionally ``/GROUP``.
 
 A file of keys has one key per line.
 """
@@ -28,10 +28,10 @@ _PATTERN: Final = re.compile(r"([0-9a-fA-F]{8,})(?:/([0-9]{1,9}))?")
 
 @dataclass(frozen=True, slots=True)
 class KeyPattern:
-    """A pattern for keys.
+    """A pattern that matches keys by their first digits and their KV cache group.
 
     Attributes:
-        digits: Prefix of the key, in lower-case hex.
+        digits: First digits of the key, in lower-case hex.
         group: The key's KV cache group; None for any group.
     """
 
@@ -40,7 +40,7 @@ class KeyPattern:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a key or a prefix of a key, as ``short_key`` or ``bytes.hex`` writes it.
+        """Parse a whole key or its first digits, as written by ``bytes.hex`` or ``short_key``.
 
         Raises:
             ConfigError: The text is not a key.
@@ -57,23 +57,23 @@ class KeyPattern:
 
     @property
     def common_digits(self) -> str:
-        """Return the digits that all matching keys share, with or without adapter digests."""
+        """Return the first digits of every matching key, at most up to the adapter digest."""
         return self.digits[: 2 * ADAPTER_OFFSET]
 
     def matches(self, key: ChunkKey) -> bool:
-        """Return whether ``key`` matches, with or without its adapter digest.
+        """Return whether the pattern matches ``key``, or ``key`` without the adapter digest.
 
-        The engine's keys and events have no adapter digest.
+        In the engine and in its events, keys have no adapter digest.
         """
         forms = (key.hex(), strip_adapter(key).hex())
         begins = any(form.startswith(self.digits) for form in forms)
         return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
-        """Return a pattern for marks, which are short forms of keys in the removal log.
+        """Return a pattern for marks, the short forms of keys in the removal log.
 
-        A whole key ends with its group number; a block hash has none. But one hash in 67
-        million ends like a group number, and is then read as a whole key.
+        Digits that end with a likely group number count as a whole key. Other digits count as
+        a block hash. One block hash in 67 million is mistaken for a whole key.
         """
         group, digits = self.group, self.digits
         if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):
@@ -83,10 +83,11 @@ class KeyPattern:
 
 
 class KeyList:
-    """The keys of a file, and which of them were taken.
+    """The keys of a file. :meth:`take` finds a key in the list and marks it as taken.
 
     Args:
-        patterns: The keys by their text in the file; each has 16 digits at least.
+        patterns: Pattern of each key, by the key's text in the file. Each pattern has at
+            least 16 digits.
     """
 
     def __init__(self, patterns: dict[str, KeyPattern]) -> None:
@@ -116,7 +117,7 @@ class KeyList:
         return cls(patterns)
 
     def take(self, key: ChunkKey) -> bool:
-        """Return whether the list has ``key``."""
+        """Return whether the list has ``key``; if so, mark ``key`` as taken."""
         listed = self._patterns.get(key[:ADAPTER_OFFSET].hex(), ())
         matching = [text for text, pattern in listed if pattern.matches(key)]
         for text in matching:

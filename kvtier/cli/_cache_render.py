@@ -1,6 +1,6 @@
-"""Results of ``kvtier cache``, as text and as plain values.
+"""Formats the results of ``kvtier cache`` as text and for JSON.
 
-Times are UTC in text, and seconds since the epoch in JSON; null stands for unknown.
+Text shows times in UTC. JSON has seconds since the epoch, or null for an unknown time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Report:
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as a dict for JSON."""
         slot_nbytes = self.space.layout.slot_nbytes
         totals = self.totals
         return {
@@ -105,7 +105,7 @@ class Listing:
     reset_at: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the listing as plain values."""
+        """Return the listing as a dict for JSON."""
         listed = [_entry_document(entry) for entry in self.entries]
         return {
             **_place(self.space),
@@ -139,7 +139,7 @@ class Explanation:
     damaged_at: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the explanation as plain values."""
+        """Return the explanation as a dict for JSON."""
         document = {**_place(self.space), "there": self.entry is not None}
         if self.entry:
             return {
@@ -190,7 +190,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
-    """Print the result of ``verify``: up to ``limit`` bad chunks per namespace; 0 for all."""
+    """Print the result of ``verify``: up to ``limit`` bad chunks per namespace, or all if 0."""
     for number, check in enumerate(checks):
         if number:
             console.print()
@@ -209,7 +209,7 @@ def show_verifications(console: Console, checks: Sequence[Check], limit: int) ->
 
 
 def verification_document(check: Check, limit: int) -> dict[str, Any]:
-    """Return the result of ``verify`` as plain values."""
+    """Return the result of ``verify`` as a dict for JSON."""
     found = check.found
     return {
         **_place(check.space),
@@ -247,20 +247,20 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
 
 
 def show_pairs(console: Console, title: str, lines: Mapping[str, str]) -> None:
-    """Print labels and texts below a title."""
+    """Print a title, then one line for each label and its text."""
     console.print(Text(title, style="bold"), soft_wrap=True)
     _pairs(console, lines)
 
 
 def removal_words(chosen: _Chosen) -> str:
-    """Return the number and the total size of the chunks to remove, in words."""
+    """Return a text with the number and the total size of the chunks to remove."""
     chunks = sum(len(entries) for _, entries in chosen)
     nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
     return f"{_count(chunks)} ({approximate_size(nbytes)})"
 
 
 def show_removal(console: Console, chosen: _Chosen) -> None:
-    """Print the number and size of the removed chunks."""
+    """Print the number and the total size of the removed chunks."""
     for space, entries in chosen:
         if entries:
             words = removal_words([(space, entries)])
@@ -269,7 +269,7 @@ def show_removal(console: Console, chosen: _Chosen) -> None:
 
 
 def removal_document(chosen: _Chosen) -> dict[str, Any]:
-    """Return the removed chunks as plain values."""
+    """Return the removed chunks as a dict for JSON."""
     return {
         "namespaces": [
             {
@@ -286,7 +286,7 @@ def removal_document(chosen: _Chosen) -> dict[str, Any]:
 def show_compactions(
     console: Console, done: Sequence[tuple[StoredNamespace, CompactedIndex]]
 ) -> None:
-    """Print the sizes of indexes before and after."""
+    """Print the size of each index before and after its compaction."""
     table = make_table("namespace", "model", numbers=("before", "after"), narrow=True)
     for space, sizes in done:
         before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
@@ -295,7 +295,7 @@ def show_compactions(
 
 
 def compaction_document(space: StoredNamespace, sizes: CompactedIndex) -> dict[str, Any]:
-    """Return the sizes of an index as plain values."""
+    """Return the size of an index before and after its compaction, as a dict for JSON."""
     return {
         **_place(space),
         "before_nbytes": sizes.before_nbytes,

@@ -1,4 +1,4 @@
-"""``kvtier cache explain FILE KEY``: whether a shared tier has a chunk, and if it is whole."""
+"""``kvtier cache explain FILE KEY``: asks a shared tier for a chunk, and verifies the bytes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class SharedExplanation:
         kind: Kind of the tier.
         value: Key of the chunk's value in the service.
         is_stored: Whether the service has the value.
-        is_whole: Whether the value's bytes match its proof; None for an unread value.
-        answered_s: Seconds until the service's answer whether it has the value.
+        is_whole: Whether the value's bytes match the proof; None if the value was not verified.
+        answered_s: Seconds until the service answered whether it has the value.
     """
 
     tier: str
@@ -53,11 +53,11 @@ class SharedExplanation:
     answered_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the answer as plain values."""
+        """Return the answer as a dict for JSON."""
         return asdict(self)
 
     def lines(self) -> dict[str, str]:
-        """Return the answer as labels and texts."""
+        """Return the answer as a text for each label."""
         stored = "yes" if self.is_stored else "no: never stored, or evicted by the service"
         whole = {True: "yes", False: "no: an engine computes the chunk and stores it again"}
         lines = {"tier": f"{self.tier}  {self.kind}", "value": self.value, "stored": stored}
@@ -70,20 +70,20 @@ class SharedExplanation:
 def explain_shared(
     file: Path, key: str, namespace: str | None, *, timeout_s: float = _TIMEOUT_S
 ) -> SharedExplanation:
-    """Ask the shared tier of a configuration for a chunk; blocks.
+    """Ask the shared tier of a configuration for a chunk. This function blocks.
 
-    The value is read and verified if a local tier of the file has the namespace, whose layout
-    has the size of a chunk.
+    The value is verified only if a local tier of the file has the namespace, because the
+    namespace's layout gives the size of a value.
 
     Args:
         file: The configuration.
         key: The whole key in hex digits.
-        namespace: Namespace of the engines; None if a local tier has exactly one.
+        namespace: Namespace of the engines; None for the only namespace of the local tiers.
         timeout_s: Longest wait for the service.
 
     Raises:
-        ConfigError: The file has no shared tier, the key is not whole, or the namespace is
-            unknown.
+        ConfigError: The file has no shared tier, ``key`` is not a whole key, or ``namespace``
+            must be given.
         TierUnavailableError: The service failed or did not answer in time.
     """
     config = load_config(file)
@@ -161,5 +161,5 @@ async def _ask(
 
 
 def _without_content(answer: SharedExplanation) -> SharedExplanation:
-    """Return ``answer`` without a statement about bytes, whose number is unknown."""
+    """Return ``answer`` with ``is_whole`` None, because the size of the value is unknown."""
     return SharedExplanation(**{**answer.as_dict(), "is_whole": None})

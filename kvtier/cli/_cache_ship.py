@@ -1,4 +1,4 @@
-"""``kvtier cache export``, ``import`` and ``merge``: carry a cache to other machines."""
+"""``kvtier cache export``, ``import`` and ``merge`` copy a cache to other machines."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class _Report(Protocol):
 
     @property
     def is_bad(self) -> bool:
-        """Whether chunks are bad."""
+        """Whether the command exits with 1, for example because a chunk is bad."""
 
     def as_dict(self, limit: int) -> dict[str, object]:
-        """Return the result as plain values."""
+        """Return the result as a dict for JSON."""
 
     def lines(self, limit: int) -> Sequence[str]:
         """Return the result as lines of text."""
@@ -188,7 +188,7 @@ def merge_caches(
 
 
 def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
-    """Verify the archive that ``text`` names, for ``kvtier cache verify``."""
+    """Verify the archive at ``text``, a directory or a URL, and print the result."""
     with _resumable():
         archive = open_archive(open_location(text))
     began_s = time.monotonic()
@@ -217,7 +217,7 @@ def _working(
     """Show a progress bar in the ``with`` block, and convert errors to ConfigErrors.
 
     Yields:
-        A function that moves the bar.
+        A function that moves the bar by a number of chunks.
     """
     with contextlib.ExitStack() as stack:
         if space is not None:
@@ -229,7 +229,7 @@ def _working(
 
 @contextlib.contextmanager
 def _resumable() -> Iterator[None]:
-    """Convert errors of a location to a ConfigError that names the file and a remedy."""
+    """Convert an ``OSError`` to a ConfigError that names the file and a remedy."""
     try:
         yield
     except OSError as error:
@@ -241,7 +241,7 @@ def _resumable() -> Iterator[None]:
 
 
 def _finish(report: _Report, limit: int, *, as_json: bool) -> None:
-    """Print ``report``; exit with 1 if chunks are bad."""
+    """Print ``report``; exit with 1 if the report is bad."""
     if as_json:
         show_json(report.as_dict(limit))
     else:

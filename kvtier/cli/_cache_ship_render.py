@@ -1,4 +1,4 @@
-"""Results of ``kvtier cache export``, ``import`` and ``merge``, as text and as plain values."""
+"""Formats the results of ``kvtier cache export``, ``import`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ExportReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether chunks of the cache are bad, or all given keys are missing in the cache."""
+        """Whether the cache has bad chunks, or has none of the given keys."""
         return bool(self.found.bad) or self._finds_nothing
 
     @property
@@ -38,7 +38,7 @@ class ExportReport:
         return bool(self.missing) and not (found.chunks or found.present or found.changed)
 
     def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the result as a dict for JSON."""
         found = self.found
         bad = [
             {"key": entry.key.hex(), "slot": entry.slot, "problem": problem}
@@ -94,7 +94,7 @@ class ImportReport:
         return bool(self.found.damaged)
 
     def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the result as a dict for JSON."""
         return {
             "archive": self.archive,
             "directory": str(self.found.directory),
@@ -127,11 +127,11 @@ class MergeReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a source is damaged."""
+        """Whether one of the merged archives is damaged."""
         return bool(self.found.damaged)
 
     def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the result as a dict for JSON."""
         return {
             "archive": self.location,
             **_moved_document(self.found.chunks, self.layout, self.seconds),
@@ -167,7 +167,7 @@ class VerifyReport:
         return bool(self.damaged)
 
     def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the result as a dict for JSON."""
         return {
             "archive": self.location,
             "chunks": self.manifest.chunks,

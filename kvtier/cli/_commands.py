@@ -29,7 +29,7 @@ EXAMPLES: Final = {
     "ram_nvme_gds": "chunks are read from the disk straight into GPU memory",
     "ram_nvme_shared": "below the disk, a tier that many machines share",
 }
-"""The examples, by name, with their purpose."""
+"""A description of each example configuration, by the example's name."""
 _EXAMPLES_HELP: Final = "; ".join(f"{name}: {text}" for name, text in EXAMPLES.items())
 
 

@@ -1,4 +1,4 @@
-"""``kvtier cache coverage``: how many tokens of prompts a cache could provide."""
+"""``kvtier cache coverage`` prints how many tokens of given prompts a cache has."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EngineArguments = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The coverage of one namespace, prompt by prompt."""
+    """How much of the prompts one namespace has: in total and for each prompt."""
 
     space: StoredNamespace
     total: Coverage
@@ -158,10 +158,10 @@ def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
 def needed_by(
     prompts: Path, space: StoredNamespace, model: str, arguments: Sequence[str]
 ) -> Callable[[ChunkKey], bool]:
-    """Return a predicate of keys: whether a prompt in the file ``prompts`` needs the chunk.
+    """Return a predicate: whether a prompt in the file ``prompts`` needs the chunk of a key.
 
     Raises:
-        ConfigError: The file cannot be read, or needs numpy or vLLM, which is not installed.
+        ConfigError: The file cannot be read, or numpy or vLLM is needed and not installed.
     """
     with numpy_needed("kvtier cache export --prompts", "sim"):
         import kvtier.coverage  # noqa: F401, PLC0415 - imports asyncio and numpy
@@ -199,7 +199,7 @@ def _answer(space: StoredNamespace, prompts: Sequence[Prompt], setup: _Setup) ->
 
 
 def coverage_rows(total: Coverage, *, nbytes_per_token: float) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each fact of a coverage."""
+    """Yield the figures of a coverage as pairs of a name and a text."""
     missing = total.prompts - total.whole - total.partly - total.short
     counts = f"{total.whole:,} stored, {total.partly:,} in part, {missing:,} not"
     if total.short:
@@ -213,7 +213,7 @@ def coverage_rows(total: Coverage, *, nbytes_per_token: float) -> Iterator[tuple
 
 
 def show_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Print a name and a value in each line."""
+    """Print one line for each pair of a name and a text."""
     table = make_table("", "", numbers=())
     for row in rows:
         table.add_row(*row)
@@ -238,7 +238,7 @@ def _document(answer: _Answer, limit: int) -> dict[str, object]:
 
 
 def _worst(answer: _Answer, limit: int) -> Iterator[PromptCoverage]:
-    """Yield the prompts with the most tokens to compute, at most ``limit``; 0 for all."""
+    """Yield up to ``limit`` prompts (0: all), those with the most tokens to compute first."""
     by_loss = sorted(
         answer.prompts, key=lambda each: (each.hit_tokens - each.reusable_tokens, each.line)
     )

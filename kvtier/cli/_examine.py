@@ -1,4 +1,4 @@
-"""``kvtier check`` and ``kvtier doctor``: one examination, one table."""
+"""The commands ``kvtier check`` and ``kvtier doctor``. Both print findings as a table."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _examine(
 
 
 def show_examination(console: Console, file: Path, examination: Examination) -> None:
-    """Print one row per finding, with its place and remedy below, and a summary."""
+    """Print each finding with its line in the file and its remedy, then a summary."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", max_width=max(22, console.width // 4))

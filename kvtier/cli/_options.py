@@ -96,7 +96,10 @@ def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
 
 
 def filled(spaces: Sequence[StoredNamespace]) -> list[StoredNamespace]:
-    """Return the namespaces with an index or slots, if any; name the others."""
+    """Return the namespaces that have an index or slots, or all if none has them.
+
+    Print a note for each namespace that is left out.
+    """
     found = [space for space in spaces if not space.is_blank]
     if not found:
         return list(spaces)
@@ -139,7 +142,7 @@ def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def finite(value: float | None) -> float | None:
-    """Return ``value`` if it is finite; a callback for options.
+    """Return ``value`` if it is finite or None. typer calls this function for an option.
 
     Raises:
         typer.BadParameter: ``value`` is infinite or not a number.
@@ -177,7 +180,7 @@ class _Command(TyperCommand):
 
 
 class Commands(typer.Typer):
-    """A group of commands with plain help.
+    """A group of commands whose help is plain text.
 
     Args:
         settings: The group's name, help and other settings of typer.

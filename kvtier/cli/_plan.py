@@ -54,18 +54,18 @@ class _Plan:
 
     Attributes:
         model: The model's type.
-        attention: MHA, GQA or MLA.
-        layers: Number of layers that keep KV.
+        attention: Type of attention: MHA, GQA or MLA.
+        layers: Number of layers that have a KV cache.
         kv_dtype: Element type of the KV cache.
         tp: Number of tensor-parallel ranks.
-        copies: Number of ranks that have the same bytes.
-        token_nbytes: Bytes of one token, including copies.
+        copies: Number of ranks that have equal copies of the KV.
+        token_nbytes: Number of bytes of one token's KV, including copies.
         chunk_tokens: Number of tokens of one chunk.
-        chunk_nbytes: Bytes of one chunk.
-        slot_nbytes: Bytes that a chunk takes in a tier.
+        chunk_nbytes: Number of bytes of one chunk, including copies.
+        slot_nbytes: Number of bytes of a slot.
         block_tokens: Number of tokens of one engine block.
         prefill_tokens_per_s: Number of prompt tokens that the engine computes per second.
-        prefill_bytes_per_s: Bytes per second of the KV of these tokens.
+        prefill_bytes_per_s: Number of bytes of KV that the engine computes per second.
         tiers: The tiers, fastest first.
         notes: Remarks on what the numbers include and exclude.
     """
@@ -190,7 +190,7 @@ def _make_plan(
 def _assumptions(
     result: _Plan, block_tokens: int | None, prefill_rate: float | None
 ) -> list[str]:
-    """Return what the plan's numbers assume about the engine."""
+    """Return the assumptions about the engine behind the plan's numbers, as sentences."""
     block = f"A block has {result.block_tokens} tokens"
     if block_tokens is None:
         block += ", which is assumed; give the engine's --block-size as --block-tokens"

@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal only, and on stderr."""
+"""Progress bars on stderr, drawn only if stderr is a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, prose and JSON on a terminal or in a pipe."""
+"""Prints tables, prose and JSON to a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _WIDEST = 1000
 
 
 def show_json(value: object) -> None:
-    """Print ``value``, built from plain values, as JSON."""
+    """Print ``value``, a dict or a list that JSON can represent, as JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def make_console() -> Console:
     """Return a console for stdout that prints names unchanged.
 
-    A pipe or file gets unwrapped lines, so that ``grep`` and ``cut`` see whole lines. The
-    environment variable COLUMNS sets another width.
+    Lines to a pipe or a file are not wrapped, so ``grep`` and ``cut`` see whole lines. The
+    environment variable COLUMNS overrides the width.
     """
     columns = shutil.get_terminal_size((_WIDEST, 0)).columns
     return Console(width=columns, highlight=False, markup=False, emoji=False)
@@ -76,7 +76,7 @@ def show_facts(facts: Mapping[str, object]) -> None:
 
 
 def show_table(console: Console, table: Table) -> None:
-    """Print ``table`` at its full width. A narrower terminal wraps its lines."""
+    """Print ``table`` at its full width. A narrower terminal wraps the lines."""
     _show_lines(console, table, _width_of(console, table))
 
 
@@ -110,18 +110,18 @@ def show_line(console: Console, text: str) -> None:
 
 
 def show_prose(console: Console, table: Table) -> None:
-    """Print ``table``, wrapped to the width of ``console``."""
+    """Print ``table``, with its cells wrapped to fit the width of ``console``."""
     _show_lines(console, table, console.width)
 
 
 def _width_of(console: Console, table: Table) -> int:
-    """Return the full width of ``table`` in terminal columns."""
+    """Return the width of ``table`` without wrapping, in characters."""
     options = console.options.update(max_width=_WIDEST)
     return Measurement.get(console, options, table).maximum
 
 
 def _show_lines(console: Console, table: Table, width: int) -> None:
-    """Print ``table`` in ``width`` columns, without trailing blanks."""
+    """Print ``table`` in lines of at most ``width`` characters, without trailing blanks."""
     options = console.options.update(width=width)
     for segments in console.render_lines(table, options, pad=False):
         line = Text()

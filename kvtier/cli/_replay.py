@@ -36,7 +36,7 @@ __all__ = ["replay"]
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
 _LATE = 0.1
-"""The times are reliable if the sum of delays is at most this share of the replay's time."""
+"""Largest share of delays in the replay's time. Above it, the times are unreliable."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command
@@ -118,7 +118,7 @@ def _check_beside(config: KvtierConfig) -> None:
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
-    """Measure each disk that is not in ``given``, as ``kvtier doctor`` does; return speeds."""
+    """Measure the disk of each tier that ``given`` lacks; return the speeds by tier."""
     from kvtier.doctor.rates import measure_directory  # noqa: PLC0415
 
     speeds = {}

@@ -91,7 +91,7 @@ Speeds = Annotated[
 _OF_TRACES = frozenset({"trace", "format_name", "tokens_per_id", "chunk_bytes"})
 _BY_POLICY = _OF_TRACES | {"policy", "capacity", "touch_order"}
 _BY_CONFIG = _OF_TRACES | {"config", "prefill_rate", "tier_speed"}
-"""Parameters that each kind of run uses."""
+"""Parameters that a simulation of a whole configuration uses."""
 
 
 @sim_app.command()
@@ -306,13 +306,13 @@ def chunk_bytes_of(trace: Trace, text: str | None) -> int:
 def _refuse_others(
     context: typer.Context, used: Collection[str], kind: str, remedy: str
 ) -> None:
-    """Refuse options that have no effect in this kind of run.
+    """Refuse options that have no effect on this kind of simulation.
 
     Args:
         context: The command line with its parameters.
-        used: Names of the parameters that the run uses, besides ``as_json``.
-        kind: The option that chose the kind of run.
-        remedy: How to use the refused option.
+        used: Names of the parameters that the simulation uses, besides ``as_json``.
+        kind: The option that selected the kind of simulation.
+        remedy: Advice on how to use the refused option.
     """
     for parameter in context.command.params:
         name = parameter.name or ""

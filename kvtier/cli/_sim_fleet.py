@@ -22,7 +22,7 @@ __all__ = ["show_fleet"]
 
 
 def show_fleet(result: FleetResult, trace: Trace, *, as_json: bool) -> None:
-    """Print the result of a fleet."""
+    """Print the result of a simulation of several engines."""
     if as_json:
         show_json(asdict(result) | trace.reading())
         return

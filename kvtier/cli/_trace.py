@@ -86,7 +86,7 @@ def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
 
 
 def show_assumptions(trace: Trace) -> None:
-    """Print the assumptions of the reader of ``trace``."""
+    """Print the assumptions under which ``trace`` was read."""
     show_line(make_console(), f"assumed for {trace.name}: {'; '.join(trace.assumed)}")
 
 
@@ -175,7 +175,7 @@ def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) ->
     """Check that output files can be written and do not replace an input.
 
     Args:
-        outputs: The files by option; None if the option is not given.
+        outputs: The file of each option; None if the option is not given.
         traces: Files that the command reads.
 
     Raises:
@@ -215,7 +215,7 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def _obstacle(path: Path) -> str:
-    """Return the reason why ``path`` cannot be written; an empty text if it can be."""
+    """Return why ``path`` cannot be written; an empty text if ``path`` can be written."""
     if path.is_dir():
         return "is a directory"
     if not path.parent.is_dir():
@@ -226,7 +226,7 @@ def _obstacle(path: Path) -> str:
 
 
 def _is_one_file(path: Path, other: Path) -> bool:
-    """Return whether both paths name one regular file, also through links."""
+    """Return whether both paths lead to the same regular file, directly or through links."""
     try:
         if path.exists() and other.exists():
             return path.is_file() and path.samefile(other)

@@ -164,7 +164,7 @@ def _shown(progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cancelled_by_signals() -> Iterator[list[int]]:
-    """Cancel the running task on SIGTERM and SIGHUP; yield a list of the signals.
+    """Cancel the current task on SIGTERM or SIGHUP; yield a list that collects the signals.
 
     On Ctrl-C, asyncio itself cancels the task. An ignored signal stays ignored.
     """
@@ -201,7 +201,7 @@ def _stdout_kept() -> Iterator[None]:
 
 
 def _show(last: WarmupEvent, *, as_json: bool) -> bool:
-    """Print the result; return whether every planned prompt is stored."""
+    """Print the result; return False if a planned prompt could not be stored."""
     from kvtier import warmup as events  # noqa: PLC0415 - as above
 
     if isinstance(last, events.Planned):

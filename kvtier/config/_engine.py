@@ -1,7 +1,7 @@
 """Derives one engine's settings from a configuration: paths, load path, vLLM arguments.
 
-Data-parallel ranks are independent engines with their own tiers, started with the same file. A
-placeholder in a path gives each rank its own directory.
+Each data-parallel rank is an independent engine with its own tiers. All ranks start with the
+same file. A placeholder in a path gives each rank its own directory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
-    """Return ``config`` with the paths of one engine.
+    """Return ``config`` with the rank of one engine in place of each placeholder in a path.
 
     Args:
         config: The configuration as read from its file.
-        rank: Data-parallel rank of the engine; None for a single engine, which gets the paths
-            of rank 0.
+        rank: Data-parallel rank of the engine; None for a single engine, which uses the
+            paths of rank 0.
 
     Raises:
-        ConfigError: There are several ranks, and a path has no placeholder. The message has one
-            line per path.
+        ConfigError: A rank is given, and a path has no placeholder. The message has one line
+            per such path.
     """
     if rank is not None and (problems := list(_shared_paths(config))):
         raise ConfigError("\n".join(problems))
@@ -138,13 +138,13 @@ def vllm_transfer_config(
     *,
     entry_point: VllmEntryPoint = VllmEntryPoint.CONNECTOR,
 ) -> dict[str, Any]:
-    """Return vLLM's ``--kv-transfer-config`` for ``config``.
+    """Return the value of vLLM's argument ``--kv-transfer-config`` for ``config``.
 
     Args:
         path: The file of ``config``. Every engine process reads the file again, perhaps in
             another working directory, so the path is made absolute.
-        config: The configuration. vLLM needs the chunk size. With the spec entry point vLLM
-            also needs the setting for chunks of generated tokens.
+        config: The configuration. The value contains the chunk size. For the spec entry
+            point, the value also contains ``store_decode``.
         entry_point: The entry point through which vLLM loads kvtier.
     """
     extra: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The only user of environment variables in kvtier."""
+"""Reads and sets environment variables. No other module of kvtier does this."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def variable(name: str) -> str | None:
 
 
 def variables(names: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Return the variables whose whole names match ``names``, as sorted (name, value) pairs."""
+    """Return sorted (name, value) pairs of all variables with names that ``names`` matches."""
     return sorted(pair for pair in os.environ.items() if names.fullmatch(pair[0]))
 
 
 def set_default_variables(defaults: Mapping[str, str]) -> None:
-    """Set each unset variable, for a library that has no other settings."""
+    """Set the variables that are unset, to configure a library that has no other settings."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

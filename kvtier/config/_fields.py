@@ -1,8 +1,8 @@
-"""Field types with a unit in YAML and a plain number in Python.
+"""Types of fields that are text with a unit in YAML and a number in Python.
 
-``capacity: 64GiB`` in a file and ``capacity_bytes=1 << 36`` in code are the same value. A bare
-``64`` is refused in a file and accepted in code, where the field's name has the unit.
-Validators distinguish a file from code by the validation context: only the loader passes one.
+``capacity: 64GiB`` in a file and ``capacity_bytes=1 << 36`` in code are the same value. A file
+must name a unit. Code may use a plain number, because the field's name has the unit. Validators
+recognize a file by the validation context, which only the loader passes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 RANK_PLACEHOLDER: Final = "{data_parallel_rank}"
-"""Placeholder in a path for the data-parallel rank."""
+"""Placeholder for the data-parallel rank in a path."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_PROBLEM: Final = ("control characters", "write it without them")
 
@@ -56,7 +56,8 @@ _CONTROL_PROBLEM: Final = ("control characters", "write it without them")
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
     """Return a validator that parses text with ``parse``.
 
-    In Python code the value may be a number. A number in a file is parsed like text.
+    Python code may also pass a number, which the validator returns unchanged. A number in a
+    file is parsed like text.
     """
 
     def read(value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - pydantic's contract
@@ -72,7 +73,7 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
 
 
 def refusal(problem: str, remedy: str) -> PydanticCustomError:
-    """Return an error with a problem and a remedy, which a validator raises."""
+    """Return an error for a validator to raise, with a problem and a remedy."""
     words = {"problem": problem, "remedy": remedy}
     return PydanticCustomError("kvtier", "{problem}; {remedy}", words)
 
@@ -91,7 +92,7 @@ def path_problem(path: Path) -> tuple[str, str] | None:
 
 
 def _without_other_braces(path: Path) -> Path:
-    """Refuse a misspelt placeholder, which would become part of a directory's name."""
+    """Refuse a misspelt placeholder, because it would become a directory's name."""
     if re.search(r"[{}]", str(path).replace(RANK_PLACEHOLDER, "")):
         problem = f"a brace outside {RANK_PLACEHOLDER}, the only placeholder"
         raise refusal(problem, "write that, or a path without braces")
@@ -120,7 +121,7 @@ Size = Annotated[
     PlainSerializer(format_size, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": SIZE_PATTERN}),
 ]
-"""Bytes, more than 0."""
+"""Number of bytes, more than 0."""
 
 Duration = Annotated[
     float,
@@ -129,7 +130,7 @@ Duration = Annotated[
     PlainSerializer(format_duration, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN}),
 ]
-"""Seconds, more than 0."""
+"""Number of seconds, more than 0."""
 
 Fraction = Annotated[
     float,
@@ -138,7 +139,7 @@ Fraction = Annotated[
     PlainSerializer(format_percentage, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": PERCENTAGE_PATTERN}),
 ]
-"""A share, 0 to 1."""
+"""A share from 0 to 1."""
 
 FilePath = Annotated[
     Path,
@@ -146,4 +147,4 @@ FilePath = Annotated[
     AfterValidator(_without_other_braces),
     AfterValidator(_without_problem),
 ]
-"""An absolute path; may contain a :data:`RANK_PLACEHOLDER`."""
+"""An absolute path, which may contain a :data:`RANK_PLACEHOLDER`."""

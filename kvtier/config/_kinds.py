@@ -1,9 +1,7 @@
-"""Finds the options model of a tier kind: built-in, of an installed package, or a class.
+"""Finds the options model of a tier kind, and makes the JSON Schema of configuration files.
 
-The module also makes the JSON Schema of configuration files.
-
-To read a configuration, this module imports only the models of built-in tiers' options, not the
-tiers.
+A kind is built in, comes from an installed package, or has the form ``module:Class``. For a
+built-in kind, this module imports only the options model, not the tier.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ TIERS: Final = NamedClasses(
         "shared_dir": "kvtier.tiers.shared.shared_dir:SharedDirTier",
     },
 )
-"""The classes of tiers, each with ``Options: type[TierConfig]`` unless it is built in."""
+"""The classes of tiers. A class that is not built in has ``Options: type[TierConfig]``."""
 _OPTIONS: Final[dict[str, type[TierConfig]]] = {
     "ram": RamTierConfig,
     "nvme": NvmeTierConfig,
@@ -42,7 +40,7 @@ _OPTIONS: Final[dict[str, type[TierConfig]]] = {
     "object": ObjectTierConfig,
     "shared_dir": SharedDirTierConfig,
 }
-"""The options of built-in kinds, which are read without the tier's class."""
+"""Options model of each built-in kind. It is found without an import of the tier."""
 
 
 def options_of(kind: str) -> type[TierConfig]:
@@ -69,7 +67,7 @@ def options_of(kind: str) -> type[TierConfig]:
 
 
 def _define_tiers(definitions: dict[str, Any]) -> list[dict[str, str]]:
-    """Add the schema of every tier kind to ``definitions``; return references to them."""
+    """Add a schema for each tier kind to ``definitions``; return references to the schemas."""
     for kind in TIERS.installed():
         tier = _tier_schema(kind)
         definitions.update(tier.pop("$defs", {}))
@@ -79,7 +77,7 @@ def _define_tiers(definitions: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a file, including every installed tier kind.
+    """Return the JSON Schema (2020-12) of configuration files, with all installed tier kinds.
 
     Raises:
         ConfigError: The package that provides a tier kind is broken.
@@ -101,7 +99,7 @@ def schema() -> dict[str, Any]:
 
 
 def _schema_of_classes() -> dict[str, Any]:
-    """Return the schema of tiers of kind ``module:Class``, which may have any keys."""
+    """Return the schema of a tier of kind ``module:Class``. Such a tier may have any keys."""
     tier = TierConfig.model_json_schema(mode="serialization")
     tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
     tier["properties"]["eviction"] |= EVICTIONS.schema()

@@ -67,7 +67,7 @@ def load_config(path: Path | str) -> KvtierConfig:
 
 
 def _read_file(path: Path | str, source: str) -> bytes:
-    """Return the content of the file at ``path``, which errors call ``source``."""
+    """Return the content of the file at ``path``. Errors name the file ``source``."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(_MOST_NBYTES + 1)
@@ -86,7 +86,11 @@ def _read_file(path: Path | str, source: str) -> bytes:
 
 
 def parse_config(text: str, *, source: str) -> KvtierConfig:
-    """Parse ``text``, the content of a configuration file, which errors call ``source``.
+    """Parse the content of a configuration file.
+
+    Args:
+        text: The content.
+        source: Name of the file in errors.
 
     Raises:
         ConfigError: The text is invalid. The message has one line per problem.
@@ -116,7 +120,7 @@ class _Reader:
 
     origin: Origin
     problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
-    """Line number of each problem, and a function that makes the text if it is shown."""
+    """Line number of each problem, and a function that returns the text of the problem."""
 
     def read(self, values: dict[str, Any]) -> KvtierConfig:
         sections = KvtierConfig.model_fields
@@ -178,7 +182,10 @@ class _Reader:
             self._check_name(name, role, key)
 
     def _check_name(self, name: object, classes: NamedClasses, key: str) -> bool:
-        """Return whether ``name`` names one of ``classes`` and can be imported."""
+        """Return whether ``name`` names one of ``classes`` that can be imported.
+
+        If not, add a problem.
+        """
         is_known = isinstance(name, str) and (
             name in classes.built_in or re.fullmatch(CLASS_PATTERN, name) is not None
         )
@@ -210,7 +217,10 @@ class _Reader:
     def _validate(
         self, model: type[ModelT], values: dict[str, Any] | str, key: str
     ) -> ModelT | None:
-        """Validate ``values`` (JSON, or a dict of validated models) with ``model``."""
+        """Validate ``values`` with ``model``. If they are invalid, add problems; return None.
+
+        ``values`` is JSON text or a dict of validated models.
+        """
         context = {"origin": self.origin}
         try:
             if isinstance(values, str):
@@ -263,7 +273,7 @@ _MOST_NBYTES: Final = 256 << 10
 
 
 def _names(model: type[BaseModel]) -> list[str]:
-    """Return the keys of ``model``, as in a file."""
+    """Return the names that a file uses for the fields of ``model``."""
     fields = model.model_fields.items()
     return [str(info.validation_alias or name) for name, info in fields]
 

@@ -1,7 +1,7 @@
 """The models of the configuration.
 
-In a file the value has the unit, in Python the name has it: ``capacity: 64GiB`` is
-``capacity_bytes``. The docstrings below the fields are the descriptions in the JSON Schema.
+In a file, a value has a unit: ``capacity: 64GiB``. In Python, the field's name has the unit:
+``capacity_bytes``. The docstring below a field is the field's description in the JSON Schema.
 """
 
 from __future__ import annotations
@@ -62,34 +62,34 @@ class PlacementConfig(Section):
     """Rules for copying chunks between tiers."""
 
     policy: str = "tiered"
-    """`tiered` with the next three keys, or another policy, by name or as `module:Class`."""
+    """Name of the policy, or `module:Class`. The next three keys are only for `tiered`."""
     write: Literal["through", "evict"] = "through"
     """Demote chunks as soon as they are stored (`through`), or when RAM is full (`evict`)."""
     write_after: int = Field(default=1, ge=1)
-    """Uses after which `write: through` demotes a chunk; storing it is the first."""
+    """Number of uses at which `write: through` demotes a chunk. The store is the first use."""
     promote: Literal["copy", "move"] = "copy"
     """Whether the slower tier keeps a promoted chunk (`copy`) or not (`move`)."""
     admit: str = "all"
-    """Policy that chooses which chunks may be demoted: `all`, by name, or `module:Class`."""
+    """Name of the policy that chooses which chunks may be demoted, or `module:Class`."""
     write_budget_per_day_bytes: Size | None = Field(
         default=None,
         validation_alias="write_budget_per_day",
         serialization_alias="write_budget_per_day",
     )
-    """Bytes per day that may be written to each slower tier; further chunks stay out."""
+    """Limit of bytes written to each slower tier per day. Further chunks are not demoted."""
     pin_budget: Fraction = 0.5
-    """Share of RAM that may be occupied by chunks promoted for waiting requests."""
+    """Largest share of RAM for chunks that are promoted for waiting requests."""
     backlog_limit: Fraction = 0.5
-    """Share of RAM for chunks that wait for demotion; newer chunks then stay in RAM only."""
+    """Largest share of RAM for chunks that wait for demotion. Beyond it, chunks stay in RAM."""
     retain_quota: Fraction = 0.0
-    """Share of RAM for chunks that requests retain until a deadline."""
+    """Largest share of RAM for chunks that requests retain until a deadline."""
     retain_s: Duration | None = Field(
         default=None, validation_alias="retain", serialization_alias="retain"
     )
-    """Time that a chunk is retained after a use if the request names no time."""
+    """How long a chunk is retained after each use, if the request names no time."""
 
     load_if: Literal["always", "worthwhile"] = "worthwhile"
-    """Load chunks `always`, or only if computing them is estimated to take longer."""
+    """Load chunks `always`, or only if computing them would take longer (`worthwhile`)."""
     recompute_per_token_s: Duration | None = Field(
         default=None,
         validation_alias="recompute_per_token",
@@ -99,7 +99,7 @@ class PlacementConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of the policy's constructor besides the number of tiers."""
+        """Keyword arguments for the policy's constructor, without the number of tiers."""
         names = _TIERED_KEYS if self._is_tiered else ()
         return {name: getattr(self, name) for name in names}
 
@@ -141,7 +141,7 @@ class TransferConfig(Section):
     queue_limit_bytes: Size = Field(
         default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
     )
-    """Bytes queued or in flight per tier and direction; further jobs are refused."""
+    """Largest amount queued or in flight per tier and direction. Further jobs are refused."""
     piece_bytes: Size = Field(
         default=8 << 20, validation_alias="piece", serialization_alias="piece"
     )
@@ -149,9 +149,9 @@ class TransferConfig(Section):
     load_timeout_s: Duration = Field(
         default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
     )
-    """Longest wait of a request for a promotion; then the engine computes its tokens."""
+    """Longest wait of a request for a promotion. Then the engine computes the tokens."""
     load_path: Literal["auto", "direct", "staged"] = "auto"
-    """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
+    """Load each chunk once it is in RAM (`direct`), or all chunks together (`staged`)."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
     )
@@ -159,11 +159,11 @@ class TransferConfig(Section):
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
-    """Longest time for demoting the remaining chunks and closing everything."""
+    """Longest time of a shutdown, which demotes the remaining chunks and closes the tiers."""
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )
-    """Time until a tier that is out of service is tried again."""
+    """Time after which kvtier tries a failed tier again."""
 
     @model_validator(mode="after")
     def _piece_fits(self) -> Self:
@@ -175,7 +175,7 @@ class TransferConfig(Section):
 
 
 class TraceConfig(Section):
-    """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
+    """Settings for recording the engine's requests, for `kvtier sim` and `kvtier replay`."""
 
     record: FilePath | None = None
     """Absolute directory for the recording; kvtier creates it if its parent exists.
@@ -183,29 +183,29 @@ class TraceConfig(Section):
     file_size_bytes: Size = Field(
         default=64 << 20, validation_alias="file_size", serialization_alias="file_size"
     )
-    """Bytes per file of the recording."""
+    """Largest size of one file of the recording."""
     files: int = Field(default=8, ge=1)
-    """Number of files; the oldest is removed first."""
+    """Number of files to keep. Older files are removed."""
 
 
 class EngineConfig(Section):
     """Settings for what an engine stores: blocks per chunk, and KV of generated tokens."""
 
     blocks_per_chunk: int = Field(default=1, ge=1, le=65536)
-    """Engine blocks per stored chunk; more means fewer, larger I/Os and coarser reuse."""
+    """Number of engine blocks per chunk. More blocks mean fewer, larger I/Os, coarser reuse."""
     store_decode: bool = True
-    """Store the KV of generated tokens too; conversations of several turns need it."""
+    """Store the KV of generated tokens too. Conversations of several turns reuse this KV."""
 
 
 class IdentityConfig(Section):
-    """Values besides model and layout that must be equal for engines to share stored chunks."""
+    """Engines share stored chunks only if these values, the model and the layout are equal."""
 
     name: Label | None = Field(default=None, min_length=1)
-    """Name of the model, instead of the engine's `--model`."""
+    """Name of the model, used in place of the engine's `--model`."""
     model_revision: Label | None = None
-    """Revision of the weights, if the engine is not given one."""
+    """Revision of the weights, used if the engine has no `--revision`."""
     weights_epoch: int = Field(default=0, ge=0)
-    """Raise this number when weights change under the same name; older chunks are ignored."""
+    """A number to raise when weights change under the same name. Older chunks are ignored."""
 
 
 def _is_one(path: Path, other: Path) -> bool:
@@ -222,7 +222,7 @@ def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
 
 
 def _refuse(key: str, problem: str, remedy: str) -> None:
-    """Raise an error about ``key``, the name that a user writes in this section of the file."""
+    """Raise an error about ``key``, which is a key of this section in the file."""
     context = {"problem": problem, "key": key, "remedy": remedy}
     raise PydanticCustomError("kvtier", "{key}: {problem}; {remedy}", context)
 
@@ -241,13 +241,13 @@ class KvtierConfig(Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     """Limits and deadlines of transfers."""
     trace: TraceConfig = Field(default_factory=TraceConfig)
-    """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
+    """Settings for recording the engine's requests, for `kvtier sim` and `kvtier replay`."""
     shadow: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
-    """Eviction policies that run beside each tier's own, on keys only, and report hits."""
+    """Eviction policies to simulate for each tier. They see keys only, and report hits."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """Settings of what the engine stores."""
+    """Settings for what the engine stores."""
     identity: IdentityConfig = Field(default_factory=IdentityConfig)
-    """Values that must be equal, besides model and layout, to reuse stored chunks."""
+    """Engines share stored chunks only if these values, the model and the layout are equal."""
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
@@ -281,14 +281,14 @@ class KvtierConfig(Section):
 
     @property
     def gds(self) -> GdsMode:
-        """Whether workers read chunks straight into GPU memory; staged loads never do."""
+        """Mode of GDS reads, as in the section of the tier; `off` if loads are staged."""
         if self.transfer.load_path == "staged":
             return "off"
         return next((mode for tier in self.tiers if (mode := _gds_of(tier)) != "off"), "off")
 
     @property
     def gds_tier(self) -> str | None:
-        """Name of the tier that workers read straight into GPU memory; None without one."""
+        """Name of the tier with GDS reads; None if no tier has them."""
         names = [tier.name for tier in self.tiers if _gds_of(tier) != "off"]
         return None if self.gds == "off" else names[0]
 
@@ -350,10 +350,11 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
 
     Args:
         config: The configuration.
-        chunk_nbytes: Bytes of one chunk, of all ranks together.
+        chunk_nbytes: Number of bytes of one chunk on all ranks together.
 
     Raises:
-        ConfigError: A tier is too small; the message has its key, capacity and needed size.
+        ConfigError: A tier is too small. The message has the tier's capacity and the needed
+            size.
     """
     need = slot_nbytes(chunk_nbytes)
     problems = [

@@ -35,20 +35,20 @@ class SharedTierConfig(TierConfig):
         json_schema_extra={"examples": ["10TiB"]},
     )
     """Expected capacity of the service in bytes, for reports and simulations. The service
-    evicts by its own rules."""
+    evicts by rules of its own."""
     eviction: str = "lru"
-    """Policy that chooses which of the `known_chunks` this engine forgets."""
+    """Policy that chooses which of the `known_chunks` this engine forgets first."""
     known_chunks: int = Field(default=1 << 17, ge=1, le=1 << 24)
-    """Number of chunks that this engine expects in the tier; each takes about 250 bytes."""
+    """Number of the tier's chunks that this engine remembers. Each takes about 250 bytes."""
     lookup_timeout_s: Duration = Field(
         default=0.05, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
     )
-    """Longest wait of a request for the tier's answer which chunks it has."""
+    """Longest time that a request waits for the tier to look up the request's chunks."""
     keep_after_reset: bool = False
-    """Whether chunks are still shared after a cache reset; leave off if weights are updated
-    while the engine runs."""
+    """Whether the engine still shares chunks after a cache reset. Leave this off if weights are
+    updated while the engine runs."""
     own_process: bool = True
-    """Read, write and checksum in a separate process, so as not to slow the engine's down."""
+    """Read, write and compute checksums in a separate process, to keep the engine fast."""
 
     @override
     def has_own_process(self) -> bool:
@@ -56,7 +56,7 @@ class SharedTierConfig(TierConfig):
 
 
 class MooncakeTierConfig(SharedTierConfig):
-    """A Mooncake Store: memory of many hosts, pooled by a master."""
+    """A Mooncake Store: the pooled memory of many machines, managed by a master."""
 
     kind: str = Field(default="mooncake", pattern="^mooncake$")
     """A Mooncake Store."""
@@ -65,7 +65,7 @@ class MooncakeTierConfig(SharedTierConfig):
     metadata: Label = "P2PHANDSHAKE"
     """Address of the metadata server, or `P2PHANDSHAKE` for none."""
     host: Label | None = None
-    """Name or address of this host for other clients; detected if not given."""
+    """Name or address by which other clients reach this machine; detected if not given."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """Transport between clients."""
     devices: Label = ""
@@ -73,17 +73,17 @@ class MooncakeTierConfig(SharedTierConfig):
     segment_bytes: Size | None = Field(
         default=None, validation_alias="segment", serialization_alias="segment"
     )
-    """Memory of this host that the engine adds to the pool; none if not given."""
+    """Amount of this machine's memory that the engine adds to the pool; by default none."""
     replicas: int = Field(default=1, ge=1, le=16)
     """Number of copies of each chunk in the pool."""
     request_timeout_s: Duration = Field(
         default=2.0, validation_alias="request_timeout", serialization_alias="request_timeout"
     )
-    """Longest wait for the master's answer, and for 64 KiB of progress of a transfer."""
+    """Longest wait for the master's answer, and for each 64 KiB of a transfer."""
 
 
 class ObjectTierConfig(SharedTierConfig):
-    """A bucket of an object store, one object for each chunk."""
+    """A bucket of an object store, with one object for each chunk."""
 
     kind: str = Field(default="object", pattern="^object$")
     """An object store."""
@@ -95,14 +95,14 @@ class ObjectTierConfig(SharedTierConfig):
     lookup_timeout_s: Duration = Field(
         default=0.5, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
     )
-    """Longest wait of a request for the answer which of its chunks the tier has: a few round
-    trips to the service."""
+    """Longest time that a request waits for the tier to look up the request's chunks. A lookup
+    takes a few round trips to the service."""
     connections: int = Field(default=32, ge=1, le=1024)
-    """Largest number of requests in flight of each type: reads, writes and questions."""
+    """Largest number of reads in flight. The same limit holds for writes, and for questions."""
     request_timeout_s: Duration = Field(
         default=10.0, validation_alias="request_timeout", serialization_alias="request_timeout"
     )
-    """Longest time of a request, including retries. An attempt takes at most 3/4 of it."""
+    """Longest time of a request, with retries. An attempt takes at most 3/4 of this time."""
 
     @field_validator("url")
     @classmethod
@@ -125,7 +125,7 @@ class ObjectTierConfig(SharedTierConfig):
 
 
 class SharedDirTierConfig(SharedTierConfig):
-    """A directory that many engines or hosts mount, one file for each chunk."""
+    """A directory with one file for each chunk, shared by engines on one or more machines."""
 
     kind: str = Field(default="shared_dir", pattern="^shared_dir$")
     """A directory that many engines share."""
@@ -134,15 +134,15 @@ class SharedDirTierConfig(SharedTierConfig):
         serialization_alias="capacity",
         json_schema_extra={"examples": ["10TiB"]},
     )
-    """Bytes of files that all engines together may keep in the directory."""
+    """Largest total size of the files that all engines together keep in the directory."""
     lookup_timeout_s: Duration = Field(
         default=0.2, validation_alias="lookup_timeout", serialization_alias="lookup_timeout"
     )
-    """Longest wait of a request for the answer which of its chunks the tier has."""
+    """Longest time that a request waits for the tier to look up the request's chunks."""
     path: FilePath
-    """Absolute directory of the chunks; kvtier creates it if its parent exists."""
+    """Absolute path of the directory. kvtier creates the directory if the parent exists."""
     direct_io: Literal["auto", "require", "off"] = "auto"
-    """Bypass the page cache: `auto` if the file system can, `require` or refuse, `off`."""
+    """Bypass the page cache: `auto` (if possible), `require` (else an error), `off`."""
 
     @override
     def local_directory(self) -> LocalDirectory | None:

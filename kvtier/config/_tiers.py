@@ -28,7 +28,7 @@ __all__ = [
 
 
 NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
-"""Names of tiers, for logs and metrics."""
+"""Pattern for the names of tiers in logs and metrics."""
 _SLOT_ALIGNMENT_NBYTES: Final = 4096
 """Alignment of a slot's size, because direct I/O moves whole pages only."""
 
@@ -39,7 +39,7 @@ class LocalDirectory:
 
     Attributes:
         path: The directory. The tier creates it if its parent exists.
-        key: The key in the tier's section whose value is the directory.
+        key: The key for the directory in the tier's section.
         direct_io: Whether the tier bypasses the page cache; None if unknown.
     """
 
@@ -52,7 +52,7 @@ class Remark(NamedTuple):
     """A warning about one key of a tier's section."""
 
     key: str
-    """The key, as a file writes it."""
+    """The key, as written in a file."""
     problem: str
     """The problem."""
     remedy: str
@@ -62,7 +62,8 @@ class Remark(NamedTuple):
 class TierConfig(Section):
     """One tier. The ``Options`` of a custom tier derive from this class.
 
-    The commands call the methods. Override a method if its default does not fit.
+    ``kvtier check`` and other commands call the methods. Override a method if the default does
+    not fit.
     """
 
     is_shared: ClassVar[bool] = False
@@ -73,13 +74,13 @@ class TierConfig(Section):
     name: str = Field(
         default_factory=lambda values: _name_of(values["kind"]), pattern=NAME_PATTERN
     )
-    """Name in logs and metrics; the kind unless two tiers share it."""
+    """Name of the tier in logs and metrics. The default is the kind; names must differ."""
     capacity_bytes: Size = Field(
         validation_alias="capacity",
         serialization_alias="capacity",
         json_schema_extra={"examples": ["64GiB"]},
     )
-    """Bytes of chunks that the tier may have; the index takes more room."""
+    """Largest total size of the chunks in the tier. The index takes additional space."""
     eviction: str = "hedged-lhd"
     """Policy that chooses which chunk to evict, by name or as `module:Class`."""
 
@@ -93,8 +94,8 @@ class TierConfig(Section):
     def local_directory(self) -> LocalDirectory | None:
         """Return the tier's directory on this machine; None if there is none.
 
-        The default is the field ``path`` if its type is ``Path``. The commands check this
-        directory and its disk.
+        By default, this is the value of the field ``path`` if it is a ``Path``. The commands
+        check the directory and its disk.
         """
         path = getattr(self, "path", None)
         return LocalDirectory(path) if isinstance(path, Path) else None
@@ -124,7 +125,7 @@ class RamTierConfig(TierConfig):
     kind: str = Field(default="ram", pattern="^ram$")
     """Pinned host memory."""
     huge_pages: Literal["auto", "require", "off"] = "auto"
-    """Reserved huge pages (`vm.nr_hugepages`): `auto` if enough are free, `require`, `off`."""
+    """Use huge pages (`vm.nr_hugepages`): `auto` (if enough are free), `require` or `off`."""
 
 
 class NvmeTierConfig(TierConfig):
@@ -133,29 +134,29 @@ class NvmeTierConfig(TierConfig):
     kind: str = Field(default="nvme", pattern="^nvme$")
     """A local disk."""
     path: FilePath
-    """Absolute path of the cache directory; kvtier creates it if its parent exists.
+    """Absolute path of the cache directory. kvtier creates the directory if the parent exists.
     `{data_parallel_rank}` in the path becomes the engine's data-parallel rank, or 0."""
     direct_io: Literal["auto", "require", "off"] = "auto"
-    """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
+    """Bypass the page cache: `auto` (if possible), `require` (else refuse to start), `off`."""
     durability: Literal["process", "power"] = "process"
-    """Whether chunks survive a killed `process` or also loss of `power` (fsync, slower)."""
+    """What chunks survive: a killed `process`, or also a loss of `power` (fsync, slower)."""
     keep_after_reset: bool = False
-    """Whether chunks stored after a cache reset survive a restart; leave off if weights
-    are updated while the engine runs."""
+    """Whether a restart keeps chunks that were stored after a cache reset. Leave this off if
+    weights are updated while the engine runs."""
     on_mismatch: Literal["refuse", "remove"] = "refuse"
-    """If the cache of another identity leaves too little of `capacity`: `remove` that cache, or
-    `refuse` to start if it was used within `keep_for`."""
+    """What to do if the cache of another identity takes needed space: `remove` it, or `refuse`
+    to start. A cache that was not used within `keep_for` is removed in both cases."""
     keep_for_s: Duration = Field(
         default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
     )
-    """Time after its last use in which `on_mismatch: refuse` keeps a cache."""
+    """How long `on_mismatch: refuse` keeps a cache after its last use."""
     retain_quota: Fraction = 0.5
-    """Share of the tier for chunks that `kvtier warmup --retain` keeps until a time."""
+    """Largest share of the tier for chunks that `kvtier warmup --retain` protects."""
     own_process: bool = True
-    """Read, write and checksum in a separate process, so as not to slow the engine's down."""
+    """Read, write and compute checksums in a separate process, to keep the engine fast."""
     gds: GdsMode = "off"
-    """Read chunks straight into GPU memory (GPUDirect Storage, needs kvikio): `auto` if all
-    workers can, `require` or refuse to start, `off`. One tier at most."""
+    """Read chunks straight into GPU memory (GPUDirect Storage, needs kvikio): `auto` (if
+    all workers can), `require` (else refuse to start), `off`. Only one tier can have GDS."""
 
     @override
     def local_directory(self) -> LocalDirectory:
@@ -171,7 +172,7 @@ class NvmeTierConfig(TierConfig):
 
     @override
     def remarks(self) -> Iterable[Remark]:
-        """Return a warning if kvikio is missing, so that chunks go through RAM.
+        """Return a warning if kvikio is missing. Chunks then go through RAM.
 
         Raises:
             ConfigError: The installed packages do not suit ``gds``, so the engine would not
@@ -193,12 +194,12 @@ class NvmeTierConfig(TierConfig):
 
 
 def _name_of(kind: str) -> str:
-    """Return the default name of a tier: ``kind``, or only the class of ``module:Class``."""
+    """Return a tier's default name: ``kind``, or the name of the class in ``module:Class``."""
     return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind
 
 
 def slot_nbytes(chunk_nbytes: int) -> int:
-    """Return the bytes of a slot for one chunk of ``chunk_nbytes``, of all ranks together.
+    """Return the size of a slot for a chunk of ``chunk_nbytes`` on all ranks together.
 
     >>> slot_nbytes(1), slot_nbytes(8192)
     (4096, 8192)

@@ -42,7 +42,7 @@ class Origin:
 
     Attributes:
         source: File name; empty for a configuration built in Python.
-        lines: Line number of each key, from 1: ``tiers[1].capacity -> 8``.
+        lines: Line number of each key, from 1, such as ``{"tiers[1].capacity": 8}``.
         values: The text of each value, as written.
     """
 
@@ -51,7 +51,7 @@ class Origin:
     values: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def line_of(self, key: str) -> int | None:
-        """Return the line of ``key``, or of the innermost section around it.
+        """Return the line of ``key``, else of the innermost section around it, else None.
 
         >>> Origin("a.yaml", {"transfer": 4}).line_of("transfer.piece")
         4
@@ -65,13 +65,13 @@ class Origin:
     def format_problem(
         self, key: str, problem: str, remedy: str, *, value: object = None
     ) -> str:
-        """Return ``file:line: key = value: problem; remedy``, without unknown parts.
+        """Return ``file:line: key = value: problem; remedy``. Omit what is unknown.
 
         Args:
             key: Dotted key, as in ``tiers[1].capacity``; empty for the whole file.
             problem: The problem.
             remedy: What the user can do.
-            value: The value of ``key``; shown only if the file does not contain it.
+            value: The value to show if the file does not contain ``key``.
 
         >>> origin = Origin("a.yaml", {"transfer.piece": 9}, {"transfer.piece": "8M"})
         >>> origin.format_problem("transfer.piece", "'M' is not a unit", "write 8MiB")
@@ -83,14 +83,14 @@ class Origin:
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Prefix a ConfigError of the ``with`` block with the place of ``key``."""
+        """Prefix a ConfigError of the ``with`` block with the file and line of ``key``."""
         try:
             yield
         except ConfigError as error:
             raise ConfigError(f"{self.locate(key)}: {error}") from error
 
     def locate(self, key: str, *, value: object = None) -> str:
-        """Return ``file:line: key = value``, without unknown parts."""
+        """Return ``file:line: key = value``. Omit what is unknown."""
         line = self.line_of(key)
         file = f"{self.source}:{line}" if line else self.source
         key, shown = _cut(key), _cut(self.values.get(key, "" if value is None else str(value)))
@@ -136,7 +136,7 @@ def read_yaml(text: str, *, source: str) -> Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that gives types only to null, true, false and decimal numbers."""
+    """A YAML loader that converts null, true, false and decimal numbers; the rest is text."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
@@ -209,7 +209,7 @@ class _Reader:
 
 
 def _refuse_tabs(text: str, source: str) -> None:
-    """Refuse tabs in indentation, because PyYAML may join such lines to the value above."""
+    """Refuse tabs in indentation, because PyYAML may add such a line to the value above."""
     for number, line in enumerate(text.splitlines(), start=1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip() and not line.lstrip().startswith("#"):

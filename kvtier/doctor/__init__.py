@@ -1,7 +1,7 @@
 """Checks of a configuration and this machine, with or without measurements of disks.
 
 ``kvtier check`` reads the file, the machine and the caches. ``kvtier doctor`` also measures
-each disk with a nameless file. Both print the same list of findings.
+each disk with a temporary file. Both print the same list of findings.
 """
 
 from __future__ import annotations

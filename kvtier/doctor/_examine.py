@@ -65,7 +65,7 @@ class Examination:
         return [finding.line() for finding in self.findings if finding.status is status]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the examination as plain values."""
+        """Return the examination as a dict for JSON."""
         return {
             "status": self.status.value,
             "findings": [asdict(finding) for finding in self.findings],
@@ -81,13 +81,13 @@ def examine(
     measure_s: float | None = None,
     machine: _machine.Machine | None = None,
 ) -> Examination:
-    """Examine all conditions of a start with ``config`` on this machine; blocks.
+    """Check whether kvtier can start with ``config`` on this machine. This function blocks.
 
     Args:
         config: The configuration as read from its file.
-        identity: The known part of the engine's identity.
+        identity: The known fields of the engine's identity.
         ranks: Number of data-parallel ranks on this machine.
-        measure_s: Seconds of reading, and of writing, per disk; None for no measurement.
+        measure_s: Seconds to read and seconds to write on each disk; None to measure nothing.
         machine: Paths of the kernel's file systems.
 
     Raises:
@@ -124,7 +124,7 @@ def _with_places(config: KvtierConfig, examination: Examination) -> Examination:
 
 @dataclass(frozen=True, slots=True)
 class _Examiner:
-    """Runs all checks. A check that raises becomes a finding."""
+    """Runs all checks. If a check raises an exception, a finding reports it."""
 
     config: KvtierConfig
     engines: Sequence[KvtierConfig]
@@ -149,7 +149,7 @@ class _Examiner:
         self._examine_memory(first)
 
     def _add(self, check: str, look: Callable[[], Iterable[Finding]]) -> bool:
-        """Add the findings of ``look``; return whether none of them is a PROBLEM."""
+        """Add the findings of ``look``; return False if one of them is a PROBLEM."""
         found: list[Finding] = []
         try:
             found.extend(look())
@@ -248,7 +248,7 @@ class _Examiner:
 
 
 def _bounce_nbytes(config: KvtierConfig) -> int:
-    """Return the bytes of the bounce buffer between slower tiers."""
+    """Return the size of the bounce buffer between slower tiers, in bytes."""
     if len(config.tiers) <= 2:
         return 0
     from kvtier.transfer import bounce_slots_for  # noqa: PLC0415 - imports asyncio
@@ -258,7 +258,7 @@ def _bounce_nbytes(config: KvtierConfig) -> int:
 
 
 def _check_values(config: KvtierConfig) -> Iterator[Finding]:
-    """List the tiers, and the values that have no effect."""
+    """Yield a finding that lists the tiers, and one for each value of little or no use."""
     sizes = (f"{tier.name} of {approximate_size(tier.capacity_bytes)}" for tier in config.tiers)
     yield Finding(_CHECK, Status.OK, ", ".join(sizes))
     for number, (faster, slower) in enumerate(pairwise(config.tiers), start=1):
@@ -276,7 +276,7 @@ def _check_values(config: KvtierConfig) -> Iterator[Finding]:
 
 
 def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
-    """Check that policies and tiers from other packages load and are complete."""
+    """Check that policies and tiers from other packages can be imported and are complete."""
     # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
     if _has_custom_policies(config):
         from kvtier.connector.build import check_policies  # noqa: PLC0415

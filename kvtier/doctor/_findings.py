@@ -32,8 +32,8 @@ class Finding:
             cannot start or serves no chunk).
         reason: The observed fact.
         remedy: What to do; empty if no action is needed.
-        key: The configuration key of the finding; empty without one.
-        place: Place of ``key`` in the file, as ``file:line: key = value``.
+        key: The configuration key of the finding; empty if there is none.
+        place: Location of ``key`` in the file, as ``file:line: key = value``.
     """
 
     check: str
@@ -48,6 +48,6 @@ class Finding:
             raise ValueError(f"{self.check}: a {self.status} needs a remedy")
 
     def line(self) -> str:
-        """Return the finding as one line: place, reason and remedy."""
+        """Return the finding as one line: location, reason and remedy."""
         text = f"{self.place}: {self.reason}" if self.place else self.reason
         return f"{text}; {self.remedy}" if self.remedy else text

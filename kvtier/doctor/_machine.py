@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _ENGINE_NBYTES: Final = 1 << 30
-"""Memory to leave for the engine beside the RAM tier."""
+"""Number of bytes of memory to leave for the engine, besides the RAM tier."""
 _SLOT_ALIGNMENT_NBYTES: Final = 4096
 _SMALL_REQUEST_KB: Final = 512
 _VIRTUAL_DISK: Final = re.compile("(vd|xvd)[a-z]+")
@@ -69,12 +69,12 @@ _FS_NOCOW_FL: Final = 0x00800000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Paths of the kernel's file systems, which tests replace.
+    """Paths of the kernel's file systems. Tests use other paths.
 
     Attributes:
-        proc: Where procfs is mounted.
-        sys: Where sysfs is mounted.
-        dev: Where device nodes are.
+        proc: Mount point of procfs.
+        sys: Mount point of sysfs.
+        dev: Directory of the device nodes.
     """
 
     proc: Path = Path("/proc")
@@ -88,9 +88,9 @@ def check_memory(
     """Check that the RAM tier fits into free memory and leaves memory for the engine.
 
     Args:
-        ram_nbytes: Bytes of the RAM tiers of all ranks together.
+        ram_nbytes: Number of bytes of all ranks' RAM tiers together.
         limits: The memory limits of this machine and control group.
-        engine_runs: Whether an engine has a cache open; its RAM tier may then be in use.
+        engine_runs: Whether an engine has a cache open. The engine may then use the memory.
     """
     check, key = "memory", "tiers[0].capacity"
     if not limits:
@@ -117,9 +117,9 @@ def check_huge_pages(ram_nbytes: int, pool: HugePagePool, *, mode: str) -> Findi
     """Check whether the RAM tier gets huge pages.
 
     Args:
-        ram_nbytes: Bytes of the RAM tier.
+        ram_nbytes: Number of bytes of the RAM tier.
         pool: The kernel's pool of huge pages.
-        mode: ``tiers[0].huge_pages``.
+        mode: The value of ``tiers[0].huge_pages``.
     """
     check, key = "huge pages", "tiers[0].huge_pages"
     if mode == "off":
@@ -148,7 +148,7 @@ class Mount:
         minor: Minor device number.
         point: The mount point.
         kind: File system type, such as ``ext4``.
-        source: The mounted device or source, such as ``/dev/nvme0n1p1``.
+        source: The mounted device or remote directory, such as ``/dev/nvme0n1p1``.
         options: Options of the mount and of the file system.
     """
 
@@ -221,8 +221,8 @@ def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Finding:
     Args:
         tier: Name of the tier.
         mount: The mount of the tier's directory.
-        exempt_from_cow: Whether new files there are overwritten in place even though the file
-            system copies on write.
+        exempt_from_cow: Whether writes to new files in the directory overwrite data even
+            though the file system copies on write.
     """
     exempt = exempt_from_cow or "nodatacow" in mount.options
     status, problem, remedy = _judge_kind(mount.kind, exempt_from_cow=exempt)
@@ -242,7 +242,7 @@ def _judge_kind(kind: str, *, exempt_from_cow: bool) -> tuple[Status, str, str]:
 
 
 def _unescape(text: str) -> str:
-    """Replace the octal escapes of white space and backslashes."""
+    """Replace each octal escape in ``text`` by its character."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -252,12 +252,12 @@ class BlockQueue:
 
     Attributes:
         name: The disk, such as ``nvme0n1``.
-        logical_block_nbytes: Bytes of a logical block; O_DIRECT accesses must be aligned to it.
+        logical_block_nbytes: Size of a logical block. O_DIRECT accesses must be aligned to it.
         max_request_kb: Largest request that the kernel sends, in KiB (``max_sectors_kb``).
         max_hardware_request_kb: Largest request that the device accepts, in KiB
             (``max_hw_sectors_kb``).
         scheduler: The I/O scheduler in use; ``none`` or empty for none.
-        rotational: Whether the device reports spinning platters.
+        rotational: Whether the device reports that it is a spinning disk.
     """
 
     name: str
@@ -269,10 +269,10 @@ class BlockQueue:
 
 
 def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
-    """Return the queue of each disk under ``mount``; empty if the kernel names no disk.
+    """Return the queue of each disk under ``mount``; an empty list if the kernel names none.
 
-    The disk of a partition is the whole disk; those of a device-mapper or RAID device are its
-    members.
+    For a partition, the disk is the whole disk. For a device-mapper or RAID device, the disks
+    are the members.
     """
     if mount.major:
         number = f"{mount.major}:{mount.minor}"
@@ -288,12 +288,12 @@ def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
 def check_queues(
     tier: str, queues: Sequence[BlockQueue], *, piece_nbytes: int
 ) -> Iterator[Finding]:
-    """Check whether a limit of the disks slows the tier down.
+    """Check whether a setting of the disks slows the tier down.
 
     Args:
         tier: Name of the tier.
         queues: The queues of the disks under the tier.
-        piece_nbytes: Bytes of the largest I/O call.
+        piece_nbytes: Number of bytes of the largest I/O call.
     """
     if not queues:
         reason = "the kernel names no block device under the file system"
@@ -337,7 +337,7 @@ def _slow_limits(queue: BlockQueue, piece_nbytes: int) -> Iterator[tuple[Status,
 
 
 def _device_number(machine: Machine, source: str) -> str:
-    """Return ``MAJOR:MINOR`` of ``source``; empty if it is not a block device."""
+    """Return ``MAJOR:MINOR`` of the block device ``source``; else an empty text."""
     if not source.startswith("/dev/"):
         return ""
     try:
@@ -350,7 +350,7 @@ def _device_number(machine: Machine, source: str) -> str:
 
 
 def _disks(entry: Path) -> Iterator[Path]:
-    """Yield the sysfs directories of the disks under the device at ``entry``."""
+    """Yield the directory in sysfs of each disk of the device at ``entry``."""
     disk = entry.parent if (entry / "partition").exists() else entry
     members = sorted(disk.glob("slaves/*"))
     if not members:

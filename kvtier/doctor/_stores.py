@@ -24,7 +24,7 @@ _SPARE_NBYTES: Final = 256 << 20
 
 
 def directory_place(path: Path) -> Path | None:
-    """Return ``path`` if it exists, else its parent; None if neither is a directory."""
+    """Return ``path`` if it exists, else its parent; None if that is not a directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
         return place if place.is_dir() else None
@@ -33,9 +33,9 @@ def directory_place(path: Path) -> Path | None:
 
 
 def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Finding]:
-    """Check that this user, and no other, can use each of ``paths``.
+    """Check that this user can use each of ``paths``, and that other users cannot.
 
-    A common obstacle of several paths is reported once.
+    A problem that several paths share is reported once.
     """
     obstacles = dict.fromkeys(found for path in paths if (found := _obstacle(path)))
     problems = [Finding(check, Status.PROBLEM, *found, key) for found in obstacles]
@@ -43,7 +43,7 @@ def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Findi
 
 
 def _obstacle(path: Path) -> tuple[str, str] | None:
-    """Return the problem and the remedy if ``path`` cannot have a cache, else None."""
+    """Return the problem and the remedy if ``path`` cannot be used for a cache, else None."""
     try:
         return _path_obstacle(path) or find_exposure(path)
     except OSError as error:  # a directory above may not be entered, or the name is too long
@@ -86,11 +86,11 @@ def _check_mode(check: str, key: str, path: Path) -> Finding:
 
 @dataclass(slots=True)
 class _Disk:
-    """Sums up the space of one disk that the examined tiers need.
+    """The space that tiers need on one disk. Each examined tier is added.
 
     Attributes:
-        nbytes: Bytes that the tiers examined so far must still reserve.
-        tiers: Names of these tiers.
+        nbytes: Number of bytes that the added tiers must still reserve.
+        tiers: Names of the added tiers.
     """
 
     nbytes: int = 0
@@ -99,11 +99,11 @@ class _Disk:
 
 @dataclass(slots=True)
 class DirectoryExaminer:
-    """Examines the caches of all tiers, and whether each disk has room for its caches.
+    """Examines the caches of all tiers, and checks that the disks have room for them.
 
     Attributes:
         config: The configuration as read from its file.
-        identity: The known part of the engine's identity.
+        identity: The known fields of the engine's identity.
         engine_runs: Whether an engine has one of the caches open.
     """
 
@@ -113,11 +113,11 @@ class DirectoryExaminer:
     _disks: dict[int, _Disk] = field(default_factory=dict)
 
     def examine(self, number: int, tiers: Sequence[TierConfig]) -> Iterator[Finding]:
-        """Yield findings about the caches of one tier and the free space of their disks.
+        """Yield findings about the caches of one tier, and about free space for them.
 
         Args:
             number: Position of the tier in the file, from 0.
-            tiers: The tier's section for each data-parallel rank.
+            tiers: The section of the tier, once for each data-parallel rank.
         """
         by_disk = dict[int, list[TierExamination]]()
         for tier in tiers:
@@ -166,7 +166,7 @@ def _unreadable(tier: str, key: str, error: Exception) -> Finding:
 
 
 def _describe_need(tier: TierConfig, stores: Sequence[TierExamination]) -> str:
-    """Return the disk space that ``tier`` needs for all ranks, in words."""
+    """Return a text with the disk space that ``tier`` needs for all ranks."""
     needed = approximate_size(tier.capacity_bytes * len(stores))
     needed = f"{len(stores)} ranks need {needed}" if len(stores) > 1 else f"needs {needed}"
     if index_nbytes := sum(store.index_nbytes for store in stores):
@@ -177,7 +177,7 @@ def _describe_need(tier: TierConfig, stores: Sequence[TierExamination]) -> str:
 def _check_room(
     number: int, tier: TierConfig, stores: Sequence[TierExamination], disk: _Disk
 ) -> Finding:
-    """Check that the tier's caches fit on their disk; add their bytes to ``disk.nbytes``."""
+    """Check that the tier's caches fit on ``disk``; add the tier to ``disk``."""
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]

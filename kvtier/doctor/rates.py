@@ -7,11 +7,12 @@ threads. It moves pieces in random order, and avoids three sources of error:
   are written first, and only written pieces are read.
 * *Zeros.* Thin volumes and compressing file systems do not store zeros, so random bytes are
   written.
-* *The page cache.* O_DIRECT bypasses it. Without O_DIRECT, written bytes are flushed within the
-  measured time and dropped from the cache before they are read, and the result has ``direct_io:
-  false``.
+* *The page cache.* O_DIRECT bypasses it. Without O_DIRECT, the measured time includes a flush
+  of the written bytes. The bytes are dropped from the cache before they are read. The result
+  then has ``direct_io: false``.
 
-A drive's own cache can still make short measurements too fast. Checksums are not computed.
+A drive's own cache can still make the rates of short measurements too high. Checksums are not
+computed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ __all__ = [
 DirectIo = Literal["auto", "require", "off"]
 
 _FILE_NBYTES: Final = 4 << 30
-"""Most disk space of a measurement: more than most drives' caches, written within seconds."""
+"""Largest file of a measurement: larger than most drives' caches, but written in seconds."""
 _FEWEST_PIECES: Final = 8
 _STALLED_S: Final = 30.0
 _SLOW_READ_BYTES_PER_S: Final = 1e9
@@ -63,10 +64,10 @@ _FASTER: Final = "name a directory on a local NVMe drive that nothing else keeps
 
 
 class NamelessIo(BlockIo):
-    """I/O on one file without a name, whose space is free after it is closed.
+    """I/O on one file without a name. The file's space is freed when the file is closed.
 
-    The file is unlinked after its creation. A slot file opens its file a second time for
-    O_DIRECT. This second call opens the nameless file through the first descriptor.
+    The first call of ``open`` creates the file and unlinks it. A :class:`SlotFile` calls
+    ``open`` again for O_DIRECT. This call opens the same file through the first descriptor.
     """
 
     def __init__(self) -> None:
@@ -164,7 +165,7 @@ class MeasuredRates:
         direct_io: Whether the page cache was bypassed.
         piece_bytes: Number of bytes of one I/O call.
         threads: Number of concurrent calls.
-        file_bytes: Size of the used file in bytes.
+        file_bytes: Number of bytes of the measured file.
         seconds: Duration of the measurement in each direction.
         read_bytes_per_s: Rate of reading, in bytes per second.
         read_p50_s: Median time of a read call.
@@ -197,8 +198,8 @@ def measure_directory(
 ) -> MeasuredRates:
     """Measure the disk of ``store`` as a tier of ``config`` uses it.
 
-    The measured file is in the cache directory, or in the directory's parent if it does not
-    exist yet. For other arguments and the errors see :func:`measure_tier_rates`.
+    The measured file is in the cache directory if the directory exists, else in its parent.
+    For ``seconds`` and the errors see :func:`measure_tier_rates`.
     """
     transfer = config.transfer
     queued = max(1, transfer.queue_limit_bytes // transfer.piece_bytes)
@@ -220,14 +221,14 @@ def measure_tier_rates(
     direct_io: Literal["auto", "off"] = "auto",
     io: NamelessIo | None = None,
 ) -> MeasuredRates:
-    """Write, then read, random pieces of a nameless file in ``path``; blocks.
+    """Write and then read random pieces of a nameless file in ``path``. This function blocks.
 
-    The file has at most half of the free space, and at most 4 GiB. Its space is freed
+    The file takes at most half of the free space, and at most 4 GiB. The space is freed
     afterwards.
 
     Args:
         path: An existing directory.
-        piece_bytes: Bytes of one call, a multiple of 4096.
+        piece_bytes: Number of bytes of one call, a multiple of 4096.
         threads: Number of concurrent calls.
         seconds: Duration of the measurement in each direction.
         direct_io: ``auto`` to bypass the page cache if the file system can, or ``off``.
@@ -235,7 +236,7 @@ def measure_tier_rates(
 
     Raises:
         CapacityError: Too little free space to measure.
-        ConfigError: The free space was used up before the reservation of the file.
+        ConfigError: The disk became full before the file was reserved.
         OSError: The medium failed.
         TierUnavailableError: The medium did not answer.
     """
@@ -292,7 +293,7 @@ def _time_both(
 
 
 def check_rates(tier: str, rates: MeasuredRates) -> Iterator[Finding]:
-    """Judge the measured rates: one finding for reading, one for writing.
+    """Yield a finding about the rate of reading and one about the rate of writing.
 
     Args:
         tier: Name of the tier.
@@ -328,7 +329,7 @@ def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: floa
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration as text, in milliseconds."""
+    """Return a duration as text: in milliseconds, or in seconds from 1 s."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
@@ -357,7 +358,7 @@ class Timed:
 
     Attributes:
         latencies_s: Duration of each call, in any order.
-        elapsed_s: Time from the first call to the end of the last.
+        elapsed_s: Time from the start of the first call to the end of the measurement.
     """
 
     latencies_s: Sequence[float]
@@ -386,13 +387,13 @@ def time_pieces(
     *,
     stalled_s: float = _STALLED_S,
 ) -> Timed:
-    """Move the pieces of ``order`` repeatedly, in one thread per buffer; time each call.
+    """Read or write the pieces of ``order`` with one thread per buffer; time each call.
 
-    Every thread moves at least one piece, unless another thread failed. All threads together
-    go through ``order`` from its start.
+    The threads share ``order``: each call takes the next piece. The first piece follows the
+    last. Every thread moves at least one piece, unless another thread failed.
 
     Args:
-        move: Moves one piece.
+        move: Reads or writes one piece.
         order: Numbers of the pieces.
         buffers: One buffer per thread.
         seconds: Time after which no further call starts.
@@ -400,7 +401,7 @@ def time_pieces(
         stalled_s: Longest time that a call may take after ``seconds`` have passed.
 
     Raises:
-        OSError: The first failure, once all threads ended.
+        OSError: A call failed. The first such error is raised after all threads ended.
         TierUnavailableError: A call did not return.
     """
     lock = threading.Lock()
@@ -435,7 +436,7 @@ def time_pieces(
 def _run_on_threads(
     work: Callable[[memoryview], None], buffers: Sequence[memoryview], *, end_by_s: float
 ) -> bool:
-    """Run ``work`` once per buffer, each in a thread; return whether all ended in time."""
+    """Run ``work`` in one thread per buffer; return whether all threads ended in time."""
     threads = [
         threading.Thread(target=work, args=(buffer,), name="kvtier-doctor", daemon=True)
         for buffer in buffers

@@ -1,8 +1,8 @@
 """Measures how fast a shared tier answers, writes and reads.
 
-The client opens the tier like an engine. It writes and reads a few values repeatedly, all at
-once, under the same keys in every measurement. The service may evict them like any value.
-Proofs are neither made nor verified.
+A measurement opens the tier as an engine does. It repeatedly writes a few values in parallel,
+and then repeatedly reads them. All measurements use the same keys. The service may evict the
+values. Proofs are not computed or verified.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SharedRates:
     """Measured times and rates of a shared tier.
 
     Attributes:
-        piece_bytes: Bytes of one value.
+        piece_bytes: Number of bytes of one value.
         at_once: Number of values in flight at a time.
         seconds: Duration of the measurement in each direction.
-        question_p50_s: Median time of a question about 64 keys that the tier lacks.
-        question_p99_s: 99th percentile of the time of such a question.
+        question_p50_s: Median time of a question. It asks for 64 keys that the tier lacks.
+        question_p99_s: 99th percentile of the time of a question.
         read_bytes_per_s: Rate of reading, in bytes per second.
         write_bytes_per_s: Rate of writing, in bytes per second.
     """
@@ -66,10 +66,10 @@ def measure_shared_tier(
     seconds: float,
     stalled_s: float = _STALLED_S,
 ) -> SharedRates:
-    """Measure a shared tier for ``seconds`` in each direction; blocks.
+    """Measure a shared tier for ``seconds`` in each direction. This function blocks.
 
-    A call that hangs cannot be cancelled, so all calls are made on a thread of their own. It is
-    left alone when the time is over.
+    A call that hangs cannot be cancelled. So a separate thread makes all calls. If a call
+    hangs until the time is over, the thread is abandoned.
 
     Args:
         config: The configuration.
@@ -109,7 +109,7 @@ def measure_shared_tier(
 
 
 def check_shared_rates(options: SharedTierConfig, rates: SharedRates) -> Iterator[Finding]:
-    """Judge the measured times and rates."""
+    """Yield findings about the measured times and rates."""
     name, limit_s = options.name, options.lookup_timeout_s
     reason = (
         f"p50 {milliseconds(rates.question_p50_s)}, p99 {milliseconds(rates.question_p99_s)} "
@@ -169,7 +169,7 @@ def _require_done(name: str, outcomes: Sequence[Outcome]) -> None:
 
 
 async def _repeat(call: Callable[[], Awaitable[object]], seconds: float) -> Timed:
-    """Await ``call`` for ``seconds``, at least once; return the durations of the calls."""
+    """Await ``call()`` repeatedly for ``seconds``; return the durations of the calls."""
     times_s: list[float] = []
     begin_s = now_s = time.monotonic()
     while now_s < begin_s + seconds:

@@ -33,7 +33,7 @@ class NumberedFiles:
         self.size_bytes = 0
 
     def begin(self) -> None:
-        """Close the current file, start the next one, and remove the oldest surplus files.
+        """Close the current file, create the next file and remove the oldest files.
 
         Raises:
             OSError: The file cannot be created.
@@ -45,7 +45,7 @@ class NumberedFiles:
             self._remove_if_idle(self._path(old))
 
     def write(self, line: bytes) -> None:
-        """Append ``line`` to the current file; start the first file if there is none.
+        """Append ``line`` to the current file; create a file if there is none.
 
         Raises:
             OSError: The file cannot be written.

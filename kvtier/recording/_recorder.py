@@ -26,8 +26,7 @@ logger = get_logger(__name__)
 
 _STOP: Final = None
 _MOST_WAITING: Final = 4096
-"""Largest number of records that wait for the disk, enough for some seconds of a busy
-engine."""
+"""Largest number of records in the queue, enough for some seconds of a busy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class RecorderStatistics:
 
 
 class Recorder:
-    """Records the requests of one engine. One thread calls the methods, another writes.
+    """Records the requests of one engine. A second thread writes the files.
 
     Args:
         directory: Directory of the files; created if its parent exists.
@@ -70,7 +69,7 @@ class Recorder:
         start_thread(self._thread)
 
     def request(self, record: RequestRecord) -> None:
-        """Queue a request's record, or count it as dropped; never wait."""
+        """Queue ``record`` without waiting. If the queue is full, count a dropped record."""
         if not self._closed:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(record)
@@ -85,7 +84,7 @@ class Recorder:
         """Write queued records and close the files. Idempotent.
 
         Args:
-            timeout_s: Longest wait. Records that are unwritten at its end are lost.
+            timeout_s: Longest wait, in seconds. Records that are not written by then are lost.
         """
         if self._closed:
             return
@@ -111,7 +110,7 @@ class Recorder:
             self._fail(error)
 
     def _write(self, record: RequestRecord) -> None:
-        """Write ``record``. After an error this method stops writing: the disk may be full."""
+        """Write ``record``, unless an earlier write failed: the disk may be full."""
         if self._broken:
             self._failed += 1
             return

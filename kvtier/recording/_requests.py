@@ -27,8 +27,8 @@ class RequestRecord:
 
     Attributes:
         arrival_s: Time of arrival, in seconds from the start of the recording.
-        prompt: The whole chunks of the prompt, root to leaf.
-        answer_chunks: Number of whole chunks that the answer added.
+        prompt: Keys of the whole chunks of the prompt, in order.
+        answer_chunks: Number of further whole chunks that the answer completed.
         chunk_tokens: Number of tokens of a chunk.
         session: The request's session; an empty string if unknown.
     """
@@ -42,8 +42,9 @@ class RequestRecord:
     def line(self) -> bytes:
         """Return the record as a line of JSON.
 
-        Each id is a number of 63 bits of the engine's block hash: the format requires numbers,
-        and 63 bits identify a chunk. Lengths count the tokens of whole chunks.
+        The id of a chunk is the number in the first 63 bits of the engine's block hash. The
+        format requires numbers, and 63 bits identify a chunk. Lengths count the tokens of
+        whole chunks.
         """
         record: dict[str, object] = {
             "timestamp": round(self.arrival_s * 1e3, 3),
@@ -68,15 +69,14 @@ class _Open:
 class RequestLog:
     """Converts events of requests to records, in order of arrival.
 
-    With more than ``max_held`` requests in the buffer, the earliest finished record is emitted
-    before the records of earlier, unfinished requests. So a record is out of order only if
-    thousands of later requests overtake its request.
+    A finished request waits in a buffer until all earlier requests are finished. If the buffer
+    is full, the earliest finished request is emitted at once. So a record is out of order
+    only if thousands of later requests overtake an unfinished request.
 
     Args:
         emit: Called with each record.
         chunk_tokens: Number of tokens of a chunk.
-        max_held: Largest number of requests in the buffer. Above it, finished requests do not
-            wait for earlier requests.
+        max_held: Largest number of requests, finished or not, in the buffer.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RequestLog:
 
         Args:
             req_id: The request.
-            keys: All whole chunks of the request, including those of the answer.
+            keys: Keys of all whole chunks of the request, including chunks of the answer.
         """
         request = self._open.pop(req_id, None)
         if request is None:
@@ -142,9 +142,9 @@ class RequestLog:
             self._emit_earliest()
 
     def _release(self) -> None:
-        """Emit the records of requests that arrived before every open request.
+        """Emit the finished requests that arrived before all unfinished requests.
 
-        If the buffer has too many records, emit the earliest ones too.
+        If the buffer has too many requests, also emit the next finished requests.
         """
         earliest_open = next(iter(self._open.values()), None)
         while self._over and (

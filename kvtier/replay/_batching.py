@@ -2,9 +2,9 @@
 
 As in vLLM's scheduler, running requests come first, in order, and get blocks as they grow. If
 no block is free, the last running request is preempted and starts again. Next, requests with
-finished loads start, in the order of the plans of their loads. Then waiting requests are looked
-up and get blocks, while the step has tokens left and blocks are free. Prefill is chunked to the
-step's remaining tokens.
+finished loads start, in the order in which the loads were planned. Then waiting requests are
+looked up and get blocks, while the step has tokens left and blocks are free. A prompt with more
+tokens than the step has left is computed in several steps.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class Batcher:
     Args:
         connector: The connector's scheduler side.
         blocks: Number of blocks of the memory, including block 0.
-        block_tokens: Tokens of a block.
+        block_tokens: Number of tokens of a block.
         step_tokens: Largest number of tokens in a step.
-        concurrency: Largest number of requests that run, load or have a deferred lookup.
+        concurrency: Largest number of requests that are running, loading or waiting for a
+            deferred lookup.
 
     Attributes:
         connector: The connector's scheduler side.
-        block_tokens: Tokens of a block.
+        block_tokens: Number of tokens of a block.
         requests: The unfinished requests, by id.
         preemptions: Number of preemptions so far.
     """
@@ -67,7 +68,7 @@ class Batcher:
         self._waiting: deque[ReplayRequest] = deque()
         self._running: list[ReplayRequest] = []
         self._loading: dict[ReplayRequest, bool] = {}
-        """Requests with a planned load, in order, and whether the load has ended."""
+        """Requests with a planned load, in order. The value is True once the load has ended."""
         self._tokens: dict[str, int] = {}
         self._started: list[str] = []
         self._preempted: list[str] = []
@@ -149,7 +150,7 @@ class Batcher:
         return left
 
     def _grow(self, request: ReplayRequest, tokens: int) -> bool:
-        """Allocate blocks for ``tokens`` tokens, preempting the last running requests.
+        """Allocate blocks for ``tokens`` tokens; preempt the last requests if needed.
 
         Returns:
             False if the request itself was preempted.
@@ -208,7 +209,7 @@ class Batcher:
         return tokens
 
     def _begin_again(self, request: ReplayRequest) -> None:
-        """Free the blocks of a request, and put it at the head of the waiting queue."""
+        """Free the blocks of a request, and put the request first in the waiting queue."""
         request.num_computed_tokens = 0
         self._free.extend(request.blocks)
         request.blocks.clear()
@@ -221,7 +222,7 @@ class Batcher:
         del self.requests[request.request_id]
 
     def _missing(self, request: ReplayRequest, tokens: int) -> int:
-        """Return how many more blocks a request needs for ``tokens`` tokens."""
+        """Return the number of blocks that a request lacks for ``tokens`` tokens."""
         return max(-(-tokens // self.block_tokens) - len(request.blocks), 0)
 
     def _take(self, request: ReplayRequest, count: int) -> None:

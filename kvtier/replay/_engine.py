@@ -7,10 +7,10 @@ fills blocks with known bytes and sleeps for the rest of the step. During the sl
 threads can use the processor. Every loaded block is compared byte for byte with the stored
 block.
 
-In a real engine, the work between two sleeps would overlap with the GPU's work, and a sleep
-ends slightly late. So the time of a step starts at the planned end of the previous step, and
-its sleep is shorter. This compensates a delay of at most 50 ms. After a longer delay, the
-machine is too slow.
+In a real engine, the processor's work overlaps with the GPU's work. Here the work delays the
+sleep, and a sleep ends slightly late. So a step counts from the planned end of the previous
+step, which shortens the sleep. This compensates for delays of at most 50 ms. A machine with
+longer delays is too slow.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ReplayEngine:
         """Serve ``requests``, given in order of arrival; return the elapsed seconds.
 
         Args:
-            requests: The requests; each gets its ``first_token_s``.
+            requests: The requests. This method sets ``first_token_s`` of each request.
             progress: Called with the number of arrived requests.
 
         Raises:
@@ -206,7 +206,7 @@ class ReplayEngine:
         self._unchecked.clear()
 
     def _drain(self) -> None:
-        """Step until stores and demotions have ended, for a bounded time."""
+        """Run steps until stores and demotions have ended, for at most 30 s."""
         deadline_s = time.monotonic() + _DRAIN_S
         while self._scheduler.has_pending_work() and time.monotonic() < deadline_s:
             self._step()

@@ -61,7 +61,7 @@ __all__ = ["ReplayOptions", "ReplayResult", "ReplayedTraffic", "replay_trace"]
 
 _LAYERS = 4
 _OUTPUT_TOKENS = 16
-"""Largest number of tokens that a request generates, because the replay is about prompts."""
+"""Largest number of tokens that a request generates. The replay is about prompts."""
 _STEP_TOKENS = 2048
 _STEP_S = 0.005
 """Shortest duration of a computing step."""
@@ -77,12 +77,12 @@ class ReplayOptions:
     """Settings of a replay.
 
     Attributes:
-        chunk_bytes: Bytes of one of the trace's chunks.
-        gpu_bytes: Bytes of the paged KV memory.
+        chunk_bytes: Number of bytes of one chunk of the trace.
+        gpu_bytes: Number of bytes of the paged KV memory.
         speedup: Factor by which arrivals are accelerated.
         requests: Number of requests to replay; None for all.
-        tokens_per_s: Number of tokens computed per second. None for the rate at which an engine
-            without a cache would be busy for 70 % of the time.
+        tokens_per_s: Number of tokens computed per second. With None, the replay chooses a rate
+            that would keep an engine without a cache busy for 70 % of the time.
         speeds: Measured speeds of the slower tiers, for the prediction.
     """
 
@@ -102,13 +102,13 @@ class ReplayedTraffic:
         name: The tier's name.
         hits: Number of chunks loaded into the GPU from this tier.
         predicted_hits: The simulator's prediction of ``hits``.
-        read_bytes: Bytes read from the tier.
-        read_bytes_per_s: Mean rate of a read, in bytes per second; several reads run at once.
-        written_bytes: Bytes written to the tier from faster tiers or the GPU.
-        write_bytes_per_s: Mean rate of a write, in bytes per second.
+        read_bytes: Number of bytes read from the tier.
+        read_bytes_per_s: Mean rate of one read, in bytes per second. Reads overlap.
+        written_bytes: Number of bytes written to the tier from faster tiers or the GPU.
+        write_bytes_per_s: Mean rate of one write, in bytes per second. Writes overlap.
         failed_chunks: Number of chunks with a failed or expired transfer, or with wrong bytes.
-        skipped_chunks: Number of chunks that were computed because the estimated load time was
-            longer.
+        skipped_chunks: Number of chunks that were computed, because loading them was estimated
+            to take longer.
     """
 
     name: str
@@ -130,12 +130,12 @@ class ReplayResult:
         trace: The trace's name.
         requests: Number of served requests.
         skipped_requests: Number of requests whose prompt does not fit into the KV memory.
-        refs: Number of chunk references.
+        refs: Number of chunks in all prompts; a chunk in two prompts counts twice.
         seconds: Seconds from the first arrival to the last token.
         counts: The counts of the engine's work.
         preemptions: Number of preemptions.
         tiers: Transfers of each tier, fastest first.
-        hit_ratio: Chunks loaded, as a share of all references.
+        hit_ratio: Number of loaded chunks, as a share of ``refs``.
         ttft_s: Seconds to the first token: ``p50``, ``p90``, ``p99``.
         predicted: The simulator's result for the same requests.
     """
@@ -153,7 +153,7 @@ class ReplayResult:
     predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
-        """Return the relative error of the predicted times and hit ratio, by name.
+        """Return the relative errors of the predicted times and hit ratio, by name.
 
         The error is ``predicted / replayed - 1``. If the replayed value is 0, the error of a
         time is 0, and the error of the hit ratio is the predicted ratio.
@@ -180,10 +180,9 @@ def replay_trace(
 
     Args:
         trace: The trace. Prompts are rounded up to whole chunks.
-        config: The configuration. ``load_path: auto`` has the meaning that it has with kvtier's
-            connector.
+        config: The configuration. ``load_path: auto`` is resolved as for kvtier's connector.
         options: Settings.
-        progress: Called with the share of the requests that have arrived, 0 to 1.
+        progress: Called with the share of arrived requests, from 0 to 1.
 
     Raises:
         ConfigError: The chunk size, the memory and the configuration do not fit together.
@@ -262,7 +261,7 @@ def _replay(
 def _fitting(
     trace: Trace, chunk_bytes: int, room_tokens: int, blocks_per_chunk: int
 ) -> list[ReplayRequest]:
-    """Return the requests of at most ``room_tokens`` tokens in prompt and answer together.
+    """Return the requests with at most ``room_tokens`` tokens in prompt plus answer.
 
     Raises:
         ConfigError: No request fits.
@@ -373,7 +372,7 @@ def _open_device(memory: PagedMemory, region: HostRegion, config: KvtierConfig) 
 
 
 def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
-    """Return the shape of the RAM tier and the bounce buffer, for an engine of one rank."""
+    """Return the sizes of the RAM tier and the bounce buffer for an engine with one rank."""
     slot_bytes = slot_nbytes(chunk_bytes)
     return RegionGeometry(
         slots=config.ram.capacity_bytes // slot_bytes,
@@ -385,7 +384,7 @@ def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
 
 
 def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
-    """Return the requests to replay, with prompts in whole chunks and accelerated arrivals."""
+    """Return the trace to replay, with prompts of whole chunks and accelerated arrivals."""
     if options.requests is not None:
         trace = pick_requests(trace, range(min(options.requests, trace.requests)))
     trace = shorten_sessions(trace)
@@ -419,7 +418,7 @@ def _scratch_directories(config: KvtierConfig) -> Iterator[KvtierConfig]:
 
 
 def _measure_copies(memory: PagedMemory, config: KvtierConfig, chunk_bytes: int) -> TierSpeed:
-    """Measure copies between blocks and RAM slots of a temporary region; return the best rate.
+    """Measure copies between blocks and temporary RAM slots; return the best rates.
 
     Raises:
         KvtierError: A copy failed.
@@ -460,7 +459,10 @@ def _traffic(
     predicted_hits: int,
     moved: Mapping[str, tuple[int, float]],
 ) -> ReplayedTraffic:
-    """Return the traffic of ``tier``: reads into ``above[0]`` or the GPU, and all writes."""
+    """Return the traffic of ``tier``.
+
+    Reads go to the next faster tier, ``above[0]``, or to the GPU. Writes come from ``above``.
+    """
     up = [moved.get(transfer_type_of(tier.name, name), (0, 0.0)) for name in {above[0], "gpu"}]
     read_bytes, read_s = sum(size for size, _ in up), sum(time for _, time in up)
     down = [moved.get(transfer_type_of(name, tier.name), (0, 0.0)) for name in above]

@@ -33,15 +33,15 @@ class ReplayRequest:
         arrival_s: Time of arrival, in seconds from the start.
         num_prompt_tokens: Number of tokens of the prompt.
         output_tokens: Number of tokens to generate.
-        block_hashes: One per block of the prompt; equal prefixes have equal hashes.
+        block_hashes: Hash of each block of the prompt. Equal prefixes have equal hashes.
         blocks: The allocated blocks.
         num_computed_tokens: Number of tokens with KV in ``blocks``.
         generated: Number of tokens generated so far.
         loaded_tokens: Number of tokens of the last load.
-        first_token_s: Time of the first token, in seconds; negative before it.
-        kv_transfer_params: The client's hints: the session, if the trace names it.
+        first_token_s: Time of the first token, in seconds; negative until then.
+        kv_transfer_params: The client's hints: the session, if the trace names one.
         skip_reading_prefix_cache: Whether lookups for the request must miss.
-        shared_prefix_boundary: Number of tokens that other requests are known to share.
+        shared_prefix_boundary: Number of leading tokens that other requests are known to share.
     """
 
     request_id: str
@@ -68,14 +68,14 @@ class ReplayRequest:
         return self.generated >= self.output_tokens
 
     def seed(self, block: int) -> int:
-        """Return the seed for the content of the request's block number ``block``."""
+        """Return the seed for the bytes of the request's block number ``block``."""
         if block < len(self.block_hashes):
             return int.from_bytes(self.block_hashes[block][:8], "little") & _SEED_MASK
         return hash((self.request_id, block)) & _SEED_MASK
 
 
 def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
-    """Return ``trace`` with only the requests at ``numbers``, in this order."""
+    """Return ``trace`` with only the requests at the positions ``numbers``, in that order."""
     chains = trace.chains()
     picked = with_chains(trace, [chains[number] for number in numbers])
     index = list(numbers)
@@ -90,7 +90,7 @@ def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
 
 
 def with_chains(trace: Trace, chains: Sequence[Sequence[int]]) -> Trace:
-    """Return a copy of ``trace`` with its chunks replaced by one chain per request."""
+    """Return a copy of ``trace`` whose requests have the chunks in ``chains``."""
     return replace(
         trace,
         ids=np.array([*chain.from_iterable(chains)], np.int64),
@@ -102,8 +102,8 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
     """Yield the requests of ``trace`` in order of arrival.
 
     Args:
-        trace: The trace. Its prompts have only whole chunks, each at most once per prompt.
-        blocks_per_chunk: Blocks of a chunk.
+        trace: The trace. A prompt has only whole chunks, and has no chunk twice.
+        blocks_per_chunk: Number of blocks of a chunk.
     """
     numbers = trace.ids.tolist()
     arrivals = (trace.timestamps_s - trace.timestamps_s[0]).tolist()
