@@ -6,22 +6,22 @@
     <archive>/5f0c1d2e3a4b5c6d.kvtier      a part: keys, checksums, and the slots of some chunks
     ...
 
-An archive is a directory, or a prefix of a bucket. It has parts of some 16 MiB instead of one
-long file, for three reasons:
+An archive is a directory, or a prefix of a bucket. An archive has parts of about 16 MiB instead
+of one long file, for three reasons:
 
 * **Resuming.** A part exists completely or not at all. After an interruption, a repeated export
   or merge finds the written parts and writes only the others. Object stores cannot resume a
   long upload.
-* **Memory.** Each thread handles one part at a time, so the memory is bounded for any size of
-  the archive.
-* **Damage.** A part is named by the digest of its header, and the header has the checksum of
-  every slot. So damage costs only the chunks in the damaged record or part.
+* **Memory.** Each thread handles one part at a time, so an archive of any size needs bounded
+  memory.
+* **Damage.** The name of a part is the digest of its header, and the header has the checksum of
+  every slot. So damage affects only the chunks in the damaged record or part.
 
 A slot has the same bytes in an archive as in a cache. An engine with another number of ranks
 can use the slot if the fingerprint has ``ranks: any``.
 
-An archive has no signature. Every user who can write to an archive can change the answers of
-the engines that use its chunks, as with a cache.
+An archive has no signature. As with a cache, every user who can write to an archive can change
+the answers of engines that use the archive's chunks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory and compression that the threads of an export, an import or a merge share.
 
 All three commands work part by part. A part has at most 16 MiB of slots, or one larger slot.
-Few parts are in memory at a time, so the memory is bounded for any size of the archive.
+Few parts are in memory at a time, so an archive of any size needs bounded memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MOST_SLOTS: Final = 1024  # their keys make a header of some 150 KB
 _IN_FLIGHT_NBYTES: Final = 64 << 20
 _MOST_THREADS: Final = 4
 _LEVEL: Final = 1
-"""KV is mostly noise, so higher levels take longer without a smaller result."""
+"""Compression level. KV is mostly noise, so a higher level takes longer and saves no space."""
 
 
 class BufferPool:
-    """Page-aligned buffers that several threads lease and return.
+    """A pool of page-aligned buffers, which several threads lease and return.
 
     Args:
         count: Largest number of buffers leased at once.
@@ -53,7 +53,7 @@ class BufferPool:
 
     @contextlib.contextmanager
     def lease(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield ``nbytes`` of memory, rounded up to pages; wait until a buffer is free."""
+        """Wait for a free buffer; yield ``nbytes`` bytes of it, rounded up to whole pages."""
         buffer = self._free.get()
         try:
             if len(buffer) < nbytes:
@@ -72,15 +72,15 @@ def threads_for(slot_nbytes: int, *, buffers: int = 1) -> int:
     """Return the number of parts to handle at once, each in its own thread.
 
     Args:
-        slot_nbytes: Bytes of one slot.
-        buffers: Number of buffers, each of a part's size, that each thread needs.
+        slot_nbytes: Size in bytes of one slot.
+        buffers: Number of buffers that each thread needs. A buffer has the size of a part.
     """
     part_nbytes = slots_per_part(slot_nbytes) * slot_nbytes * buffers
     return max(1, min(_MOST_THREADS, 2 * _IN_FLIGHT_NBYTES // (part_nbytes + 1)))
 
 
 def views_of(buffer: memoryview, slot_nbytes: int, slots: int) -> list[memoryview]:
-    """Return the memory of the first ``slots`` slots in ``buffer``."""
+    """Return a view of each of the first ``slots`` slots in ``buffer``."""
     return [buffer[at * slot_nbytes : (at + 1) * slot_nbytes] for at in range(slots)]
 
 
@@ -95,12 +95,12 @@ def require_compression(compression: str) -> None:
 
 
 def record_room_nbytes(compression: str, slot_nbytes: int) -> int:
-    """Return the largest number of bytes of a record."""
+    """Return the largest possible size of a record in bytes."""
     return slot_nbytes if compression == "none" else slot_nbytes + (slot_nbytes >> 8) + 64
 
 
 def compress(slots: list[memoryview], into: memoryview) -> list[int]:
-    """Compress each slot separately into ``into``, without gaps; return the new sizes."""
+    """Compress each slot separately, without gaps, into ``into``; return the new sizes."""
     compressor = _zstandard().ZstdCompressor(level=_LEVEL)
     sizes, end = list[int](), 0
     for slot in slots:
@@ -112,7 +112,7 @@ def compress(slots: list[memoryview], into: memoryview) -> list[int]:
 
 
 def decompress(record: memoryview, into: memoryview) -> str:
-    """Decompress a record into a slot; return a message if it is damaged, else ""."""
+    """Decompress a record into a slot; return a message if the record is damaged, else ""."""
     zstandard = _zstandard()
     try:
         slot = zstandard.ZstdDecompressor().decompress(record, max_output_size=len(into))

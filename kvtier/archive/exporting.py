@@ -1,9 +1,9 @@
 """Export: copy chunks of a cache into an archive, even while an engine uses the cache.
 
 The chunks of one part are read together, in the order of their slots. Each chunk is compared
-with its checksum. After a mismatch, the engine may just have replaced the chunk. So the chunk's
-index row is read again a moment later. If the row has changed, the chunk is left out; otherwise
-it is bad.
+with its checksum. A mismatch may mean that the engine has just replaced the chunk. So the
+export reads the chunk's index row again a moment later. If the row has changed, the export
+skips the chunk; otherwise the chunk is bad.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Exported:
         chunks: Number of written chunks.
         present: Number of chunks that the archive had already.
         changed: Number of chunks that an engine replaced during the export.
-        bad: Bad chunks, which were not exported, each with its problem.
+        bad: Bad chunks and their problems. Bad chunks are not exported.
         archive_chunks: Number of chunks of the whole archive.
-        archive_nbytes: Bytes of the whole archive.
+        archive_nbytes: Size in bytes of the whole archive.
     """
 
     chunks: int = 0
@@ -82,15 +82,15 @@ def export_chunks(
 
     Args:
         space: The namespace.
-        location: The place of the archive, which is created if missing.
+        location: The location of the archive. A missing archive is created.
         compression: ``none`` or ``zstd``.
-        wanted: Returns for a key whether to export the chunk.
+        wanted: Returns whether to export the chunk of a key.
         on_progress: Called with the number of slots finished since the last call.
         pause: Sleeps for the given seconds.
 
     Raises:
-        ConfigError: The cache was reset, so its chunks may be of other weights. Or the archive
-            cannot be written.
+        ConfigError: The cache was reset, so its chunks may belong to other weights. Or the
+            archive cannot be written.
         IndexDamagedError: The cache's index cannot be used.
         OSError: The medium of the cache or of the archive failed.
         sqlite3.Error: The cache's index cannot be read now.
@@ -211,7 +211,7 @@ class _Export:
 
 
 def _require_trusted(space: StoredNamespace, reader: IndexReader) -> None:
-    """Raise ConfigError if the cache was reset, because its chunks may be of other weights."""
+    """Raise ConfigError if the cache was reset: its chunks may belong to other weights."""
     at = reader.reset_at()
     if at is None:
         return

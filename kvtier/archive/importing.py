@@ -1,7 +1,8 @@
 """Import: copy the chunks of an archive into a cache that no engine uses.
 
-As in an engine, a chunk is written before its row in the index. So an engine can open the cache
-even after a killed import. A repeated import copies only the chunks that the cache lacks.
+Each chunk is written before its row in the index, as in an engine. So an engine can open the
+cache even if the import was killed. A repeated import copies only the chunks that the cache
+lacks.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Imported:
         directory: Directory of the namespace.
         chunks: Number of copied chunks.
         present: Number of chunks that the cache had already.
-        left_out: Number of chunks for which the cache has no room, the least recently used
-            ones.
+        left_out: Number of chunks that do not fit into the cache: those with the least recent
+            uses.
         damaged: Damaged parts and records of the archive.
     """
 
@@ -46,7 +47,7 @@ class Imported:
 
 
 class _Assigned(NamedTuple):
-    """A record of a part, and the slot to copy it to."""
+    """A record of a part, and the slot that receives this record."""
 
     record: int
     slot: int
@@ -57,7 +58,7 @@ class _Loaded(NamedTuple):
 
     records: int
     rows: list[tuple[int, ChunkKey, int, int]]
-    """Slot, key, checksum, last use."""
+    """Index rows of the written chunks: slot, key, checksum, last use."""
     damaged: list[Damage]
 
 
@@ -72,14 +73,15 @@ def import_chunks(
 
     Args:
         archive: The archive.
-        directory: The path of a tier, or the archive's namespace in it; its parent must exist.
-        capacity_bytes: Bytes that the slots of this model may take. None keeps the size of an
-            existing cache, and makes a new cache as large as the archive.
+        directory: The ``path`` of a tier, or the archive's namespace there. The parent of this
+            directory must exist.
+        capacity_bytes: Largest size in bytes of this model's slots. If None, an existing cache
+            keeps its size, and a new cache is as large as the archive.
         on_progress: Called with the number of chunks finished since the last call.
 
     Raises:
         ConfigError: The directory has another cache, is in use, or cannot be written. The
-            message has a remedy.
+            message includes a remedy.
         IndexDamagedError: The cache's index cannot be used.
         OSError: The medium of the archive or of the cache failed.
         sqlite3.Error: The index cannot be written.
@@ -113,10 +115,10 @@ class _Import:
             on_progress(loaded.records)
 
     def _least_use(self) -> int:
-        """Return the logical time of the least recent use of a chunk to import.
+        """Return a logical time: chunks that were last used before it are not imported.
 
-        The cache has room for the chunks used at this time or later. If all chunks fit, the
-        time is 0.
+        The chunks that were used at this time or later fit into the cache. If all chunks fit,
+        the time is 0.
         """
         room = self._target.free_count
         if self._archive.manifest.chunks <= room:
@@ -146,7 +148,7 @@ class _Import:
                 yield partial(_load, self._reader, self._target.file, header, assigned)
 
     def _assign(self, header: PartHeader, least_use: int) -> list[_Assigned]:
-        """Return the records of a part to import, each with a free slot."""
+        """Return the records to import from a part, each with a free slot."""
         assigned = list[_Assigned]()
         for number, record in enumerate(header.records):
             if self._target.has(record.key):

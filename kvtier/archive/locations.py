@@ -1,8 +1,8 @@
 """The location of an archive: a directory, or a prefix of a bucket in an object store.
 
 A location has named objects, each written once and completely. A reader never finds an
-incomplete object: a file gets its name after its last byte, and an object store shows an object
-only after its upload.
+incomplete object. A file gets its name after its last byte is written, and an object store
+shows an object only after the upload.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP,
 
 
 class Location(ABC):
-    """The named objects of an archive. Several threads may use one location at once.
+    """The named objects of an archive. Several threads may use a location at once.
 
-    Methods raise :class:`OSError` when the medium fails, and FileNotFoundError for a missing
-    object.
+    Methods raise :class:`OSError` if the medium fails, and FileNotFoundError if an object is
+    missing.
     """
 
     @abstractmethod
     def names(self) -> dict[str, int]:
-        """Return the bytes of each object, by name.
+        """Return the size in bytes of each object, by name.
 
         Raises:
             ConfigError: The location has objects that do not belong to an archive.
@@ -58,18 +58,18 @@ class Location(ABC):
 
     @abstractmethod
     def write(self, name: str, source: memoryview, nbytes: int) -> None:
-        """Write the first ``nbytes`` of ``source`` as the object ``name``, whole or not at all.
+        """Write the first ``nbytes`` bytes of ``source`` atomically as the object ``name``.
 
         Args:
             name: Name of the object; an existing object is replaced.
             source: Page-aligned memory of whole pages.
-            nbytes: Bytes of the object.
+            nbytes: Number of bytes to write.
         """
 
     @abstractmethod
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Create the location, and lock out other writers in the ``with`` block if possible.
+        """Create the location. If possible, lock out other writers in the ``with`` block.
 
         Raises:
             ConfigError: The location cannot be written, or another process writes it.
@@ -77,7 +77,7 @@ class Location(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait until the objects would survive a power loss."""
+        """Wait until all written objects are durable."""
 
 
 class Directory(Location):
@@ -85,7 +85,7 @@ class Directory(Location):
 
     Args:
         path: The directory; its parent must exist.
-        io: The system calls; tests pass failing ones.
+        io: The system calls. Tests pass system calls that fail.
     """
 
     def __init__(self, path: Path, io: BlockIo | None = None) -> None:
@@ -152,7 +152,7 @@ class Directory(Location):
                 self._io.close(fd)
 
     def _make(self) -> int:
-        """Create the directory if missing; return a descriptor of it.
+        """Create the directory if missing; return the directory's descriptor.
 
         Raises:
             ConfigError: The directory cannot be created.
@@ -167,10 +167,10 @@ class Directory(Location):
 
     @contextlib.contextmanager
     def _open(self, path: Path, flags: int) -> Iterator[int]:
-        """Yield a descriptor of ``path``, open in the ``with`` block.
+        """Yield a descriptor of ``path``; close the descriptor when the ``with`` block ends.
 
         Raises:
-            _NotDirectError: ``flags`` have O_DIRECT, which the file system does not support.
+            _NotDirectError: ``flags`` include O_DIRECT, which the file system does not support.
         """
         try:
             fd = self._io.open(path, flags)
@@ -200,7 +200,7 @@ class _NotDirectError(Exception):
 
 
 def has_archive(text: str) -> bool:
-    """Return whether a path or a URL seems to name an archive and not a cache."""
+    """Return whether a path or a URL seems to name an archive, rather than a cache."""
     if "://" in text:
         return True
     path = Path(text)

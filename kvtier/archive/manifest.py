@@ -1,7 +1,7 @@
 """The manifest of an archive: its layout, and the list of its parts.
 
 The manifest is written after all parts, so an archive without a manifest is incomplete. A
-part's name covers only the bytes of that part; the manifest shows whether a part is missing.
+part's name verifies only this part. The manifest shows whether a part is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PartEntry(NamedTuple):
 
     Attributes:
         name: The part's name.
-        nbytes: Bytes of the part.
+        nbytes: Size in bytes of the part.
         chunks: Number of chunks in the part.
     """
 
@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Size in bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def to_json(self) -> bytes:
@@ -105,7 +105,7 @@ class Manifest:
 
 
 def differences(theirs: Layout, ours: Layout) -> list[str]:
-    """Return each setting that differs between two caches, with both values.
+    """Describe each setting that differs between two caches.
 
     >>> fields = {"model": "a", "ranks": 1}
     >>> theirs = Layout(LayoutFingerprint(fields), 4096)

@@ -29,9 +29,9 @@ class Merged:
     Attributes:
         chunks: Number of copied chunks.
         present: Number of chunks that the target archive had already.
-        damaged: Damaged parts and records of the sources, which were not copied.
+        damaged: Damaged parts and records of the sources. They were not copied.
         archive_chunks: Number of chunks of the whole target archive.
-        archive_nbytes: Bytes of the whole target archive.
+        archive_nbytes: Size in bytes of the whole target archive.
     """
 
     chunks: int = 0
@@ -51,14 +51,14 @@ def merge_archives(
     """Copy the chunks of ``sources`` into the archive at ``location``. This call blocks.
 
     Args:
-        sources: At least one archive; all are of one cache.
-        location: The place of the target archive, which is created if missing.
+        sources: The archives, at least one, all with chunks of one cache.
+        location: The location of the target archive. A missing archive is created.
         compression: ``none`` or ``zstd``.
         on_progress: Called with the number of chunks finished since the last call.
 
     Raises:
-        ConfigError: The sources or the archive at ``location`` are of different caches, or the
-            archive cannot be written.
+        ConfigError: The sources and the target do not all have chunks of one cache, or the
+            target cannot be written.
         OSError: The medium of an archive failed.
     """
     layout = sources[0].manifest.layout

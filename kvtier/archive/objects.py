@@ -1,8 +1,8 @@
-"""A prefix of a bucket, through obstore, for S3, Google Cloud Storage and Azure.
+"""The location of an archive in S3, Google Cloud Storage or Azure, accessed by obstore.
 
-The module also opens any location by its path or URL. Credentials and endpoints come from the
-environment, by the rules of each provider. A part is small enough for one request, so multipart
-uploads, which need a clean-up, are unnecessary.
+The module also opens any location by path or URL. Each provider defines which environment
+variables have the credentials and the endpoint. A part is small enough for one request. So the
+module avoids multipart uploads, which would need a clean-up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLIENT: Final[ClientConfig] = {
     "timeout": timedelta(seconds=120),
     "allow_http": True,  # only an endpoint that the environment names is without TLS
 }
-"""Settings of the HTTP client, for one request."""
+"""Settings of the HTTP client. They apply to each request."""
 _RETRY: Final[RetryConfig] = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
 _NAMES_AT_ONCE: Final = 1000
 
@@ -39,7 +39,7 @@ class Bucket(Location):
     """The objects below a prefix of a bucket.
 
     Args:
-        store: obstore's client of the bucket, limited to the prefix.
+        store: obstore's client of the bucket. The client adds the prefix.
         url: URL of the bucket with the prefix, for messages.
     """
 
@@ -86,7 +86,7 @@ class Bucket(Location):
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Convert an obstore error to an error that names the object and a remedy."""
+        """Convert obstore's errors to errors that name the object and a remedy."""
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
 
         try:

@@ -8,8 +8,8 @@
     +---------+---------+---------------+--------+-------------------------+---------
 
 Numbers are little-endian. The digest is the XXH3 of all other bytes of the header. The digest
-is also the part's name, so a part never replaces another one. The header has the checksum of
-each record's slot, as in a cache's index, so the name covers every byte of the part.
+is also the part's name, so different parts have different names. Like a cache's index, the
+header has the checksum of each record's slot. So the name verifies every byte of the part.
 
 A record is the content of one chunk's slot, either unchanged or compressed. There is no padding
 between records.
@@ -43,7 +43,7 @@ _COLUMNS: Final = ("keys", "checksums", "last_use", "nbytes")
 
 
 class PartDamagedError(ValueError):
-    """The header of a part cannot be used; the message says why."""
+    """The header of a part cannot be used; the message has the reason."""
 
 
 class Record(NamedTuple):
@@ -51,9 +51,9 @@ class Record(NamedTuple):
 
     Attributes:
         key: The chunk's key.
-        checksum: Checksum of the chunk's slot, as in a cache's index, unsigned.
+        checksum: Unsigned checksum of the chunk's slot, the same as in a cache's index.
         last_use: Logical time of the chunk's last use; larger is more recent.
-        nbytes: Bytes of the record.
+        nbytes: Size in bytes of the record.
     """
 
     key: ChunkKey
@@ -70,7 +70,7 @@ class PartHeader:
         layout: Describes the bytes of a slot.
         compression: ``none`` or ``zstd``.
         records: The chunks, in the order of their records.
-        header_nbytes: Bytes of the header, a multiple of the page size.
+        header_nbytes: Size in bytes of the header, a multiple of the page size.
         digest: The part's digest.
     """
 
@@ -87,7 +87,7 @@ class PartHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole part."""
+        """Size in bytes of the whole part."""
         return self.header_nbytes + sum(self.sizes())
 
     def sizes(self) -> list[int]:
@@ -95,7 +95,7 @@ class PartHeader:
         return [record.nbytes for record in self.records]
 
     def offsets(self) -> list[int]:
-        """Return the offset of each record, and the end of the part."""
+        """Return the offset of each record, followed by the end of the part."""
         return list(accumulate(self.sizes(), initial=self.header_nbytes))
 
     @classmethod
@@ -118,7 +118,7 @@ class PartHeader:
 
     @classmethod
     def room_nbytes(cls, layout: Layout, compression: str, records: Sequence[Record]) -> int:
-        """Return the bytes that a header of ``records`` needs, rounded up to whole pages."""
+        """Return the header's size in bytes for ``records``, rounded up to whole pages."""
         nbytes = PREFIX_NBYTES + len(_to_json(layout, compression, records))
         return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 

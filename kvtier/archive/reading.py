@@ -1,7 +1,7 @@
 """Reads an archive, and reports each damage with its part, record and byte.
 
-Damage never stops the reading. A damaged record is left out and reported; all other records of
-the archive can be used.
+Damage never stops the reader. The reader skips and reports a damaged record, and all other
+records of the archive can be used.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Damage:
 
 
 class Slots(NamedTuple):
-    """The slots of a part, in memory.
+    """The slots of a part in memory.
 
     Attributes:
         views: The slot of each record.
-        problems: A message for each record; empty if its slot is whole and verified.
+        problems: A message for each record; empty if the record's slot is verified.
     """
 
     views: Sequence[memoryview]
@@ -108,9 +108,9 @@ class Archive:
     """A complete archive.
 
     Attributes:
-        location: The place of the archive.
+        location: The location of the archive.
         manifest: The archive's manifest.
-        sizes: Bytes of each object at ``location``, by the object's name.
+        sizes: Size in bytes of each object at ``location``, by the object's name.
     """
 
     location: Location
@@ -118,7 +118,7 @@ class Archive:
     sizes: Mapping[str, int]
 
     def headers(self) -> Iterator[PartHeader | Damage]:
-        """Yield the header of each part, or the damage that makes it unreadable."""
+        """Yield the header of each part, or a :class:`Damage` if the header cannot be used."""
         calls = (partial(self._header, entry) for entry in self.manifest.parts)
         yield from run_in_order(calls, threads=_HEADER_THREADS, name="kvtier-headers")
 
@@ -133,7 +133,7 @@ class PartReader:
     """Reads and verifies parts; several threads may use it at once.
 
     Args:
-        location: The place of the archive.
+        location: The location of the archive.
         threads: Number of threads.
     """
 
@@ -174,14 +174,14 @@ class PartReader:
         stored: memoryview,
         available: int,
     ) -> str:
-        """Decompress a record if needed, and verify it; return a message if it is damaged.
+        """Decompress and verify a record; return a message if the record is damaged.
 
         Args:
             header: The part's header.
             number: Number of the record in the part.
             slot: Memory for the slot; the same as ``stored`` if the record is not compressed.
-            stored: Bytes of the record.
-            available: Bytes from the record's first byte to the end of the part.
+            stored: Content of the record.
+            available: Number of bytes from the start of the record to the end of the part.
         """
         record = header.records[number]
         if available < record.nbytes:
@@ -209,7 +209,7 @@ def open_archive(location: Location) -> Archive:
 def verify_archive(
     archive: Archive, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
-    """Read every record of ``archive``, and return the damages. This call blocks.
+    """Read every record of ``archive``, and return all damage. This call blocks.
 
     Args:
         archive: The archive.
@@ -267,9 +267,9 @@ def read_header(location: Location, name: str, nbytes: int) -> PartHeader | str:
     """Return the header of a part, or a message if the header cannot be used.
 
     Args:
-        location: The place of the archive.
+        location: The location of the archive.
         name: Name of the part.
-        nbytes: Bytes of the part, as reported by the location.
+        nbytes: Size in bytes of the part, as reported by the location.
 
     Raises:
         ConfigError: The part is compressed, and the package for its compression is missing.

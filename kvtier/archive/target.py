@@ -1,7 +1,7 @@
 """The cache that an import fills: its lock, its free slots and its index.
 
 The cache must have the archive's model and settings, or be new. An import uses only free slots
-and evicts no chunk. The slots never exceed the present size of the slot file, or the given
+and evicts no chunk. An existing slot file keeps its size unless the caller gives a larger
 capacity.
 """
 
@@ -52,7 +52,7 @@ class Target:
         self._clock = 0
 
     def read_rows(self, capacity_slots: int) -> None:
-        """Read which slots are used.
+        """Read the index to find the used slots.
 
         Raises:
             IndexDamagedError: The index cannot be used.
@@ -78,7 +78,7 @@ class Target:
         return self._used.count(0)
 
     def free_slots(self) -> Iterator[int]:
-        """Yield the free slots, ascending."""
+        """Yield the free slots in ascending order."""
         slot = self._used.find(0)
         while slot >= 0:
             yield slot
@@ -93,7 +93,7 @@ class Target:
         self._keys.add(hash_key(key))
 
     def commit(self, rows: Sequence[tuple[int, ChunkKey, int, int]]) -> None:
-        """Commit index rows of written chunks: slot, key, checksum, last use.
+        """Commit the index rows of written chunks. A row is (slot, key, checksum, last use).
 
         The new chunks keep the order of their last uses. All of them count as more recently
         used than the chunks that the cache had before.
@@ -110,7 +110,7 @@ class Target:
         self._database.apply(change)
 
     def finish(self) -> None:
-        """Make the chunks survive a power loss.
+        """Make the written chunks durable.
 
         Raises:
             OSError: The file system failed.
@@ -119,7 +119,7 @@ class Target:
 
 
 def namespace_for(layout: Layout, directory: Path) -> StoredNamespace:
-    """Return the namespace of ``layout`` at ``directory``, a tier's path or a namespace."""
+    """Return the namespace of ``layout``. ``directory`` is this namespace or a tier's path."""
     root = directory.parent if (directory / LAYOUT).exists() else directory
     return StoredNamespace(root / layout.fingerprint.namespace(), layout)
 
@@ -128,7 +128,7 @@ def namespace_for(layout: Layout, directory: Path) -> StoredNamespace:
 def open_target(
     manifest: Manifest, directory: Path, capacity_bytes: int | None
 ) -> Iterator[Target]:
-    """Yield the cache that gets an archive's chunks, locked; create it if missing.
+    """Lock and yield the cache that receives an archive's chunks; create a missing cache.
 
     Raises:
         ConfigError: See :func:`kvtier.archive.importing.import_chunks`.
@@ -162,7 +162,7 @@ def open_target(
 
 
 def _require_same(directory: Path, root: Path, layout: Layout, io: BlockIo) -> None:
-    """Raise ConfigError if the directory has only other caches; name the differences."""
+    """Raise ConfigError with the differences if the directory has only other caches."""
     if not root.is_dir():
         return
     found = [directory] if root != directory else []
@@ -188,7 +188,7 @@ def _difference(theirs: Layout | None, ours: Layout) -> str:
 def _plan_slots(
     manifest: Manifest, space: StoredNamespace, capacity_bytes: int | None
 ) -> SlotFileSpec:
-    """Return the slot file to write, with its present size or the given capacity.
+    """Return the slot file to write. Its size is the given capacity, or the present size.
 
     Raises:
         ConfigError: The capacity is smaller than one slot or than the present size.
@@ -219,7 +219,7 @@ def _require_room(spec: SlotFileSpec, space: StoredNamespace, io: BlockIo) -> No
 def _require_trusted(
     space: StoredNamespace, database: IndexDatabase, spec: SlotFileSpec
 ) -> None:
-    """Raise ConfigError if the next start would drop the imported chunks after a reset."""
+    """Raise ConfigError if a reset would make the next engine drop the imported chunks."""
     if not database.has_reset_record():
         return
     if not database.count_within(0, spec.capacity_slots):

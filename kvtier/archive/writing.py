@@ -33,7 +33,7 @@ from kvtier.tiers.slab.piece_io import hash_key
 __all__ = ["ArchiveWriter", "Fill", "WrittenPart"]
 
 Fill = Callable[[Sequence[memoryview]], Sequence[str]]
-"""Fills slots with chunks; returns a message for each chunk, empty if its bytes are right."""
+"""Reads chunks into slots; returns a message for each chunk, which is empty on success."""
 
 _HEADER_THREADS: Final = 8
 
@@ -44,7 +44,7 @@ class WrittenPart(NamedTuple):
     Attributes:
         entry: The part's entry in the manifest; None if no chunk could be written.
         chunks: The chunks that the caller asked to write.
-        problems: A message for each chunk; empty if the chunk is in the part.
+        problems: A message for each chunk; empty if the chunk was written to the part.
     """
 
     entry: PartEntry | None
@@ -78,10 +78,10 @@ class ArchiveWriter:
     def open(
         cls, location: Location, layout: Layout, *, compression: str, threads: int
     ) -> Iterator[Self]:
-        """Yield a writer of the archive at ``location``, which is created if missing.
+        """Yield a writer of the archive at ``location``; create a missing archive.
 
         Raises:
-            ConfigError: The location cannot be written, or has an archive that is damaged or of
+            ConfigError: The location cannot be written, or its archive is damaged or has
                 another layout.
             OSError: The medium failed.
         """
@@ -97,7 +97,7 @@ class ArchiveWriter:
         return slots_per_part(self._layout.slot_nbytes)
 
     def claim(self, key: ChunkKey) -> bool:
-        """Return whether the caller must write ``key``; True only once per key."""
+        """Return whether the caller must write ``key``: True for a new key's first call."""
         hashed = hash_key(key)
         if hashed in self._keys:
             return False
@@ -108,8 +108,8 @@ class ArchiveWriter:
         """Write ``chunks`` as one part. Several threads may call this at once.
 
         Args:
-            chunks: At most :attr:`chunks_per_part` chunks. The ``nbytes`` of each chunk is the
-                size of a slot.
+            chunks: At most :attr:`chunks_per_part` chunks. Each chunk's ``nbytes`` is the size
+                of a slot.
             fill: Function that reads the slot of each chunk into memory.
 
         Raises:
@@ -173,7 +173,7 @@ class ArchiveWriter:
     def _put(
         self, buffer: memoryview, room: int, records: Sequence[Record]
     ) -> PartEntry | None:
-        """Write the part in ``buffer``; its header replaces the first ``room`` bytes."""
+        """Write a part. Its header replaces the first ``room`` bytes of ``buffer``."""
         if not records:
             return None
         header = PartHeader.write(buffer[:room], self._layout, self._compression, records)
@@ -181,7 +181,7 @@ class ArchiveWriter:
         return PartEntry(header.name, header.nbytes, len(records))
 
     def _find_parts(self) -> None:
-        """Read the headers of the parts at the location, even without a manifest."""
+        """Read the headers of all parts at the location, even if the manifest is missing."""
         found = self._location.names()
         names = sorted(name for name in found if name.endswith(PART_SUFFIX))
         if MANIFEST in found:

@@ -1,4 +1,4 @@
-"""Reads prompts from files, and reports how much of each prompt a store has."""
+"""Reads prompts from files, and counts the tokens of each prompt that are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of ``vllm serve``, parsed by vLLM: they make token ids of a prompt's text."""
+"""Parses the arguments of ``vllm serve`` with vLLM, and converts text to token ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ParsedArguments(PromptLimits, Protocol):
 def open_vllm(
     model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
 ) -> EngineSetup:
-    """Return vLLM's engine for ``arguments`` of ``vllm serve``. Importing vLLM takes seconds.
+    """Return the engine's setup for ``arguments`` of ``vllm serve``. Takes seconds.
 
     Raises:
         ConfigError: vLLM is not installed, or refuses the arguments.
@@ -57,15 +57,15 @@ def open_vllm(
 
 
 def to_prompt(number: int, line: PromptLine, setup: Callable[[], ParsedArguments]) -> Prompt:
-    """Return the prompt in a line, as token ids.
+    """Convert a line to a prompt of token ids.
 
     Args:
         number: Number of the line.
-        line: Its content.
-        setup: Returns the engine; called only if the line needs it.
+        line: Content of the line.
+        setup: Returns the parsed arguments; called only if the line is text or a chat.
 
     Raises:
-        ConfigError: The engine makes no tokens of the line.
+        ConfigError: The line cannot be converted to token ids.
     """
     if line.prompt_token_ids is not None:
         return line.with_tokens(number, line.prompt_token_ids)

@@ -1,6 +1,6 @@
-"""Computes how many tokens of a prompt are stored, from an index and the prompt's tokens.
+"""Computes the number of stored tokens of a prompt, from an index.
 
-The *coverage* of a prompt is the number of tokens that an engine could load instead of compute.
+The *coverage* of a prompt is the number of tokens that an engine could load.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 NameChunk = Callable[[str], Callable[[ChunkKey], ChunkKey]]
-"""Takes the name of a LoRA adapter; returns a function from vLLM's keys to kvtier's."""
+"""Takes a LoRA adapter's name; returns a function that adds the adapter's digest to a key."""
 
 
 class StoredKeys:
-    """The keys in one index, as sorted 64-bit hashes: 8 bytes a chunk.
+    """The keys in one index, as sorted 64-bit hashes, which take 8 bytes per chunk.
 
-    Two keys may have the same hash. An absent chunk then counts as stored: about once in 10**12
-    prompts.
+    Two keys may have the same hash. Then an absent chunk counts as stored. This happens about
+    once in 10**12 prompts.
     """
 
     def __init__(self, hashes: npt.NDArray[np.uint64]) -> None:
@@ -52,7 +52,7 @@ class StoredKeys:
     def read(cls, space: StoredNamespace, *, with_adapters: bool = True) -> Self:
         """Read the index of ``space``.
 
-        Chunks that an engine of this namespace would drop at its start count as absent.
+        A chunk counts as absent if an engine would drop the chunk when it opens ``space``.
 
         Args:
             space: The namespace.
@@ -74,7 +74,7 @@ class StoredKeys:
         return len(self._hashes)
 
     def has(self, key_hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Return for each of ``key_hashes`` whether the index has it."""
+        """Return for each of ``key_hashes`` whether the index has this hash."""
         if not len(self._hashes):
             return np.zeros(len(key_hashes), dtype=np.bool_)
         at = np.minimum(np.searchsorted(self._hashes, key_hashes), len(self._hashes) - 1)
@@ -84,12 +84,12 @@ class StoredKeys:
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """How the engines of a namespace make the keys of a prompt's chunks.
+    """The rules by which a namespace's engines make the keys of a prompt's chunks.
 
     Attributes:
-        groups: For each KV cache group: its number in keys, and the part of a prefix that it
-            reads.
-        tokens_per_hash: Number of tokens that a block hash adds to the hash before it.
+        groups: For each KV cache group, its number in keys and its reach: which chunks of a
+            prefix the group reads.
+        tokens_per_hash: Number of tokens between two consecutive block hashes.
         algorithm: The engines' ``--prefix-caching-hash-algo``.
         seed: The engines' ``PYTHONHASHSEED``; empty if it is not set.
     """
@@ -135,10 +135,10 @@ class PromptCoverage:
         reusable_tokens: Number of tokens that could be loaded if all chunks of the prompt were
             stored.
         hit_tokens: Number of tokens that can be loaded now.
-        tier_tokens: How many of the ``hit_tokens`` each tier provides, by name.
-        key_hashes: Key hashes of the chunks that a warm-up stores for the prompt; none if the
+        tier_tokens: Number of the ``hit_tokens`` in each tier, by the tier's name.
+        key_hashes: Key hashes of the chunks that a warm-up stores for the prompt; empty if the
             prompt is shorter than a chunk.
-        is_missing: For each of these chunks, whether it is missing now.
+        is_missing: Whether each of these chunks is missing now.
         is_stored: Whether a warm-up would add nothing for this prompt.
     """
 
@@ -161,12 +161,12 @@ class Coverage:
         prompts: Number of prompts.
         whole: Number of prompts with all chunks stored.
         partly: Number of prompts with some, but not all, reusable tokens stored.
-        short: Number of prompts without a whole chunk, which cannot be stored.
+        short: Number of prompts shorter than a chunk. These prompts cannot be stored.
         tokens: Number of tokens of all prompts.
         reusable_tokens: Number of tokens that could be loaded if all chunks of the prompts were
             stored.
         hit_tokens: Number of tokens that can be loaded now.
-        tier_tokens: How many of the ``hit_tokens`` each tier provides, by name.
+        tier_tokens: Number of the ``hit_tokens`` in each tier, by the tier's name.
     """
 
     prompts: int = 0
@@ -204,7 +204,7 @@ class Coverage:
 
 
 class _Found:
-    """Which chunks of one prompt are stored, for :meth:`HitRules.longest`."""
+    """The stored chunks of one prompt, as an argument of :meth:`HitRules.longest`."""
 
     def __init__(self, keys: Iterable[ChunkKey], present: Iterable[bool]) -> None:
         self._present = dict(zip(keys, present, strict=True))
@@ -289,7 +289,7 @@ class CoverageReader:
         return keys
 
     def _wanted(self, keys: Sequence[Sequence[ChunkKey]], best: int) -> npt.NDArray[np.intp]:
-        """Return the positions of the chunks to store, in the list of all groups' keys."""
+        """Return the chunks to store, as indices into the concatenated lists in ``keys``."""
         wanted: list[int] = []
         first = 0
         for (_, reach), group in zip(self._groups, keys, strict=True):
@@ -305,7 +305,7 @@ class CoverageReader:
         """Return whether a warm-up would add nothing for a prompt.
 
         For sliding windows and recurrent states, an engine stores only the chunks that a hit
-        needs. It may leave out the chunks for the last token at which a hit could end.
+        needs. The engine may skip the chunks that only the longest possible hit needs.
         """
         if all(reach.reach is Reach.PREFIX for _, reach in self._groups):
             return not missing.any()
@@ -317,7 +317,7 @@ class CoverageReader:
         in_tier: Sequence[npt.NDArray[np.bool_]],
         hit: int,
     ) -> dict[str, int]:
-        """Return how many of the ``hit`` tokens each tier provides, by the counting group."""
+        """Return the number of ``hit`` tokens that each tier has of the counting group."""
         first = sum(map(len, keys[: self._counted]))
         size = self._groups[self._counted][1].chunk_tokens
         left = np.ones(hit // size, dtype=np.bool_)
@@ -339,9 +339,9 @@ class Stores:
         spaces: The engine's namespace in each persistent tier, by the tier's name.
         rules: The rules by which the engine makes keys.
         capacity_chunks: Number of chunks that the largest of the tiers holds.
-        slot_nbytes: Bytes of a slot; 0 if unknown.
+        slot_nbytes: Size in bytes of a slot; 0 if unknown.
         lora_paths: Path of each LoRA adapter, by name.
-        name_chunk: As for :class:`CoverageReader`.
+        name_chunk: The argument of :class:`CoverageReader`.
     """
 
     spaces: Mapping[str, StoredNamespace]
@@ -352,7 +352,7 @@ class Stores:
     name_chunk: NameChunk | None
 
     def reader(self) -> CoverageReader:
-        """Read the indexes, and return a reader of them."""
+        """Read the indexes, and return a reader for these indexes."""
         named = self.name_chunk is not None
         keys = {
             tier: StoredKeys.read(space, with_adapters=named)
@@ -364,5 +364,5 @@ class Stores:
 
     @property
     def nbytes_per_token(self) -> float:
-        """Return the bytes of stored KV per token, summed over all KV cache groups."""
+        """Return the number of bytes of KV per token, summed over all KV cache groups."""
         return self.slot_nbytes * self.rules.chunks_per_token

@@ -1,7 +1,7 @@
-"""Computes the keys that vLLM gives the blocks of a prompt, without vLLM.
+"""Computes vLLM's hashes of a prompt's blocks without vLLM.
 
-vLLM hashes a block together with the hash of the block before it, so a hash identifies the
-whole prefix. ``tests/integration/test_warm_up.py`` compares the results with vLLM's own.
+vLLM hashes each block together with the hash of the preceding block, so a hash identifies the
+whole prefix. ``tests/integration/test_warm_up.py`` compares these hashes with vLLM's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_ALGORITHM: Final = "sha256"
 """vLLM's default for ``--prefix-caching-hash-algo``."""
 
 _DEFAULT_SEED: Final = "vllm-none-hash"
-"""Hash in place of the block before the first one, without ``PYTHONHASHSEED``."""
+"""The hash that precedes the first block if ``PYTHONHASHSEED`` is not set."""
 
 
 def _sha256(data: bytes) -> bytes:
@@ -56,17 +56,17 @@ ALGORITHMS: Final[dict[str, tuple[Callable[[object], bytes], Callable[[bytes], b
     "xxhash": (_pickled, xxhash.xxh3_128_digest),
     "xxhash_cbor": (_cbor, xxhash.xxh3_128_digest),
 }
-"""vLLM's hash functions: each with its conversion of values to bytes, and its hash of bytes."""
+"""vLLM's hash algorithms: for each, a function to serialize values and one to hash bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Values besides tokens that must be equal if prompts are to share blocks.
+    """Values, other than tokens, that must be equal for two prompts to share blocks.
 
     Attributes:
         lora: Name of the LoRA adapter; empty for none.
         lora_path: Path of the adapter, as in the engine's arguments.
-        cache_salt: Salt that vLLM hashes with the first block; empty for none.
+        cache_salt: Salt that vLLM hashes together with the first block; empty for none.
     """
 
     lora: str = ""
@@ -87,13 +87,13 @@ class BlockHasher:
     """Hashes the blocks of prompts; consecutive prompts reuse hashes of their common prefix.
 
     Args:
-        tokens_per_hash: Number of tokens that a hash adds to the hash before it.
+        tokens_per_hash: Number of tokens between two consecutive hashes.
         algorithm: One of :data:`ALGORITHMS`.
         seed: The engine's ``PYTHONHASHSEED``; empty if it has none.
 
     Raises:
-        ConfigError: vLLM's hashes depend on a random seed, so they change at every start. Or a
-            package is missing.
+        ConfigError: A package is missing. Or vLLM's hashes depend on a random seed, and so
+            change at every start.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BlockHasher:
         self._hashes: list[bytes] = []
 
     def hashes(self, tokens: Sequence[int], scope: Scope = Scope()) -> list[bytes]:
-        """Return the hash of every whole block of a prompt, root to leaf."""
+        """Return the hash of every whole block of a prompt, first block first."""
         size, found = self._size, self._common(tokens, scope)
         extra = scope.extra_keys(is_first=False)
         for start in range(len(found) * size, len(tokens) - size + 1, size):
@@ -123,7 +123,7 @@ class BlockHasher:
         return list(found)
 
     def _common(self, tokens: Sequence[int], scope: Scope) -> list[bytes]:
-        """Return the hashes of the blocks that ``tokens`` shares with the previous prompt."""
+        """Return the hashes of the blocks that ``tokens`` and the previous prompt share."""
         if scope != self._scope:
             return []
         size, shared = self._size, 0

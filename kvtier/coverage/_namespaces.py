@@ -1,4 +1,4 @@
-"""Finds the namespaces of a model in a store."""
+"""Finds the namespaces of a model in a cache directory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["namespaces_of_model"]
 def namespaces_of_model(
     directory: Path, model: str | None, name: str | None = None
 ) -> list[StoredNamespace]:
-    """Return the namespaces of ``model`` in the store at ``directory``.
+    """Return the namespaces of ``model`` in the cache directory ``directory``.
 
     Args:
-        directory: A store or a namespace in it.
-        model: The engine's ``--model``, or the name of ``identity.name``; None for all.
-        name: Return only the namespace of this name.
+        directory: A cache directory, or one of its namespaces.
+        model: The engine's ``--model``, or the setting ``identity.name``; None for all models.
+        name: If given, return only the namespace with this name.
 
     Raises:
-        ConfigError: There is none, or the model's files cannot be read.
+        ConfigError: There is no such namespace, or the model's files cannot be read.
     """
     spaces = find_namespaces(directory, name)
     if model is None:

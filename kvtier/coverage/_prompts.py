@@ -1,4 +1,4 @@
-"""Reads files of prompts: JSON Lines, one prompt a line."""
+"""Reads files of prompts: JSON Lines, with one prompt per line."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class PromptLine(BaseModel):
         return self
 
     def with_tokens(self, number: int, tokens: Sequence[int]) -> Prompt:
-        """Return the prompt in line ``number``, as ``tokens``."""
+        """Return this line's prompt, with the given line number and token ids."""
         return Prompt(number, array("I", tokens), self.priority, self.lora, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids.
+    """A prompt that was converted to token ids.
 
     Attributes:
         line: Number of the prompt's line, from 1.
@@ -99,8 +99,8 @@ class Prompt:
     def order(self) -> tuple[Any, ...]:
         """Return a sort key that puts prompts with a common prefix next to each other.
 
-        In this order each shared prefix is computed once. A prompt comes before the prompts
-        that continue it.
+        In this order each shared prefix is computed once. A prompt precedes all prompts that
+        start with it.
         """
         return self.priority, self.lora, self.cache_salt, self.tokens, self.line
 
@@ -111,14 +111,14 @@ class BadLine:
 
     Attributes:
         line: The line's number, from 1.
-        problem: The problem, and what to write instead.
+        problem: Description of the problem and of the remedy.
     """
 
     line: int
     problem: str
 
     def error(self, path: Path) -> ConfigError:
-        """Return the error to raise for this line, if bad lines are fatal."""
+        """Return the error that the caller raises if bad lines are errors."""
         return ConfigError(f"{printable(str(path))}:{self.line}: {self.problem}")
 
 
@@ -142,7 +142,7 @@ def check_prompt(prompt: Prompt, limits: PromptLimits) -> None:
     """Check that an engine with these ``limits`` can compute ``prompt``.
 
     Raises:
-        ConfigError: The prompt is empty or too long, or one of its tokens or its adapter is
+        ConfigError: The prompt is empty or too long, or its adapter or one of its tokens is
             unknown.
     """
     if not prompt.tokens:
@@ -168,8 +168,8 @@ async def load_prompts(
 
     Args:
         path: The file.
-        to_prompt: Returns the prompt in a line; raises ConfigError if the line has none.
-        on_bad: Called with each line that has no usable prompt; None if such a line is an
+        to_prompt: Converts a line to a prompt; raises ConfigError if this fails.
+        on_bad: Called with each line that has no usable prompt. If None, such a line is an
             error.
 
     Raises:
@@ -232,7 +232,7 @@ def _parse(line: bytes) -> PromptLine:
 
 
 def _problem(error: ValidationError) -> str:
-    """Return a text about the first problem of a line."""
+    """Describe the first problem of a line."""
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "extra_forbidden":
         name, known = str(first["loc"][0]), list(PromptLine.model_fields)

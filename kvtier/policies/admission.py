@@ -1,8 +1,8 @@
-"""Admission policies: conditions for writing a chunk to a slower tier.
+"""Admission policies, which decide whether a chunk is written to a slower tier.
 
-A refused chunk stays in its tier until it is evicted, and is then lost. So every condition
-reduces both the wear of the drive and the hits. On chat traffic ``second-touch`` makes 1/5 of
-the writes of ``all``, and loses 1/4 of the hits.
+A refused chunk stays in its tier until it is evicted, and is then lost. So an admission policy
+reduces both the wear of the drive and the number of hits. On chat traffic, ``second-touch``
+makes 1/5 of the writes of ``all`` and loses 1/4 of the hits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _BURSTS_PER_DAY = 25
 
 
 class Admission(ABC):
-    """One condition for entering a slower tier.
+    """A condition that a chunk must meet to enter a slower tier.
 
-    One object serves all tiers of a cache and decides for each tier separately. A condition
-    only reads copies: it neither changes nor keeps them.
+    One object serves all tiers of a cache and decides for each tier separately. A condition may
+    read copies, but must not change or keep them.
 
     Args:
-        capacity: Slots of RAM plus slots of the largest tier. A condition keeps at most
-            ``capacity`` keys for each tier.
+        capacity: Number of slots of RAM and the largest tier together. A condition keeps at
+            most ``capacity`` keys for each tier.
 
     Attributes:
-        capacity: Slots of RAM plus slots of the largest tier.
+        capacity: Number of slots of RAM and the largest tier together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,10 +44,10 @@ class Admission(ABC):
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``.
 
-        The manager calls this method right before the copy is written, after the placement and
-        the earlier conditions have admitted it. The manager repeats the call for a chunk that
-        was refused, found no free slot, or was evicted from ``tier``. Each write of a chunk to
-        RAM has its own ``copy.generation``; a copy in a slower tier has 0.
+        The manager calls this method right before ``copy`` is written, after the placement and
+        the earlier conditions have admitted ``copy``. The manager may call again for the same
+        chunk: after a refusal, if no slot was free, or if ``tier`` evicted the chunk. Each
+        write of a chunk to RAM has its own ``copy.generation``; a copy in a slower tier has 0.
 
         Args:
             copy: The source, in RAM or in a slower tier.
@@ -71,14 +71,15 @@ class AdmitAll(Admission):
 
 
 class SecondTouch(Admission):
-    """Refuses a chunk until its second use.
+    """Admits a chunk at its second use.
 
-    A load of the copy is a second use. A new copy of a chunk with an earlier copy, refused or
-    admitted, is a second use too. This is CacheLib's reject-first policy with whole keys. A
-    copy in a slower tier is always admitted, because the chunk was admitted before.
+    A load of the copy is a second use. A new copy is a second use too, if this policy has
+    decided about an earlier copy of the chunk. A copy in a slower tier is always admitted,
+    because its chunk was admitted before. This policy is CacheLib's reject-first policy with
+    whole keys.
 
     Args:
-        capacity: Largest number of keys to keep for each tier; the oldest are dropped first.
+        capacity: Largest number of keys to keep per tier. The oldest keys are dropped first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -102,16 +103,15 @@ class SecondTouch(Admission):
 class WriteBudget(Admission):
     """Refuses writes above a daily budget of bytes.
 
-    Each tier has a token bucket with room for 1/25 of the daily budget. The other 24/25 refill
-    the bucket evenly over a day, so any 24 hours stay within the budget. When the bucket is
-    full, unused budget is lost. The bucket has room for at least one chunk: a budget below 25
-    chunks is used evenly in whole chunks, and a budget below one chunk a day admits a chunk
-    every few days. The bucket is full at the start, so each restart can exceed the budget by
-    1/25.
+    Each tier has a token bucket for 1/25 of the daily budget. The other 24/25 refill the bucket
+    evenly over a day, so the writes of any 24 hours stay within the budget. When the bucket is
+    full, unused budget is lost. The bucket has room for at least one chunk. So a budget of less
+    than one chunk a day admits a chunk every few days. The bucket is full at the start, so each
+    restart can exceed the budget by 1/25.
 
     Args:
-        bytes_per_day: Bytes that may be written to each slower tier in a day.
-        chunk_nbytes: Bytes written for one chunk.
+        bytes_per_day: Number of bytes that may be written to each slower tier in a day.
+        chunk_nbytes: Number of bytes written for one chunk.
     """
 
     def __init__(self, *, bytes_per_day: int, chunk_nbytes: int) -> None:

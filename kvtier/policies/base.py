@@ -1,10 +1,10 @@
 """The interfaces of policies, and the values that policies see.
 
 An :class:`Eviction` orders the copies of *one* tier and picks victims. A cache has one
-:class:`Placement`, which decides which chunks move between tiers. The *driver*, which calls the
-policies, is the manager of a live engine or a simulator. Policies do no I/O, do not await, and
-get time and random numbers from a :class:`PolicyContext`. So a live engine and a simulator run
-the same code, and a policy that was tuned on a trace is deployed unchanged.
+:class:`Placement`, which decides which chunks move between tiers. The caller of the policies is
+the *driver*: the manager of a live engine, or a simulator. Policies do no I/O, do not await,
+and get time and random numbers from a :class:`PolicyContext`. So a live engine and a simulator
+use the same code, and a policy that was tuned on a trace is deployed unchanged.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class RequestTerms:
     """A client's limits for its request. Tiers are indices; 0 is RAM.
 
     Attributes:
-        load_tiers: Tiers to load from; None for all. Chunks in other tiers are misses.
-        store_tiers: Tiers to store new chunks in; None for all. RAM is always included, because
-            chunks reach every other tier through RAM.
+        load_tiers: Tiers to load from; None for all tiers. Chunks in other tiers are misses.
+        store_tiers: Tiers to store new chunks in; None for all tiers. RAM is always included,
+            because chunks reach every other tier through RAM.
         session: The request's session, for policies; an empty string if unknown.
     """
 
@@ -57,7 +57,7 @@ class RequestTerms:
         return self.store_tiers is not None and not self.store_tiers
 
     def may_store_in(self, tier: int | None) -> bool:
-        """Return whether ``tier`` may store new chunks; for None, whether all tiers may."""
+        """Return whether ``tier`` may store new chunks, or for None whether all tiers may."""
         return self.store_tiers is None or tier in self.store_tiers
 
 
@@ -65,12 +65,12 @@ NO_TERMS: Final = RequestTerms()
 
 
 def session_terms(session: str) -> RequestTerms:
-    """Return terms that name ``session`` and set no limits; ``session`` may be empty."""
+    """Return terms with ``session``, which may be empty, and without limits."""
     return RequestTerms(session=session) if session else NO_TERMS
 
 
 class CopyState:
-    """The states of a copy. States are plain integers, which are quick to compare."""
+    """The states of a copy. They are plain integers, because integers compare fast."""
 
     WRITING: ClassVar[int] = 0
     """The bytes are arriving; requests may wait for them."""
@@ -79,7 +79,7 @@ class CopyState:
     RESIDENT: ClassVar[int] = 2
     """All bytes are in the slot; a lookup finds the copy."""
     GONE: ClassVar[int] = 3
-    """The copy has left the tier, but a queue or a job may still refer to the object."""
+    """The copy has left the tier. A queue or a job may still refer to this object."""
 
 
 _WRITING = CopyState.WRITING
@@ -93,22 +93,22 @@ class ChunkCopy:
 
     Attributes:
         key: The chunk's key.
-        slot: The slot of the tier that holds the bytes.
+        slot: Number of the slot with the chunk's bytes.
         state: One of :class:`CopyState`.
         pins: Number of transfers and waiting requests that need the copy. A copy with pins
             cannot be evicted.
-        dirty: Number of slower tiers that must receive the chunk before this copy may be
-            evicted.
-        hits: Number of loads and of started promotions from this copy.
+        dirty: Number of slower tiers that lack the chunk. They must receive the chunk before
+            this copy may be evicted.
+        hits: Number of loads of this copy, plus the number of started promotions of it.
         parent: Key of the preceding chunk of the prefix; None at the root or if unknown.
         depth: Number of chunks before this chunk in the prefix.
         terms: The terms of the request that stored the chunk.
-        queued: An integer for the eviction policy's own use, such as a count of stale entries.
-        policy: Any object, for the eviction policy's own use.
-        grants: Number of waiting requests that keep the copy in RAM. They are also in
-            :attr:`pins`.
-        origin: Index of the tier from which a RAM copy was promoted. 0 after its first load,
-            and for other copies.
+        queued: An integer that the eviction policy may use freely, for example as a count.
+        policy: An object that the eviction policy may use freely.
+        grants: Number of waiting requests that keep the copy in RAM. :attr:`pins` includes this
+            number.
+        origin: For a RAM copy that was promoted and not loaded since, the index of the source
+            tier; else 0.
         generation: Unique number of the write to RAM that filled the slot; 0 in a slower tier.
     """
 
@@ -164,13 +164,13 @@ class ChunkCopy:
 
 @dataclass(slots=True)
 class PolicyContext:
-    """The context of a call to a policy. One object is reused for all calls.
+    """The context of a call to a policy. All calls reuse one object.
 
     Attributes:
-        now: Seconds on a monotonic clock. The driver advances it once per step; an engine may
-            skip steps without decisions.
+        now: Seconds on a monotonic clock. The driver updates this time once per step. An engine
+            may skip the update if a step makes no decisions.
         rng: The only source of random numbers, seeded by the driver.
-        request: Id of the served request; an empty string without one.
+        request: Id of the request that the call serves; an empty string if there is none.
         session: The request's session; an empty string if unknown.
     """
 
@@ -196,40 +196,41 @@ Evictable = Callable[[ChunkCopy], bool]
 
 
 def is_idle(copy: ChunkCopy) -> bool:
-    """Return whether a resident ``copy`` may be evicted at once."""
+    """Return whether a resident ``copy`` has no pins and is not dirty."""
     return not copy.pins and not copy.dirty
 
 
 def is_unpinned(copy: ChunkCopy) -> bool:
-    """Return whether ``copy`` has no pins, even if a slower tier still needs the chunk."""
+    """Return whether ``copy`` has no pins. The copy may be dirty."""
     return not copy.pins
 
 
 class Eviction(ABC):
     """Orders the copies of one tier and picks victims.
 
-    For a resident chunk the driver calls :meth:`on_hit`. For an absent chunk the driver calls
+    For a resident chunk, the driver calls :meth:`on_hit`. For an absent chunk, the driver calls
     :meth:`on_miss` once, then :meth:`pick` until a slot is free, then :meth:`on_insert` if the
-    bytes arrive. Several chunks may be between ``on_miss`` and ``on_insert`` at a time.
+    bytes arrive. At any time, several chunks may be between ``on_miss`` and ``on_insert``.
 
     Every method takes O(1) amortised time, or O(log n) if copies have scores. A policy may keep
     keys of evicted chunks (ghosts), at most two per slot. A policy must drop every reference to
-    a picked copy, because the driver may reuse the object for another chunk, with ``queued``
-    and ``policy`` unchanged.
+    a picked copy, because the driver may reuse the object for another chunk. The driver does
+    not change ``queued`` and ``policy`` of a reused object.
 
     Args:
-        capacity: Slots of the tier, at least 1; ``kvtier check`` builds each policy with 1.
+        capacity: Number of slots of the tier, at least 1. ``kvtier check`` builds each policy
+            with 1 slot.
 
     Attributes:
-        capacity: Slots of the tier.
-        tracks_misses: Whether the class overrides :meth:`on_miss`. If not, the driver may skip
-            the calls.
+        capacity: Number of slots of the tier.
+        tracks_misses: Whether the class overrides :meth:`on_miss`. If False, the driver may
+            skip calls of :meth:`on_miss`.
     """
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
-    """Order in which the manager reports chunks that a request used or stored together.
-    ``reverse`` is leaf to root, so that the root of a prefix stays longest; ``forward`` is root
-    to leaf. Chunks of several KV cache groups are merged by depth."""
+    """Order in which the manager reports the chunks that a request used or stored together.
+    ``reverse`` is leaf to root, so the first chunks of a prefix stay longest. ``forward`` is
+    root to leaf. Chunks of several KV cache groups are merged by depth."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -247,11 +248,11 @@ class Eviction(ABC):
         """Add ``copy``, which entered the tier, to the eviction order."""
 
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Add ``copy``, which was picked but stayed in the tier, to the eviction order again.
+        """Add ``copy`` again: it was picked as a victim, but stayed in the tier.
 
-        The call is neither a use nor a return after an eviction. Like a rejected candidate,
-        ``copy`` counts as just used, so that the next pick does not return it. The default
-        implementation inserts ``copy``. Policies that record evictions override it.
+        The call must not count as a hit or as a return after an eviction. But ``copy`` moves to
+        the end of the eviction order, so that the next pick does not return this copy. The
+        default implementation inserts ``copy``. Policies that record evictions override it.
         """
         self.on_insert(copy, ctx)
 
@@ -271,10 +272,10 @@ class Eviction(ABC):
         """Remove one victim from the members and return it.
 
         A candidate that ``evictable`` rejects stays a member and counts as just used. So the
-        next pick tests other members, and a scan takes O(1) amortised time.
+        next pick tests other members, and picks take O(1) amortised time.
 
         Returns:
-            A copy that ``evictable`` accepts; None if it rejects all members.
+            A copy that ``evictable`` accepts; None if ``evictable`` rejects all members.
         """
 
     def pick_many(
@@ -292,9 +293,10 @@ class Eviction(ABC):
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Call :meth:`on_insert` for ``copies``, which arrived together.
 
-        Copies of one prompt come in :attr:`touch_order`, or in the order in which another tier
-        evicted them. All of them were used at the same time, so a policy may insert a prompt
-        from either end. Copies without a parent are inserted in the given order.
+        The copies of one prompt are in :attr:`touch_order`, or in the order in which another
+        tier evicted the chunks. All these chunks were used at the same time, so a policy may
+        insert a prompt from either end. Copies without a parent are inserted in the given
+        order.
         """
         for copy in copies:
             self.on_insert(copy, ctx)
@@ -315,15 +317,15 @@ class Promotion(Enum):
 
 
 class Placement(ABC):
-    """Decides which tiers a chunk should be in. Tiers are indices; 0 is RAM.
+    """Decides which tiers should have a chunk. Tiers are indices; 0 is RAM.
 
-    One thread makes all calls, in batches of chunks. An answer is final. The manager carries it
-    out unless no slot is free or a transfer fails; the placement learns of neither case. A
-    placement only reads copies: it neither changes nor keeps them. It must bound its own
-    memory.
+    One thread makes all calls, in batches of chunks. The manager carries out each answer,
+    unless no slot is free or a transfer fails. The manager does not report these cases to the
+    placement. A placement may read copies, but must not change or keep them. The memory of a
+    placement must be bounded.
 
-    Three decisions are made elsewhere: :class:`Eviction` picks the victims of a full tier,
-    ``copy.terms`` excludes tiers for a request, and the settings ``admit`` and
+    A placement does not make three decisions. :class:`Eviction` picks the victims of a full
+    tier. ``copy.terms`` excludes tiers for a request. The settings ``admit`` and
     ``write_budget_per_day`` apply after :meth:`admit`.
 
     Args:
@@ -338,9 +340,9 @@ class Placement(ABC):
 
     @property
     def places_used(self) -> bool:
-        """Whether the manager calls :meth:`place` for chunks that were loaded from RAM, too.
+        """Whether the manager also calls :meth:`place` when a chunk is loaded from RAM.
 
-        The value is constant for the life of the object.
+        The value must not change.
         """
         return False
 
@@ -349,8 +351,8 @@ class Placement(ABC):
         """Return the slower tiers that must receive a chunk in RAM as soon as possible.
 
         The manager calls this method when a chunk's store is complete and no slower tier has
-        the chunk. If :attr:`places_used` is true, it also calls this method at each load from
-        RAM.
+        the chunk. If :attr:`places_used` is true, the manager also calls this method at each
+        load from RAM.
 
         Args:
             copy: The chunk's complete copy in RAM.
@@ -366,7 +368,7 @@ class Placement(ABC):
         tier: int,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
-        """Return whether ``copy`` may enter ``tier``. A refused victim is evicted anyway.
+        """Return whether ``copy`` may enter ``tier``. A refused victim is still evicted.
 
         The manager calls this method after :meth:`place` or :meth:`demote` returned ``tier``,
         right before ``copy`` is sent. The default implementation admits all copies.
@@ -376,7 +378,7 @@ class Placement(ABC):
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        """Call :meth:`place` for ``copies``. Override this if all get the same answer."""
+        """Return the answer of :meth:`place` for each of ``copies``."""
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
@@ -398,13 +400,13 @@ class Placement(ABC):
     def promote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[Promotion]:
-        """Call :meth:`promote` for ``copies``, at least one."""
+        """Call :meth:`promote` for each of ``copies``, at least one copy."""
         return [self.promote(copy, source, ctx) for copy in copies]
 
     def demotion_targets(self, source: int) -> Sequence[int]:
-        """Return the tiers that :meth:`demote` may return for victims of ``source``.
+        """Return the tiers that :meth:`demote` may choose for victims of ``source``.
 
-        The answer must be constant. A tier without targets needs no reserve of free slots. A
+        The answer must not change. A tier without targets needs no reserve of free slots. A
         tier with several targets stops demoting while any target is full.
 
         Args:
@@ -416,9 +418,9 @@ class Placement(ABC):
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         """Return the tier that must receive the chunk before ``source`` evicts ``copy``.
 
-        The manager calls this method only for chunks that are in no slower tier, perhaps
-        several times for one chunk: when the chunk is new in ``source``, when it is picked as a
-        victim, and at shutdown.
+        The manager calls this method only for chunks that are in no slower tier. The manager
+        may call it several times for one chunk: when the chunk is new in ``source``, when the
+        chunk is picked as a victim, and at shutdown.
 
         Returns:
             One of :meth:`demotion_targets`; None to drop the chunk.
@@ -427,5 +429,5 @@ class Placement(ABC):
     def demote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[int | None]:
-        """Call :meth:`demote` for ``copies``."""
+        """Call :meth:`demote` for each of ``copies``."""
         return [self.demote(copy, source, ctx) for copy in copies]

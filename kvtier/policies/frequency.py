@@ -1,10 +1,11 @@
-"""Estimates the number of recent uses of each key, in little memory.
+"""Estimates the number of recent uses of each key with little memory.
 
 All counts are halved after ten uses per slot of the tier, so that old uses lose weight. The
 sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows of
 one-byte counters, and a key's estimate is the smallest of its four counters. A use increments
-only the smallest counters, so keys with a common counter inflate each other less (Estan and
-Varghese, SIGCOMM 2002). The sketch takes 16 to 32 bytes per slot and does not keep keys.
+only the key's smallest counters. So two keys that share a counter inflate each other's estimate
+less (Estan and Varghese, SIGCOMM 2002). The sketch takes 16 to 32 bytes per slot and does not
+keep keys.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SketchFrequency:
     """A count-min sketch of recent uses, with conservative update.
 
     Args:
-        capacity: Slots of the tier.
+        capacity: Number of slots of the tier.
     """
 
     __slots__ = ("_cells", "_mask", "_sample", "_uses", "_width")
@@ -51,12 +52,12 @@ class SketchFrequency:
             self._cells = cells.translate(_HALVED)
 
     def of(self, key: ChunkKey) -> int:
-        """Estimate the recent uses of ``key``. An estimate below 255 is never too low."""
+        """Estimate how often ``key`` was recently used. A result below 255 is never too low."""
         cells = self._cells
         return min([cells[place] for place in self._places(key)])
 
     def _places(self, key: ChunkKey) -> tuple[int, int, int, int]:
-        """Return, for each row, the index of the counter of ``key``; uses double hashing."""
+        """Return the index of the counter of ``key`` in each row, by double hashing."""
         digest = xxhash.xxh3_64_intdigest(key)
         mask, width, step = self._mask, self._width, (digest >> 32) | 1
         return (

@@ -1,4 +1,4 @@
-"""The built-in placement, and admission conditions in front of any placement."""
+"""The built-in placement, and a placement that adds admission conditions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ConditionalPlacement", "TieredPlacement"]
 
 
 class TieredPlacement(Placement):
-    """Demotes chunks at their store or before their eviction; copies or moves hits to RAM.
+    """Demotes chunks after their store or before their eviction; copies or moves hits to RAM.
 
     If a promotion keeps the slower copy, the next demotion needs no write. If the promotion
-    moves the chunk, the next demotion writes the chunk again. On agent traffic moves cause four
-    to ten times as many writes as copies, for at most 1.6 points of hit ratio. Moves are
-    worthwhile if the tiers have similar sizes, because second copies then waste much of the
+    moves the chunk, the next demotion writes the chunk again. On agent traffic, moves cause
+    four to ten times as many writes as copies, and gain at most 1.6 points of hit ratio. Use
+    moves if the tiers have similar sizes, because second copies then waste much of the
     capacity.
 
     Args:
@@ -27,9 +27,9 @@ class TieredPlacement(Placement):
         write: ``through`` copies a chunk to every slower tier as soon as it is stored, so that
             the chunk survives a killed process. ``evict`` copies a victim to the next tier if
             no slower tier has the chunk.
-        write_after: With ``through``, the number of the use at which a chunk is copied; use 1
-            is the store.
-        promote: ``copy`` keeps the copy in the slower tier, ``move`` removes it.
+        write_after: With ``through``, the number of uses after which a chunk is copied. The
+            store is the first use.
+        promote: ``copy`` keeps the copy in the slower tier; ``move`` removes this copy.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether :class:`TieredPlacement`'s method ``name`` is not overridden."""
+        """Return whether the method ``name`` is the one of :class:`TieredPlacement`."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
 
 
 class ConditionalPlacement(Placement):
     """A placement with conditions on writes to slower tiers.
 
-    So conditions, such as a write budget, work with any placement. Each condition sees only the
-    chunks that the placement and earlier conditions admitted.
+    This class combines conditions, such as a write budget, with any placement. Each condition
+    sees only the chunks that the placement and the earlier conditions admitted.
 
     Args:
         placement: The placement, which makes all other decisions.

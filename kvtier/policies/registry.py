@@ -1,4 +1,4 @@
-"""Policies by name: built in, from installed packages, or any class as ``module:Class``.
+"""Finds policies by name: built-in policies, policies of packages, and ``module:Class``.
 
 To add a built-in eviction policy, add a module to ``kvtier/policies/eviction`` and a line to
 :data:`EVICTIONS`, which is the only list of names.
@@ -39,19 +39,19 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
 
     Attributes:
         base: The class that every policy derives from.
-        state: Attributes that the base's constructor sets.
+        state: Names of attributes that the base's constructor sets.
     """
 
     base: type[Any]
     state: tuple[str, ...]
 
     def schema(self) -> dict[str, object]:
-        """Return the JSON Schema of a policy's name."""
+        """Return the JSON Schema for the name of a policy."""
         names = {"enum": list(self.installed())}
         return {"type": "string", "anyOf": [names, {"pattern": CLASS_PATTERN}]}
 
     def load(self, name: str) -> type[PolicyT]:
-        """Return the class called ``name``.
+        """Return the policy class called ``name``.
 
         Args:
             name: A built-in policy, a registered name of an installed package, or
@@ -75,7 +75,7 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
 
         Args:
             name: As for :meth:`load`.
-            size: The size.
+            size: The number of slots or tiers.
             **settings: Further arguments of the policy's constructor.
 
         Raises:
@@ -141,7 +141,7 @@ def build_eviction(name: str, *, capacity: int) -> Eviction:
 
     Args:
         name: A built-in policy, a registered name of an installed package, or ``module:Class``.
-        capacity: Slots of the tier.
+        capacity: Number of slots of the tier.
 
     Raises:
         ConfigError: The policy is unknown or cannot be made.
@@ -168,7 +168,7 @@ def build_admission(name: str, *, capacity: int) -> Admission:
 
     Args:
         name: As for :func:`build_eviction`.
-        capacity: Slots of RAM plus slots of the largest tier.
+        capacity: Number of slots of RAM and the largest tier together.
 
     Raises:
         ConfigError: The policy is unknown or cannot be made.

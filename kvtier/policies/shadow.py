@@ -1,19 +1,19 @@
 """Shadow tiers: simulate other eviction policies beside the live tiers.
 
-A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` with a policy class for
-live tiers. A shadow moves no bytes, inserts a chunk directly after its miss and has no pins. So
-compare a shadow only with other shadows. For this purpose each tier also has a shadow of its
-live policy.
+A shadow is a :class:`~kvtier.policies.simulated_tier.SimulatedTier` with a policy for live
+tiers. Unlike a live tier, a shadow moves no bytes, inserts a chunk directly after its miss, and
+has no pins. So compare a shadow only with other shadows. For this comparison, each tier also
+has a shadow of the tier's live policy.
 
-A large tier is simulated in miniature: a shadow sees only the chunks whose hash falls into a
-fixed share of all hashes, and its capacity is the same share of the tier's capacity. A chunk is
+A large tier is simulated in miniature: a shadow sees only a fixed share of all chunks, chosen by
+hash. The shadow's capacity is the same share of the tier's capacity. A chunk is
 always or never in the sample. So the sample has the same reuse as the trace, and the hit ratios
-are close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015; for policies
-that are not stack algorithms, "Cache Modeling and Optimization using Miniature Simulations",
-USENIX ATC 2017, which finds that a few thousand sampled chunks suffice). Sampling bounds memory
-and time: a shadow has at most 4,096 chunks, and for a chunk outside the sample only the first
-four bytes of its key are read. The sampled prefixes have gaps, so all hits count, not only
-leading hits.
+are close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). This is
+also true for policies that are not stack algorithms, and a few thousand sampled chunks suffice
+("Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017). Sampling
+bounds memory and time. A shadow has at most 4,096 chunks. For a chunk outside the sample, only
+the first four bytes of the key are read. The sampled prefixes have gaps, so all hits count, not
+only leading hits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ShadowTier:
     """The shadows of one tier, one for each policy.
 
     Args:
-        capacity: Slots of the tier.
+        capacity: Number of slots of the tier.
         policies: Names of the policies, each once.
 
     Attributes:
-        references: Number of requested chunks that were in the sample, since the start.
+        references: Number of requested chunks in the sample since the start.
 
     Raises:
         ConfigError: A policy is unknown.
@@ -81,7 +81,7 @@ class ShadowTier:
         return dict(self._hits)
 
     def clear(self) -> None:
-        """Forget every chunk after a reset of the cache; keep the counts."""
+        """Remove every chunk after a reset of the cache, but keep the counts."""
         self._tiers = {
             policy: SimulatedTier(build_eviction(policy, capacity=self._capacity))
             for policy in self._hits

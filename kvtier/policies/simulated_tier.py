@@ -1,13 +1,13 @@
-"""A tier without bytes: an eviction policy and its chunks.
+"""A simulated tier: an eviction policy and its chunks, without bytes.
 
 The simulator and shadow tiers run policies in simulated tiers. A simulated tier starts empty,
 and all chunks have one size. In *forward* order a request's chunks are accessed root to leaf: a
 resident chunk is a hit, and an absent chunk is inserted after an eviction. In *reverse* order
-the leading hits are counted first. Then the chunks are accessed leaf to root, so that the root
-stays longest.
+the leading hits are counted first. Then the chunks are accessed leaf to root, so that the first
+chunks of a prefix stay longest.
 
-The creation of Python objects takes most of the time. So a new chunk reuses its victim's
-object, and all leading hits are recorded in one call.
+Creating Python objects would take most of the time. So a new chunk reuses the victim's object,
+and one call records all leading hits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SimulatedTier:
     """An eviction policy and its members.
 
     Args:
-        eviction: The policy, without members. Its capacity is the tier's.
+        eviction: The policy, without members. The tier has the policy's capacity.
         touch_order: ``forward`` or ``reverse``; by default the policy's own order.
 
     Attributes:
@@ -63,12 +63,13 @@ class SimulatedTier:
             session: The request's session; an empty string if unknown.
 
         Returns:
-            The numbers of leading hits, of all hits, and of stranded chunks, which are resident
-            behind a missing chunk. In reverse order, stranded chunks are counted when the
-            request arrives; in forward order, when they are accessed.
+            The number of leading hits, the number of all hits, and the number of stranded
+            chunks. A stranded chunk is resident behind a missing chunk. In reverse order,
+            stranded chunks are counted when the request arrives. In forward order, a stranded
+            chunk is counted when it is accessed.
 
         Raises:
-            NoVictimError: The policy picked no victim although every member is evictable.
+            NoVictimError: The policy picked no victim, although every member is evictable.
         """
         ctx = self.ctx
         ctx.now, ctx.request, ctx.session = now, request, session

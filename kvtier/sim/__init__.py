@@ -1,1 +1,1 @@
-"""Replays traces in simulated time, through the code of a live engine."""
+"""Replays traces in simulated time, with the cache manager of a live engine."""

@@ -1,9 +1,9 @@
-"""A simulated engine that batches requests and computes in steps, in simulated time.
+"""A simulated engine that computes batches of requests step by step.
 
-The number of tokens in a step decides its duration. Requests are looked up when a step is
-scheduled, while the step has tokens left. A load begins after the step that planned the load.
-The engine uses a finished load at the end of a later step. Prefill is chunked: a prompt's first
-token comes with the last piece.
+The duration of a step depends on its number of tokens. The engine looks up requests while it
+schedules a step, until the step is full. A load starts after the step that planned the load.
+The engine notices the end of the load at the end of a later step. Prefill is chunked: a
+prompt is computed in several steps, and the last of them generates the first token.
 
 A store to RAM ends within a step.
 """
@@ -32,9 +32,9 @@ class StepModel(TimeModel):
 
     Attributes:
         step_tokens: Largest number of tokens in a step; a generating request takes one token.
-        step_s: Shortest duration of a computing step: the time to read weights and launch
+        step_s: Shortest duration of a step with tokens: the time to read weights and launch
             kernels.
-        idle_s: Duration of a step without computation while requests wait.
+        idle_s: Duration of a step without tokens, while requests wait.
     """
 
     step_tokens: int = 2048
@@ -52,9 +52,9 @@ class _Served:
 
     Attributes:
         request: The request.
-        computed: Number of tokens with KV in the engine.
+        computed: Number of tokens whose KV the engine has computed or loaded.
         generated: Number of tokens generated so far.
-        next_chunk: Index of the first chunk to offer for storing.
+        next_chunk: Index of the first chunk that was not yet offered for storing.
     """
 
     request: ModelRequest
@@ -108,7 +108,7 @@ class BatchingEngine(Engine[StepModel]):
         )
 
     def _skip_idle_steps(self, coming: Sequence[ModelRequest]) -> None:
-        """Advance the clock by whole idle steps, to the next arrival or result."""
+        """Advance the clock to the next arrival or result, in whole idle steps."""
         times = [self._events[0][0]] if self._events else []
         if coming:
             times.append(coming[0].arrival_s)
@@ -137,7 +137,7 @@ class BatchingEngine(Engine[StepModel]):
         self._computed(batch)
 
     def _continue_running(self) -> dict[_Served, int]:
-        """Schedule running requests, first come first served; return the tokens of each."""
+        """Schedule running requests in order; return each request's number of tokens."""
         batch: dict[_Served, int] = {}
         left = self._model.step_tokens
         for served in self._running:
@@ -148,7 +148,7 @@ class BatchingEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Start loaded and waiting requests; return the ids of the started requests."""
+        """Start requests that are loaded or waiting; return the ids of these requests."""
         left = self._model.step_tokens - sum(batch.values())
         taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
@@ -181,7 +181,7 @@ class BatchingEngine(Engine[StepModel]):
         return True
 
     def _store_computed(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Offer the newly complete chunks to the manager; return the accepted chunks."""
+        """Offer newly computed whole chunks to the manager; return the accepted chunks."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens
@@ -191,7 +191,7 @@ class BatchingEngine(Engine[StepModel]):
         return accepted
 
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
-        """Ask the manager to store the chunks before ``end``; yield the accepted chunks.
+        """Offer the manager the chunks before ``end``; yield the accepted chunks.
 
         If RAM has no free slots, a later call offers the chunks again.
         """

@@ -5,13 +5,13 @@ how the results of storage jobs reach the manager. A derived class only decides 
 calls:
 
 * :class:`~kvtier.sim._sequential_engine.SequentialEngine` computes one request after the other.
-  It needs no settings of an engine and serves to compare policies.
-* :class:`~kvtier.sim._batching_engine.BatchingEngine` computes in steps, each with tokens of
-  many requests. It predicts times from known step times; ``kvtier replay`` compares the
-  prediction with real transfers.
+  This class needs few settings; use it to compare policies.
+* :class:`~kvtier.sim._batching_engine.BatchingEngine` computes tokens of many requests in each
+  step. This class predicts times if the duration of a step is known; ``kvtier replay`` compares
+  this prediction with real transfers.
 
-The model leaves out the GPU's own prefix cache (so every hit is in a tier), the size of its
-memory (so there are no preemptions), and the time of a store to RAM.
+The model ignores the prefix cache in GPU memory, so every hit is in a tier. The model also
+ignores the size of GPU memory, so there are no preemptions, and the duration of stores to RAM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROMOTE: Final = Purpose.PROMOTE
 _Model = TypeVar("_Model", bound=TimeModel)
 
 _Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
-"""A time, a number that keeps equal times in order, a callback, and its argument."""
+"""A time, a number that orders events of equal time, a callback, and its argument."""
 
 
 class ModelRequest:
@@ -49,7 +49,7 @@ class ModelRequest:
         tokens: Number of tokens of the prompt.
         keys: The prompt's chunks, root to leaf.
         session: The request's session; an empty string if unknown.
-        output_tokens: Number of tokens to generate; only an engine that batches models them.
+        output_tokens: Number of tokens to generate. The sequential engine ignores this number.
         hits: Number of leading chunks that were loaded.
         first_token_s: Time of the first token, in seconds.
     """
@@ -91,7 +91,7 @@ class PlannedLoad(NamedTuple):
     """A load of the leading chunks of a request.
 
     Attributes:
-        request: The request; its ``hits`` are the chunks of the load.
+        request: The request. Its ``hits`` is the number of chunks to load.
         plan: The manager's plan.
         promoted_s: Time at which all chunks of the load are in RAM, in seconds.
     """
@@ -107,10 +107,10 @@ class Engine(ABC, Generic[_Model]):
     Args:
         manager: The manager.
         model: Speeds of the engine and the tiers.
-        transfers: Decides when loads and storage jobs end.
+        transfers: Computes when loads and storage jobs end.
         slot_status: The manager's slot status, in which the engine records failed promotions.
         chunk_tokens: Number of tokens of a chunk.
-        retain_s: Seconds for which chunks are retained in RAM after a use.
+        retain_s: Seconds during which chunks are retained in RAM after a use.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Engine(ABC, Generic[_Model]):
 
     @abstractmethod
     def _set_up(self) -> None:
-        """Set up the state of a derived class. The constructor calls this method."""
+        """Initialize a derived class. The constructor calls this method."""
 
     @abstractmethod
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
@@ -164,7 +164,7 @@ class Engine(ABC, Generic[_Model]):
         return PlannedLoad(request, plan, promoted_s)
 
     def _end_load(self, load: PlannedLoad) -> int:
-        """Complete ``load``; return the number of leading chunks that were loaded."""
+        """Complete ``load``; return the number of chunks loaded before the first failure."""
         request, plan, _ = load
         # As in a live engine: before the manager unpins the chunks.
         self._retain(request.keys[: request.hits])
@@ -173,7 +173,7 @@ class Engine(ABC, Generic[_Model]):
         return chunks
 
     def _uncomputed(self, request: ModelRequest) -> int:
-        """Return the number of prompt tokens to compute beyond the request's hits.
+        """Return the number of prompt tokens to compute after the request's hits.
 
         An engine computes at least the last token, because it needs this token's logits.
         """
@@ -182,7 +182,7 @@ class Engine(ABC, Generic[_Model]):
     def _offer(
         self, request: ModelRequest, keys: Sequence[ChunkKey]
     ) -> Sequence[ChunkKey] | None:
-        """Offer ``keys``; return those to store, or None if RAM has too few slots now."""
+        """Offer ``keys``; return the keys to store, or None if RAM has too few free slots."""
         plan = self._manager.prepare_store(keys, request.req_id)
         return None if plan is None else plan.keys
 
@@ -198,7 +198,7 @@ class Engine(ABC, Generic[_Model]):
     # -- jobs and events --------------------------------------------------------------------
 
     def _run_jobs(self) -> float:
-        """Run all planned jobs; return the time at which every job has its first result."""
+        """Run all planned jobs; return the time when each job has at least one result."""
         known_s = self._now_s
         for job in self._manager.take_jobs():
             results = self._transfers.run(job, self._now_s)
@@ -215,7 +215,7 @@ class Engine(ABC, Generic[_Model]):
             self._slot_status.record(job, result)
 
     def _at(self, time_s: float, happens: Callable[..., None], subject: object) -> None:
-        """Queue an event: the call ``happens(subject)`` at ``time_s``."""
+        """Queue the event that calls ``happens(subject)`` at ``time_s``."""
         heapq.heappush(self._events, (time_s, next(self._order), happens, subject))
 
     def _run_event(self) -> None:
@@ -225,13 +225,13 @@ class Engine(ABC, Generic[_Model]):
 
 
 class ReliableSlotStatus:
-    """Slot status without workers, in which only chunks with failed promotions fail to load."""
+    """The slot status of a simulated engine: loads fail only after failed promotions."""
 
     def __init__(self) -> None:
         self._lost: set[tuple[int, int]] = set()
 
     def record(self, job: Job, result: TransferResult) -> None:
-        """Record the destination slots of the promotion ``job`` whose chunks are missing."""
+        """Record the destination slots of chunks that the promotion ``job`` did not copy."""
         if result.outcomes.count(Outcome.DONE) == len(result.outcomes):
             return
         places = zip(job.destination_slots, job.payload, result.outcomes, strict=True)
@@ -242,7 +242,7 @@ class ReliableSlotStatus:
         )
 
     def count_loaded(self, plan: LoadPlan) -> int:
-        """Return the number of chunks of ``plan`` before the first one that was not loaded."""
+        """Return the number of chunks of ``plan`` before the first one that failed to load."""
         if not self._lost and NO_SLOT not in plan.slots:
             return len(plan.slots)
         loaded = self.loaded(plan.slots, plan.generations)
@@ -252,17 +252,17 @@ class ReliableSlotStatus:
         return len(loaded)
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Do nothing, because no worker gets a job."""
+        """Do nothing, because there are no workers."""
 
     def clear_generations(self, slots: Sequence[int]) -> None:
-        """Do nothing, because no worker reads the generation of a slot."""
+        """Do nothing, because there are no workers that read generations."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - the manager passes these arguments
         """Return True for each slot, because every store succeeds."""
         return [True] * len(slots)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return for each slot whether the promotion of its generation did not fail."""
+        """Return for each slot whether the promotion to this generation succeeded."""
         if not self._lost:
             return [True] * len(slots)
         return [place not in self._lost for place in zip(slots, generations, strict=True)]
@@ -272,5 +272,5 @@ class ReliableSlotStatus:
         self._lost = {place for place in self._lost if place[0] not in slots}
 
     def all_acknowledged(self, slots: Sequence[int]) -> list[bool]:
-        """Return True for each slot, because no worker is busy."""
+        """Return True for each slot, because there are no workers to wait for."""
         return [True] * len(slots)

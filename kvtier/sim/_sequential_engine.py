@@ -1,12 +1,12 @@
 """A simulated engine that computes one request after the other.
 
-The engine looks up the requests at the head of the queue. Chunks in a slower tier are promoted
-while other requests compute, chunks in RAM are copied to the GPU, and the rest of the prompt is
-computed, one request at a time in order of arrival. Then the request has its first token, and
-its new chunks are offered to the manager.
+The engine looks up the first requests in the queue. While another request computes, the chunks
+in slower tiers are promoted and the chunks in RAM are copied to the GPU. Then the engine
+computes the rest of the prompt, one request at a time in order of arrival. The request then has
+its first token, and the engine offers the new chunks to the manager.
 
-This engine models neither decoding nor chunked prefill. The module of :class:`Engine` lists the
-limits of all simulated engines.
+This engine models neither decoding nor chunked prefill. The module docstring of :class:`Engine`
+lists the limits of all simulated engines.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SequentialEngine(Engine[TimeModel]):
 
     @property
     def next_s(self) -> float:
-        """Time of the next event; infinite without further events."""
+        """Time of the next event or step; infinite if there is none."""
         if self._events:
             return self._events[0][0]
         # No event is due, but a live engine would continue to step.
@@ -72,7 +72,7 @@ class SequentialEngine(Engine[TimeModel]):
         self._step()
 
     def receive(self, request: ModelRequest) -> None:
-        """Queue ``request``, which arrives now; all earlier events have run."""
+        """Queue ``request``, which arrives now. The caller has run all earlier events."""
         self._now_s = max(self._now_s, request.arrival_s)
         self._queue.append(request)
         self._step()
@@ -106,7 +106,7 @@ class SequentialEngine(Engine[TimeModel]):
                 return
 
     def _admit(self) -> None:
-        """Look up the requests at the head of the queue."""
+        """Look up the first requests in the queue, up to the allowed concurrency."""
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
@@ -116,14 +116,14 @@ class SequentialEngine(Engine[TimeModel]):
                 self._may_answer = True
 
     def _ask_again(self) -> bool:
-        """Look up the deferred requests; return whether one of them started."""
+        """Look up the deferred requests; return whether any request started."""
         answered = [request for request in self._deferred if self._start(request)]
         for request in answered:
             del self._deferred[request]
         return bool(answered)
 
     def _start(self, request: ModelRequest) -> bool:
-        """Look up ``request`` and load its hits; return False if it must wait."""
+        """Look up ``request`` and load its hits; return False if ``request`` must wait."""
         if not self._look_up(request):
             return False
         self._may_answer = True
@@ -137,7 +137,7 @@ class SequentialEngine(Engine[TimeModel]):
         return True
 
     def _compute(self) -> None:
-        """Start to compute the first ready request."""
+        """Start computing the first ready request."""
         self._computing = True
         _, request = heapq.heappop(self._ready)
         left = self._uncomputed(request)
@@ -183,7 +183,7 @@ class SequentialEngine(Engine[TimeModel]):
 def serve_fleet(
     engines: Sequence[SequentialEngine], arrivals: Iterable[tuple[int, ModelRequest]]
 ) -> Iterator[ModelRequest]:
-    """Serve requests with several engines whose events run in order of time.
+    """Serve requests with several engines, and run all events in order of time.
 
     Args:
         engines: The engines; they may share a shared tier.

@@ -1,9 +1,9 @@
 """Simulates all tiers: replays a trace through the manager of a live engine.
 
 As in a live engine, :mod:`kvtier.connector.build` builds the manager from the YAML file. Time
-is simulated: a time model decides when jobs end. No bytes move, so no transfer returns wrong
-bytes. The manager makes the same decisions as in a live engine with the same traffic: requests
-arrive at their timestamps, and wait for promotions and demotions in flight.
+is simulated: a time model decides when jobs end. No bytes move, so transfers never return wrong
+bytes. The manager makes the same decisions as in a live engine with the same traffic. Requests
+arrive at the times of the trace, and wait for promotions and demotions in progress.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _Engine = TypeVar("_Engine", bound=Engine[Any])
 _DAY_S = 86_400.0
 _BUSY = 0.7
 _WINDOW = 0.1
-"""Length of the window in which the peak load is measured, as a share of the trace's time."""
+"""Length of the window for the peak load, as a share of the trace's duration."""
 _GALLOPING = frozenset({"object", "shared_dir"})
-"""Kinds of shared tiers that ask in rounds; the others ask about all keys at once."""
+"""Kinds of shared tiers that send a question in rounds; others ask about all keys at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class TierTraffic:
         name: The tier's name.
         kind: The tier's kind.
         eviction: The tier's eviction policy.
-        capacity_chunks: Capacity in chunks.
+        capacity_chunks: Largest number of chunks in the tier.
         hits: Number of chunks loaded into the GPU from this tier, through RAM or directly.
-        hit_ratio: ``hits`` as a share of all references.
+        hit_ratio: Hits as a share of all chunk references.
         chunks_written: Number of chunks stored or demoted into the tier, without promotions.
         chunks_promoted: Number of chunks promoted from the tier to RAM.
         evictions: Number of chunks evicted from the tier.
@@ -95,8 +95,8 @@ class TierResult(TierTraffic):
     """The figures of one simulated tier, with the wear of its medium.
 
     Attributes:
-        bytes_written_per_day: Bytes written per day at the trace's request rate; None for RAM
-            or a trace without duration.
+        bytes_written_per_day: Number of bytes written per day at the trace's request rate; None
+            for RAM, or if the trace has no duration.
         dwpd: Drive writes per day for a drive as large as the tier; None for a shared tier, or
             if ``bytes_written_per_day`` is None.
     """
@@ -114,22 +114,21 @@ class CacheResult:
         trace_sha256: SHA-256 of the trace's file.
         requests: Number of served requests.
         refs: Number of chunk references.
-        chunk_bytes: Bytes of a chunk, before it is rounded up to whole pages.
+        chunk_bytes: Size in bytes of a chunk, without padding to whole pages.
         chunk_tokens: Number of tokens of a chunk.
         load_path: Path of loads from slower tiers: ``direct`` or ``staged``.
         tiers: One result per tier, fastest first.
-        total_hit_ratio: Chunks loaded from any tier, as a share of all references.
+        total_hit_ratio: Chunks loaded from any tier, as a share of all chunk references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, as a share of all prompt tokens.
-        writes_per_ref: Chunks written to the slower tiers, per reference.
-        promotions_per_ref: Chunks promoted, per reference.
-        ttft_s: Seconds from arrival to the first token: ``p50``, ``p90``, ``p99``.
-        ttft_no_cache_s: The same times for an engine that computes every prompt.
-        peak_load_no_cache: Prompt tokens that arrive in the busiest tenth of the trace's time,
-            divided by the tokens that the engine can compute in that time. Above 1, the queue
-            of an engine without a cache grows, and most of its times to the first token are
-            waits.
+        writes_per_ref: Number of chunks written to slower tiers, per chunk reference.
+        promotions_per_ref: Number of promoted chunks, per chunk reference.
+        ttft_s: Seconds from arrival to the first token: quantiles ``p50``, ``p90`` and ``p99``.
+        ttft_no_cache_s: The same quantiles for an engine that computes every prompt.
+        peak_load_no_cache: Number of prompt tokens that arrive in the busiest tenth of the
+            trace's time, divided by the number that the engine can compute in this tenth. If above 1, an engine without a cache has a growing queue, and waiting
+            dominates the times to the first token.
         time_model: The speeds of the simulation.
-        seconds: Real time that the simulation took.
+        seconds: Real duration of the simulation.
         refs_per_second: ``refs / seconds``.
     """
 
@@ -156,8 +155,8 @@ class CacheResult:
 def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) -> TimeModel:
     """Return the default time model for ``config`` and ``trace``.
 
-    The tiers have the usual speed of their kind. With the engine's speed, each of ``engines``
-    engines without a cache would compute prompts during 70 % of the trace's time.
+    Each tier has the default speed of its kind. Without a cache, each of ``engines`` engines
+    would compute prompts during 70 % of the trace's time.
     """
     tokens = int(trace.input_tokens.sum()) / engines
     duration_s = max(trace.duration_s, 1e-3)
@@ -179,12 +178,12 @@ def simulate_cache(
 
     Args:
         trace: The trace.
-        config: The configuration, whose directories stay unused. ``load_path: auto`` has the
-            meaning that it has with kvtier's connector.
-        chunk_bytes: Bytes of one of the trace's chunks, of all ranks together.
-        model: The speeds; by default :func:`default_time_model`. A :class:`StepModel` selects
-            an engine that computes in steps.
-        progress: Called at intervals with the finished share of the requests, 0 to 1.
+        config: The configuration. The simulation uses no directories. ``load_path: auto`` has
+            the same meaning as with kvtier's connector.
+        chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
+        model: The speeds; by default :func:`default_time_model`. With a :class:`StepModel`,
+            the simulated engine computes in steps.
+        progress: Called at intervals with the share of finished requests, 0 to 1.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or a policy is not installed.
@@ -235,7 +234,7 @@ class BuiltEngine(NamedTuple, Generic[_Engine]):
         engine: The engine.
         manager: The engine's manager.
         tiers: The manager's tiers, fastest first.
-        shared: The engine's client of the shared tier; None if no tier is shared.
+        shared: The engine's client of the shared tier; None without a shared tier.
     """
 
     engine: _Engine
@@ -245,7 +244,7 @@ class BuiltEngine(NamedTuple, Generic[_Engine]):
 
 
 def build_service(config: KvtierConfig, slot_bytes: int) -> SharedCache | None:
-    """Return the empty service behind the shared tier; None if no tier is shared."""
+    """Return a new, empty service for the shared tier; None without a shared tier."""
     last = config.tiers[-1]
     return SharedCache(last.capacity_bytes // slot_bytes) if last.is_shared else None
 
@@ -263,10 +262,10 @@ def build_engine(
     Args:
         engine_type: The kind of engine.
         trace: The trace that the engine will serve.
-        config: The configuration, with its load path resolved.
+        config: The configuration. Its load path is resolved, so it is not ``auto``.
         model: The speeds.
-        slot_bytes: Bytes of a chunk in a tier.
-        service: The service behind the shared tier; None if no tier is shared.
+        slot_bytes: Size in bytes of a chunk in a tier.
+        service: The service behind the shared tier; None without a shared tier.
 
     Raises:
         ConfigError: A policy is not installed.
@@ -354,7 +353,7 @@ def _serve(
 
 
 def _peak_load(trace: Trace, model: TimeModel) -> float:
-    """Return the load of the busiest window: arriving tokens divided by computable tokens.
+    """Return the load of the busiest window: arriving tokens / tokens the engine can compute.
 
     The busiest window ends with an arrival. The load of a trace without duration is 0.
     """
@@ -371,12 +370,12 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
 def waits_without_cache(
     trace: Trace, model: TimeModel, routes: Sequence[int] = ()
 ) -> NDArray[np.float64]:
-    """Return each request's seconds to its first token if every prompt is computed.
+    """Return each request's time to the first token, in seconds, without a cache.
 
     Args:
         trace: The trace.
         model: The speeds.
-        routes: Index of each request's engine; if not given, all requests have the same engine.
+        routes: Index of each request's engine; by default, one engine serves all requests.
     """
     services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
     waits = np.zeros(trace.requests)
@@ -418,7 +417,7 @@ def tier_traffic(
 def simulated_traffic(
     config: KvtierConfig, built: BuiltEngine[Any], *, refs: int
 ) -> list[TierTraffic]:
-    """Return the figures of an engine's tiers; those of a shared tier are its service's."""
+    """Return the figures of an engine's tiers. A shared tier has the service's figures."""
     traffic = tier_traffic(config, built.tiers, refs=refs)
     if (shared := built.shared) is not None:
         traffic[-1] = replace(
@@ -448,6 +447,6 @@ def _tier_results(
 
 
 def wait_quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
-    """Return the ``p50``, ``p90`` and ``p99`` of times to the first token, in seconds."""
+    """Return the quantiles ``p50``, ``p90`` and ``p99`` of ``waits``, in seconds."""
     levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {name: float(np.quantile(waits, share)) for name, share in levels.items()}

@@ -12,16 +12,16 @@ from kvtier.units import UnitError, parse_percentage, parse_size
 __all__ = ["NBYTES_PER_TOKEN", "chunk_nbytes", "parse_capacity", "parse_chunk_bytes"]
 
 NBYTES_PER_TOKEN: Final = 128 << 10
-"""Default KV bytes of a token: a model of 8 billion parameters with GQA, in 16 bits."""
+"""Default number of KV bytes of a token, as in an 8B model with GQA and 16-bit KV."""
 
 
 def chunk_nbytes(trace: Trace) -> int:
-    """Return the default size of one of the trace's chunks."""
+    """Return the default size in bytes of one chunk of a trace."""
     return trace.chunk_tokens * NBYTES_PER_TOKEN
 
 
 def parse_chunk_bytes(text: str) -> int:
-    """Return the bytes of a chunk size such as ``2MiB`` or ``2097152``.
+    """Parse a chunk size such as ``2MiB`` or ``2097152``; return the number of bytes.
 
     Raises:
         ConfigError: ``text`` is not a size, or is 0.
@@ -40,13 +40,13 @@ def parse_chunk_bytes(text: str) -> int:
 
 
 def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
-    """Return a capacity in chunks.
+    """Parse a capacity; return the number of chunks.
 
     Args:
         text: A share of the trace's distinct chunks (``5%``), a number of chunks (``9140``) or
             a size (``64GiB``).
         distinct: Number of distinct chunks of the trace.
-        chunk_bytes: Bytes of a chunk.
+        chunk_bytes: Size in bytes of a chunk.
 
     Raises:
         ConfigError: ``text`` has none of these forms, or is less than a chunk.

@@ -1,9 +1,8 @@
-"""Simulates a fleet: several engines with local tiers of their own and one shared tier.
+"""Simulates a fleet: several engines, each with local tiers, and one shared tier.
 
-All engines have the same configuration and speeds. Each engine has its own manager, which asks
-the shared tier like a live engine's manager. The events of all engines run in order of time.
-Without a shared tier in the configuration, the fleet shows the hits of private tiers under a
-routing.
+All engines have the same configuration and speeds. Each engine has its own manager, which
+queries the shared tier like a live engine's manager. The events of all engines run in order of
+time. Without a shared tier, the simulation shows the hits in local tiers for a routing.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ __all__ = [
 ]
 
 _ENOUGH: Final = 0.5
-"""Share of a prompt's chunks that an engine must have received before."""
+"""A known prefix must have at least this share of the prompt's chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Rate:
     """An amount per second.
 
     Attributes:
-        mean: The mean over the trace's time; None for a trace without duration.
+        mean: The mean over the trace's duration; None if the duration is 0.
         peak: The amount per second in the busiest minute.
     """
 
@@ -72,7 +71,7 @@ class EngineResult:
         prompt_tokens: Number of tokens of the prompts of these requests.
         saved_tokens: Number of prompt tokens loaded from any tier.
         hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
-        shared: The engine's calls to the shared tier; None if no tier is shared.
+        shared: The engine's calls to the shared tier; None without a shared tier.
     """
 
     requests: int
@@ -88,13 +87,13 @@ class SharedResult:
 
     Attributes:
         traffic: The calls of all engines together.
-        questions_per_s: Questions per second.
-        read_bytes_per_s: Bytes per second from the shared tier.
-        written_bytes_per_s: Bytes per second to the shared tier.
+        questions_per_s: Number of questions per second.
+        read_bytes_per_s: Number of bytes read from the shared tier per second.
+        written_bytes_per_s: Number of bytes written to the shared tier per second.
         chunks_at_end: Number of chunks in the shared tier after the last put.
-        belady_hit_ratio: Hits of a single cache of the shared tier's size that serves every
-            request and evicts by Belady's optimal rule, as a share of all references.
-        belady_prefix_hit_ratio: Prompt tokens in the leading hits of this cache, as a share of
+        belady_hit_ratio: Hits as a share of all references, in a single cache of the shared
+            tier's size. This cache serves every request and evicts by Belady's optimal rule.
+        belady_prefix_hit_ratio: Prompt tokens in leading hits of the same cache, as a share of
             all prompt tokens.
     """
 
@@ -115,11 +114,11 @@ class FleetResult:
 
     Attributes:
         routing: The rule by which requests were sent to engines.
-        tiers: One result per tier, fastest first: the sums over the engines. A shared tier
-            counts once.
+        tiers: One result per tier, fastest first. Each result is a sum over the engines, but a
+            shared tier counts once.
         hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
         engines: One result per engine.
-        shared: The figures of the shared tier; None if no tier is shared.
+        shared: The figures of the shared tier; None without a shared tier.
     """
 
     trace: str
@@ -157,12 +156,12 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
 
     Args:
         trace: The trace.
-        config: The configuration of every engine, whose directories stay unused.
+        config: The configuration of every engine. The simulation uses no directories.
         engines: Number of engines, at least 1.
         routing: One of :data:`ROUTINGS`.
-        chunk_bytes: Bytes of one of the trace's chunks, of all ranks together.
+        chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
         model: The speeds of each engine; by default :func:`default_time_model` for the fleet.
-        progress: Called at intervals with the finished share of the requests, 0 to 1.
+        progress: Called at intervals with the share of finished requests, 0 to 1.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or a policy is not installed.
@@ -218,7 +217,7 @@ def _serve(
     routes: Sequence[int],
     progress: Progress | None,
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """Serve ``trace``; return each request's wait, and the prompt tokens saved per engine."""
+    """Serve ``trace``; return each request's wait and each engine's saved prompt tokens."""
     waits = np.zeros(trace.requests)
     saved = [0] * len(fleet)
     arrivals = zip(routes, model_requests(trace), strict=True)
@@ -238,15 +237,15 @@ def _serve(
 
 
 def _by_turns(trace: Trace, engines: int) -> list[int]:
-    """Send requests to the engines in turn."""
+    """Route requests to the engines in turn."""
     return [number % engines for number in range(trace.requests)]
 
 
 def _by_prefix(trace: Trace, engines: int) -> list[int]:
-    """Send a request to the engine that last got the longest known prefix of its prompt.
+    """Route a request to the engine that last received the longest prefix of the prompt.
 
-    If no engine got half of the prompt's chunks before, the next engine in turn gets the
-    request. So a prompt that all requests share does not send all of them to one engine.
+    If no earlier request had at least half of the prompt's chunks, the next engine in turn gets
+    the request. So a system prompt common to all requests does not send them all to one engine.
     """
     turns = cycle(range(engines))
     last: dict[int, int] = {}
@@ -264,7 +263,7 @@ ROUTINGS: Final[Mapping[str, Callable[[Trace, int], list[int]]]] = {
     "round-robin": _by_turns,
     "prefix": _by_prefix,
 }
-"""Rules to route requests: functions that return each request's engine."""
+"""Routing rules, by name. A rule is a function that returns each request's engine."""
 
 
 # -- results -----------------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def _engine_results(
 def _shared_result(
     trace: Trace, service: SharedCache, traffic: Sequence[SharedTraffic], slot_bytes: int
 ) -> SharedResult:
-    """Return the figures of the shared tier, from those of all engines."""
+    """Return the figures of the shared tier, computed from the figures of all engines."""
 
     def rate(meter: Meter, unit: int = 1) -> Rate:
         mean = meter.total * unit / trace.duration_s if trace.duration_s else None

@@ -1,11 +1,12 @@
-"""Recommends a configuration for a trace within given memory and disk.
+"""Recommends a configuration for a trace and given sizes of RAM and disk.
 
 There are two stages, because a simulation of all tiers takes much longer than a simulation of
-one tier. The first stage runs each eviction policy in a tier of RAM's size and in a tier of the
-disk's size. A policy replaces the default only if it has clearly more hits. The second stage
-runs all tiers with the winners, once with each value of ``placement.write``. The configuration
-with the shortest waits wins. Among configurations with similar waits, the one that keeps the
-most chunks after a kill wins, unless another one wears the disk clearly less.
+one tier. The first stage simulates each eviction policy in a tier of RAM's size and in a tier
+of the disk's size. A policy replaces the default only if it has clearly more hits. The second
+stage simulates all tiers with the best policies, for each value of ``placement.write``. The
+configuration with the shortest waits wins. If several configurations have similar waits, the
+safest configuration wins: it keeps the most chunks after a kill. But a configuration that wears
+the disk clearly less is preferred.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 T = TypeVar("T")
 
 CANDIDATES: Final = ("hedged-lhd", "lru", "arc", "2q", "s3-fifo")
-"""Policies to try."""
+"""Names of the eviction policies to try."""
 
 _DEFAULT: Final = CANDIDATES[0]
 
 _BLOCK_TOKENS: Final = 16
-"""Default tokens of an engine's block."""
+"""Default number of tokens of an engine's block."""
 _CLEARLY: Final = 0.003
-"""Smallest gain in prefix hit ratio for which another policy replaces the default."""
+"""Smallest gain in prefix hit ratio with which a policy replaces the default policy."""
 _ABOUT: Final = 1.02
-"""Waits within this ratio count as equal, because the time model is not more exact."""
+"""Waits count as equal within this ratio, because the time model is inexact."""
 _THRIFTY: Final = 0.8
-"""Less wear wins if a configuration writes less than this share of the safest one's bytes."""
+"""A configuration wins if its writes are below this share of the safest configuration's."""
 _WRITES: Final = ("through", "evict")
 """Values of ``placement.write`` to try, the safest first."""
 
@@ -52,10 +53,10 @@ class RecommendRequest:
     """The resources that the cache may use.
 
     Attributes:
-        ram_bytes: Bytes of memory for chunks.
-        nvme_bytes: Bytes of disk for chunks.
+        ram_bytes: Number of bytes of memory for chunks.
+        nvme_bytes: Number of bytes of disk for chunks.
         path: Directory of the disk tier.
-        chunk_bytes: Bytes of one of the trace's chunks.
+        chunk_bytes: Size in bytes of one chunk of the trace.
         prefill_tokens_per_s: Number of prompt tokens that the engine computes per second; None
             for the default.
         speeds: Known speeds by tier: ``ram``, ``nvme``.
@@ -119,7 +120,7 @@ def _slots(request: RecommendRequest) -> dict[str, int]:
 
 
 def _winner(results: Sequence[SingleResult]) -> str:
-    """Return the policy with the best hit ratio, or the default without a clear winner."""
+    """Return the policy with the best hit ratio if it clearly wins, else the default."""
     default = next(result for result in results if result.policy == _DEFAULT)
     best = max(results, key=lambda result: result.prefix_hit_ratio)
     clearly = best.prefix_hit_ratio > default.prefix_hit_ratio + _CLEARLY
@@ -161,7 +162,7 @@ def _try(
 
 
 def _engine(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return the ``engine`` section; {} if a chunk is not a multiple of 16-token blocks."""
+    """Return the ``engine`` section; {} if 16 does not divide the tokens of a chunk."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 

@@ -1,4 +1,4 @@
-"""Writes the results of a sweep as a picture, or as one self-contained HTML page."""
+"""Writes the results of a sweep as an image or as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(results: Sequence[SweepResult], path: Path) -> None:
-    """Draw the prefix hit ratio over the size: a panel per trace, a line per policy.
+    """Plot the prefix hit ratio over the size, with a panel per trace and a line per policy.
 
     Args:
         results: The results of a sweep.
@@ -88,7 +88,7 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return the size in percent, computed if the user gave another unit."""
+    """Return the size in percent; compute it if the user gave another unit."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 

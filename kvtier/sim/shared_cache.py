@@ -1,12 +1,11 @@
 """A simulated service behind a shared tier, and one engine's client of it.
 
-The service keeps chunks by key and evicts by least recent use. Gets, and puts of absent chunks,
-count as uses. Questions, and puts of present chunks, do not. A chunk can be read when its put
-ends. A question, a get, and the choice of the chunks to put use the state of the service at the
-start of their job.
+The service keeps chunks by key and evicts the least recently used chunk. Gets and puts of
+absent chunks count as uses. Questions and puts of present chunks do not count. A chunk can be
+read when its put ends. A job sees the state of the service at the start of the job.
 
-The speeds of a shared tier are those of each engine's connection. The service itself has no
-limit, so compare the peaks with the capabilities of the real service.
+The speeds of a shared tier limit each engine's connection. The service itself has no limit, so
+compare the peak rates with the limits of the real service.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _WINDOW_S: Final = 60.0
 
 
 class Meter:
-    """Sums amounts, in total and by minute."""
+    """Sums amounts in total and per minute."""
 
     def __init__(self) -> None:
         self._by_minute: Counter[int] = Counter()
@@ -47,7 +46,7 @@ class Meter:
         """Return the amount per second in the busiest minute.
 
         Args:
-            duration_s: Time in which the amounts were added, perhaps less than a minute.
+            duration_s: Length of the time in which the amounts were added.
         """
         window_s = min(duration_s, _WINDOW_S) or _WINDOW_S
         return max(self._by_minute.values(), default=0) / window_s
@@ -57,14 +56,14 @@ class SharedCache:
     """The chunks that a service keeps for many engines. Calls must be in order of time.
 
     Args:
-        capacity: Chunks that the service holds.
+        capacity: Largest number of chunks in the service.
 
     Attributes:
-        capacity: Chunks that the service holds.
+        capacity: Largest number of chunks in the service.
         evicted: Number of chunks evicted so far.
-        asked: Number of questions of all engines.
-        read: Number of chunks that all engines got.
-        written: Number of chunks that all engines put.
+        asked: Meter of the questions that all engines asked.
+        read: Meter of the chunks that all engines got.
+        written: Meter of the chunks that all engines put.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -79,12 +78,12 @@ class SharedCache:
         return len(self._chunks)
 
     def contains(self, keys: Sequence[ChunkKey], now_s: float) -> list[bool]:
-        """Return for each key whether the service has its chunk; does not count as a use."""
+        """Return for each key whether the service has its chunk. This call is not a use."""
         self._end_puts(now_s)
         return [key in self._chunks for key in keys]
 
     def get(self, keys: Sequence[ChunkKey], now_s: float) -> list[ChunkKey]:
-        """Use those chunks of ``keys`` that the service has, and return their keys."""
+        """Record a use of the chunks that the service has; return the keys of these chunks."""
         self._end_puts(now_s)
         found = [key for key in keys if key in self._chunks]
         for key in found:
@@ -93,12 +92,12 @@ class SharedCache:
         return found
 
     def put(self, keys: Sequence[ChunkKey], now_s: float, *, done_s: float) -> None:
-        """Start to put the chunks of ``keys``, which are present from ``done_s`` on."""
+        """Start putting the chunks of ``keys``. The chunks are present at ``done_s``."""
         self.written.add(len(keys), now_s)
         heapq.heappush(self._puts, (done_s, next(self._order), keys))
 
     def end_all_puts(self) -> None:
-        """Wait for the end of all puts; nothing follows."""
+        """End all puts. This is the last call."""
         self._end_puts(math.inf)
 
     def _end_puts(self, now_s: float) -> None:
@@ -120,9 +119,10 @@ class SharedTraffic:
         keys_asked: Number of chunks in these questions.
         keys_found: Number of these chunks that the tier had.
         chunks_read: Number of chunks got from the tier.
-        chunks_missing: Number of chunks that were missing at their get.
+        chunks_missing: Number of chunks that a get did not find.
         chunks_written: Number of chunks put into the tier.
-        chunks_already_there: Number of chunks not put because the tier had them.
+        chunks_already_there: Number of chunks that the tier had already, so they were
+            not put.
     """
 
     questions: int = 0
@@ -140,7 +140,7 @@ class SharedClient:
     Args:
         cache: The service.
         tier: Name of the shared tier in the engine's configuration.
-        gallops: Whether a question is asked in the rounds of
+        gallops: Whether a question takes several rounds, as in
             :mod:`kvtier.tiers.shared.gallop`.
 
     Attributes:
@@ -155,7 +155,7 @@ class SharedClient:
         self._gallops = gallops
 
     def find(self, job: Job, now_s: float) -> tuple[list[Outcome], int]:
-        """Answer the question ``job``; return the outcomes and the rounds that it takes."""
+        """Answer the question ``job``; return the outcomes and the number of rounds."""
         found = self.cache.contains(job.keys, now_s)
         self.cache.asked.add(1, now_s)
         self.traffic.questions += 1
@@ -167,8 +167,8 @@ class SharedClient:
     def begin(self, job: Job, now_s: float) -> Sequence[ChunkKey]:
         """Return the chunks of ``job`` to move.
 
-        For a get, these are the chunks that the service still has; for a put, the chunks that
-        it lacks; for a job between other tiers, all chunks.
+        For a get, these are the chunks that the service still has. For a put, these are the
+        chunks that the service lacks. For a job between other tiers, these are all chunks.
         """
         traffic = self.traffic
         if job.source == self._tier:
@@ -187,7 +187,7 @@ class SharedClient:
     def end(
         self, job: Job, moved: Sequence[ChunkKey], now_s: float, *, done_s: float
     ) -> list[Outcome]:
-        """Return the outcomes of ``job``; the chunks ``moved`` arrive at ``done_s``."""
+        """Return the outcomes of ``job``. The chunks ``moved`` arrive at ``done_s``."""
         if job.destination == self._tier and moved:
             self.cache.put(moved, now_s, done_s=done_s)
         if job.source != self._tier or len(moved) == len(job.keys):

@@ -1,7 +1,7 @@
-"""Simulates one tier: replays a trace with an eviction policy, or with the optimal one.
+"""Simulates one tier with an eviction policy or with Belady's optimal rule.
 
-The definitions are those of other cache simulators: the cache starts empty, the whole trace
-counts, and all chunks have the same size.
+As in other cache simulators, the cache starts empty, the whole trace counts, and all chunks
+have the same size.
 :class:`~kvtier.policies.simulated_tier.SimulatedTier` defines a hit.
 """
 
@@ -35,13 +35,13 @@ __all__ = [
 
 TouchOrder = Literal["policy", "forward", "reverse"]
 Progress = Callable[[float], None]
-"""Called at intervals with the finished share, 0 to 1."""
+"""Called at intervals with the share of finished work, 0 to 1."""
 
 SEED: Final = 0
-"""Seed of the random numbers that policies may draw."""
+"""Seed of the random numbers for policies."""
 
 BELADY: Final = "belady"
-"""The name of :class:`Belady`; a live tier cannot use this policy."""
+"""The name of :class:`Belady`. A live tier cannot use this policy."""
 
 _REPORTS: Final = 64
 
@@ -60,12 +60,12 @@ class SingleResult:
         block_hit_ratio: ``hits / refs``.
         prefix_hit_ratio: Prompt tokens in leading hits, as a share of all prompt tokens. A
             request's leading hits are the hits before its first miss. A partial last chunk
-            counts with its own tokens.
+            counts only the tokens that it has.
         lead_chunks: Number of leading hits.
         stranded_hits: Number of resident chunks behind a missing ancestor. In forward order,
             this is ``hits - lead_chunks``. In reverse order, chunks count if they are resident
             when their request arrives; some may be evicted before they are accessed.
-        seconds: Real time of the run in seconds, without the time to read the trace.
+        seconds: Real duration of the simulation in seconds, without reading the trace.
         refs_per_second: ``refs / seconds``.
     """
 
@@ -84,16 +84,16 @@ class SingleResult:
 
 
 class Belady(Eviction):
-    """Evicts the copy with the farthest next use, and inserts every new chunk.
+    """Evicts the copy with the latest next use, and inserts every new chunk.
 
-    Among the policies that insert every new chunk, Belady's has the most hits. Because hits
-    behind a missing ancestor count too, other policies may have more prefix hits.
+    Among the policies that insert every new chunk, Belady's has the most hits. Hits behind a
+    missing ancestor count too, so other policies may have more prefix hits.
 
     Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
     Journal 5(2), 1966.
 
     Args:
-        capacity: Slots of the tier.
+        capacity: Number of slots of the tier.
         next_uses: For each access, in order, the position of the next access to the same chunk.
     """
 
@@ -133,7 +133,7 @@ class Belady(Eviction):
 
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:
-    """Return one key object per chunk number. The object caches the hash of the key."""
+    """Return one key per chunk number. Reuse of these objects avoids hashing keys again."""
     keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
     keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
     chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
@@ -155,7 +155,7 @@ def simulate_single(
         policy: Name of an eviction policy, or :data:`BELADY`.
         capacity: Number of chunks that the tier can hold, at least 1.
         touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
-        progress: Called at intervals with the finished share, 0 to 1.
+        progress: Called at intervals with the share of finished requests, 0 to 1.
 
     Raises:
         ConfigError: The policy is unknown.

@@ -1,8 +1,8 @@
 """Simulates many policies at many sizes on many traces, in several processes.
 
-A *cell* is one run: a trace, a policy and a size, with a single tier. Each trace is read once
-and sent to every process once. A result can be reproduced from its fields: the trace's hash,
-the seed of the policies' random numbers, every parameter and the version.
+A *cell* is one simulation of a single tier, with one trace, one policy and one size. Each trace
+is read once and sent to every process once. A result can be reproduced from its fields. They
+include the trace's hash, the seed of the random numbers, every parameter and the version.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["COLUMNS", "Cell", "SweepResult", "sweep", "write_csv"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a sweep.
+    """One simulation of a sweep.
 
     Attributes:
         trace: Index of the trace.
         policy: The policy's name.
-        capacity: The size, as the user wrote it.
+        capacity: The size as the user wrote it.
         capacity_chunks: The size as a number of chunks of this trace.
     """
 
@@ -52,8 +52,8 @@ class SweepResult:
     """One row of a sweep; the fields are the columns of its CSV file.
 
     :class:`~kvtier.sim.single.SingleResult` documents the fields that both classes have.
-    ``capacity`` is the size, as the user wrote it. ``assumed`` and ``warnings`` are those of
-    the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
+    ``capacity`` is the size as the user wrote it. ``assumed`` and ``warnings`` are the
+    attributes of the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
     """
 
     trace: str
@@ -81,7 +81,7 @@ class SweepResult:
 
     @property
     def of(self) -> tuple[str, str]:
-        """The trace's name and hash. The hash distinguishes files with the same name."""
+        """The trace's name and hash. The hash distinguishes two files with the same name."""
         return self.trace, self.trace_sha256
 
 
@@ -98,19 +98,19 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> list[SweepResult]:
-    """Run every policy at every size on every trace.
+    """Simulate every policy at every size on every trace.
 
     Args:
         traces: The traces.
         policies: Names of eviction policies.
-        capacities: Sizes as :func:`~kvtier.sim.capacity.parse_capacity` reads them.
-        chunk_bytes: Bytes of a chunk, for each trace.
-        touch_order: The order of touches in every run.
-        jobs: Number of processes; 1 runs in this process.
-        progress: Called with the finished share after each run.
+        capacities: Sizes in a form that :func:`~kvtier.sim.capacity.parse_capacity` reads.
+        chunk_bytes: Size in bytes of a chunk of each trace.
+        touch_order: The order of touches in every simulation.
+        jobs: Number of processes. With 1, the sweep runs in this process.
+        progress: Called with the share of finished simulations after each simulation.
 
     Returns:
-        One result per cell, ordered by trace, policy and size as given.
+        One result per cell, in the given order of traces, policies and sizes.
 
     Raises:
         ConfigError: A policy does not exist, or a size is invalid.
@@ -153,7 +153,7 @@ def write_csv(results: Sequence[SweepResult], path: Path) -> None:
 def _run(
     traces: Sequence[Trace], touch_order: TouchOrder, cell: Cell
 ) -> tuple[Cell, SweepResult]:
-    """Run one cell."""
+    """Simulate one cell."""
     trace = traces[cell.trace]
     result = simulate_single(
         trace, policy=cell.policy, capacity=cell.capacity_chunks, touch_order=touch_order
@@ -175,7 +175,7 @@ def _run(
 
 @contextmanager
 def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
-    """Yield a function from cells to an iterator of (cell, result) pairs, in any order."""
+    """Yield a function that simulates cells and yields (cell, result) pairs in any order."""
     run = partial(_run, traces, touch_order)
     if jobs <= 1:
         yield partial(map, run)
@@ -192,7 +192,7 @@ def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iter
 
 
 _prepared: list[Callable[[Cell], tuple[Cell, SweepResult]]] = []
-"""The function that runs a cell, in a process of the pool; empty in other processes."""
+"""In a process of the pool, the function that simulates a cell; empty in other processes."""
 
 
 def _prepare(run: Callable[[Cell], tuple[Cell, SweepResult]]) -> None:

@@ -1,7 +1,7 @@
-"""Simulated durations of transfers: devices that serve one job after another.
+"""Computes the durations of transfers from devices that serve one job after another.
 
 Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
-A job starts when the device is free, occupies it for (bytes / bandwidth) seconds, and is done
+A job starts when the device is free, occupies it for (bytes / bandwidth) seconds, and ends
 one latency later. In this model, jobs and directions do not share bandwidth. A question to a
 shared tier takes one latency for each round, and does not wait for other jobs.
 """
@@ -51,11 +51,11 @@ DEFAULT_SPEEDS: Final[Mapping[str, TierSpeed]] = {
     "nvme": TierSpeed(6e9, 3e9, 200e-6),
     "object": TierSpeed(2e9, 2e9, 30e-3),
 }
-"""Default speed by kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive, and an object
-store behind a 25 Gbit/s network."""
+"""Default speed by kind of tier: RAM over PCIe 4 x16, one data-centre NVMe drive, and an object
+store over a 25 Gbit/s network."""
 
 OTHER_SPEED: Final = TierSpeed(2e9, 2e9, 2e-3)
-"""Default speed of any other kind of tier, such as storage behind a 25 Gbit/s network."""
+"""Default speed of any other kind of tier, for example storage over a 25 Gbit/s network."""
 
 
 def default_speed(kind: str) -> TierSpeed:
@@ -68,10 +68,10 @@ class TimeModel:
     """Speeds of the engine and its tiers.
 
     Attributes:
-        prefill_tokens_per_s: Number of prompt tokens computed per second, one request at a
-            time.
-        concurrency: Largest number of requests in progress, which are counted from their lookup
-            on.
+        prefill_tokens_per_s: Number of prompt tokens that the engine computes per second, for
+            one request at a time.
+        concurrency: Largest number of requests in progress. A request is in progress after its
+            first lookup.
         speeds: Speed of every tier, by the tier's name.
     """
 
@@ -81,7 +81,7 @@ class TimeModel:
 
 
 def parse_speed(text: str) -> tuple[str, TierSpeed]:
-    """Return the tier and the speed in a text such as ``nvme=6GiB/s,3GiB/s,200us``.
+    """Parse a text such as ``nvme=6GiB/s,3GiB/s,200us``; return the tier and the speed.
 
     Raises:
         ConfigError: The text is invalid.
@@ -107,10 +107,10 @@ class Device:
 
     Args:
         bytes_per_s: The bandwidth in bytes per second.
-        latency_s: Seconds from a job's last byte until the job is done.
+        latency_s: Seconds from a job's last byte until the end of the job.
 
     Attributes:
-        free_at_s: Time at which the device has transferred all queued bytes, in seconds.
+        free_at_s: Time in seconds at which the device has transferred all queued bytes.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
@@ -128,13 +128,13 @@ class Device:
 class TransferModel:
     """Computes the end time and the outcome of each load and each storage job.
 
-    As in a live engine, a job that has not started at its deadline is dropped. A job that is
-    running at its deadline is reported as expired and keeps its slots until its end.
+    As in a live engine, a job that has not started at its deadline is dropped. A job that has
+    started is reported as expired at its deadline, and keeps its slots until the job ends.
 
     Args:
         model: Speeds of the tiers.
-        ram: Name of the RAM tier; its speed limits loads, not storage jobs.
-        slot_nbytes: Bytes of a chunk in a tier.
+        ram: Name of the RAM tier. Its speed limits loads, but no storage jobs.
+        slot_nbytes: Size in bytes of a chunk in a tier.
         shared: The engine's client of the shared tier; None if no tier is shared.
     """
 
@@ -160,11 +160,11 @@ class TransferModel:
                 self._writers[name] = Device(speed.write_bytes_per_s, speed.latency_s)
 
     def load(self, chunks: int, now_s: float) -> float:
-        """Queue the transfer of ``chunks`` chunks from RAM to the GPU; return its end time."""
+        """Queue the copy of ``chunks`` chunks from RAM to the GPU; return the end time."""
         return self._loader.occupy(chunks * self._slot_nbytes, since_s=now_s)
 
     def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:
-        """Queue ``job`` at ``now_s``; return its results with the time of each."""
+        """Queue ``job`` at ``now_s``; return each result of the job with its time."""
         shared = self._shared
         if job.moves_nothing and shared is not None:
             return [self._ask(shared, job, now_s)]
@@ -197,7 +197,7 @@ class TransferModel:
     def _ask(
         self, shared: SharedClient, job: Job, now_s: float
     ) -> tuple[float, TransferResult]:
-        """Return the answer to the question ``job`` with its time."""
+        """Return the answer to the question ``job``, and the time of the answer."""
         outcomes, rounds = shared.find(job, now_s)
         latency_s = rounds * self._speeds[job.source].latency_s
         if latency_s > job.timeout_s:

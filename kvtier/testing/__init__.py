@@ -1,4 +1,4 @@
-"""Contract suites for authors of tiers and policies, and the helpers of the suites.
+"""Test suites for authors of tiers and policies, and helpers for these suites.
 
 The modules of this package import pytest only in a test run, so an engine may use
 :class:`~kvtier.testing.file_tier.FileTier` without pytest.

@@ -1,4 +1,4 @@
-"""The contracts of admission policies, as suites to inherit.
+"""The contracts of admission policies, as test classes to inherit.
 
 ::
 
@@ -49,7 +49,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
 
     @abstractmethod
     def make_admission(self, *, capacity: int) -> Admission:
-        """Return a new policy. RAM and the largest tier together have ``capacity`` slots."""
+        """Return a new policy. ``capacity`` counts the slots of RAM and the largest tier."""
 
     @override
     def make_policy(self) -> Admission:
@@ -95,7 +95,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
-        """Return the steps per chunk after a policy has seen more chunks than it can keep."""
+        """Return the steps per chunk of a policy that has seen more keys than it can keep."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
         for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
@@ -105,13 +105,12 @@ class AdmissionContract(DecisionContract[Admission, bool]):
 
 
 class BudgetContract(AdmissionContract):
-    """Tests that every policy with a daily bound on writes must pass.
+    """Tests that every policy with a daily limit on writes must pass.
 
     Inherit as ``TestX``, implement :meth:`make_admission` and set ``chunks_per_day``.
 
     Attributes:
-        chunks_per_day: Largest number of chunks that the policy admits to one tier within 24
-            hours.
+        chunks_per_day: Largest number of chunks that the policy admits to one tier in 24 hours.
     """
 
     chunks_per_day: ClassVar[int]
@@ -127,10 +126,10 @@ class BudgetContract(AdmissionContract):
                 assert max(days) <= self.chunks_per_day, f"tier {tier}, {quiet_s=}"
 
     def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
-        """Return the times of admitted chunks by tier, under requests beyond the budget.
+        """Send more chunks than the budget allows; return the times of admission by tier.
 
         Args:
-            quiet_s: Seconds of a pause after half of the requests.
+            quiet_s: Length of a pause after half of the requests, in seconds.
         """
         admission, ctx = self.make_admission(capacity=64), PolicyContext()
         admitted: dict[int, list[float]] = {1: [], 2: []}

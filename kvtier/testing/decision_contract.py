@@ -1,4 +1,4 @@
-"""The common contract of placement and admission policies: decide without side effects."""
+"""The common contract of placement and admission policies."""
 
 # ruff: noqa: D102 - the name of a test says what it shows
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 TIERS: Final = 3
 """Number of tiers of the cache."""
 GROWTH: Final = 1.5
-"""Largest accepted ratio of steps per chunk: a large or old cache to a small or new cache."""
+"""Largest accepted growth of the steps per chunk when the cache gets larger or older."""
 _ENTRIES_PER_KEY, _ENTRIES_OF_EMPTY = 8, 256
 
 Policy = TypeVar("Policy")
@@ -65,12 +65,12 @@ class Query:
 def make_copies(
     numbers: Sequence[int], rng: random.Random, *, generation: int
 ) -> list[ChunkCopy]:
-    """Return resident copies of chunks; eight consecutive numbers make a prompt.
+    """Return resident copies of chunks. Eight chunks with consecutive numbers make a prompt.
 
     Args:
         numbers: Numbers of the chunks.
         rng: Draws the hit counts.
-        generation: Generation of the copies' writes; 0 for copies in a slower tier.
+        generation: Generation of the copies in RAM; 0 for copies in a slower tier.
     """
     copies = []
     for number in numbers:
@@ -86,7 +86,7 @@ def make_copies(
 
 
 def make_queries(count: int, *, tiers: int, chunks: int, seed: int) -> list[Query]:
-    """Return random queries; several queries may concern the same chunk.
+    """Return random queries. Several queries may be about the same chunk.
 
     Args:
         count: Number of queries.
@@ -110,7 +110,7 @@ def _queries(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterato
 
 
 def sample_queries(count: int) -> Sequence[Query]:
-    """Return ``count`` random queries about a few chunks, so that chunks repeat."""
+    """Return ``count`` random queries about few chunks, so that chunks repeat."""
     return make_queries(count, tiers=TIERS, chunks=96, seed=8)
 
 
@@ -123,18 +123,18 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
 
     @abstractmethod
     def answers(self, policy: Policy, query: Query, ctx: PolicyContext) -> Sequence[Answer]:
-        """Return the answers to ``query`` from the methods that take batches."""
+        """Return the answers to ``query`` by the policy's methods for batches."""
 
     @abstractmethod
     def answers_one_by_one(
         self, policy: Policy, query: Query, ctx: PolicyContext
     ) -> Sequence[Answer]:
-        """Return the answers to ``query`` from the methods that take one chunk."""
+        """Return the answers to ``query`` by the policy's methods for single chunks."""
 
     def steps_per_chunk(
         self, policy: Policy, ctx: PolicyContext, queries: Sequence[Query]
     ) -> float:
-        """Return the steps of ``policy`` per chunk of ``queries``."""
+        """Return the mean number of steps that ``policy`` takes per chunk of ``queries``."""
         steps = count_steps(
             lambda: [self.answers(policy, query, ctx) for query in queries],
             packages=packages_of(policy),

@@ -1,4 +1,4 @@
-"""The contract of eviction policies, as a suite to inherit.
+"""The contract of eviction policies, as a test class to inherit.
 
 ::
 
@@ -33,7 +33,7 @@ _ENTRIES_PER_SLOT = 8
 _ENTRIES_OF_EMPTY = 256
 _GHOSTS_PER_SLOT = 2
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
-"""Slots of two tiers, and the largest accepted ratio of their work per access."""
+"""Capacities of two tiers in slots, and the largest accepted ratio of their work per access."""
 
 
 class EvictionContract(ABC):
@@ -310,7 +310,7 @@ class EvictionContract(ABC):
             assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
 
     def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
-        """Return the work per access to a full tier: steps, plus calls of ``evictable``."""
+        """Return the work per access to a full tier: steps plus calls of ``evictable``."""
         tier = ModelTier(self.make_eviction(capacity=capacity))
         accesses = 6 * capacity
         keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]

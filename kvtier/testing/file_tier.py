@@ -2,7 +2,7 @@
 
 ``slots`` holds the payloads. ``table`` has a row for each slot and is mapped into memory, so
 that :meth:`FileTier.forget` and :meth:`FileTier.touch` do not block and survive SIGKILL. A
-power loss may leave a row incomplete; its chunk then fails the checksum.
+power loss may leave a row incomplete. Then the chunk of this row fails its checksum.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Row(NamedTuple):
 class FileTier(StorageTier):
     """A tier with payloads in one file and a table in another.
 
-    The table is read and changed on the event loop's thread. Threads of the pool move payloads.
+    The event loop's thread reads and changes the table. Threads of the pool move payloads.
 
     Args:
         options: The tier's section of the configuration.
@@ -186,8 +186,8 @@ class FileTier(StorageTier):
         """Write payloads until one fails. This call blocks.
 
         Returns:
-            Checksums of the written payloads, and the error, which is empty if all payloads
-            were written.
+            Checksums of the written payloads, and an error text. The text is empty if all
+            payloads were written.
         """
         checksums: list[int] = []
         for key, slot, source in zip(keys, slots, sources, strict=True):

@@ -19,7 +19,7 @@ __all__ = ["MemoryService", "MemorySharedTier", "MemorySharedTierConfig", "Servi
 
 
 class MemorySharedTierConfig(SharedTierConfig):
-    """A dictionary of this process, which several engines of the process share."""
+    """A tier in a dictionary that several engines of this process share."""
 
     kind: str = Field(
         default="kvtier.testing.memory_shared_tier:MemorySharedTier",
@@ -32,7 +32,7 @@ class MemorySharedTierConfig(SharedTierConfig):
 
 
 class ServiceCall(NamedTuple):
-    """A call that the service received: the method's name and the keys."""
+    """A call that the service received, with the method's name and the keys."""
 
     method: str
     keys: tuple[str, ...]
@@ -42,11 +42,11 @@ class MemoryService:
     """The values of all clients, and the faults to simulate.
 
     Attributes:
-        values: The stored values, payload and proof, by key.
+        values: The stored values by key. A value is a payload and its proof.
         calls: The calls so far.
         error: Error that every call raises; None for a working service.
         failing: Keys whose outcome is FAILED.
-        is_full: Whether every put is REFUSED.
+        is_full: Whether the outcome of every put is REFUSED.
     """
 
     _named: ClassVar[dict[str, MemoryService]] = {}
@@ -62,11 +62,11 @@ class MemoryService:
 
     @classmethod
     def named(cls, name: str) -> MemoryService:
-        """Return the service of the clients with the option ``service: name``."""
+        """Return the service for clients with the option ``service: name``."""
         return cls._named.setdefault(name, cls())
 
     def hang(self) -> None:
-        """Let every call hang from now on until :meth:`release`, even after a cancellation."""
+        """Make every later call hang until :meth:`release`, even if the call is cancelled."""
         self._hangs = True
 
     def release(self) -> None:

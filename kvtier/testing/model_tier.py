@@ -12,11 +12,11 @@ __all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
 class ModelTier:
-    """A simulated tier with pins, which checks its policy's victims.
+    """A simulated tier with pinned chunks, which checks the victims of an eviction policy.
 
     Args:
-        eviction: The policy; its capacity is the tier's.
-        one_by_one: Whether batches are split into calls for single chunks.
+        eviction: The policy. The tier has the policy's capacity.
+        one_by_one: Whether the tier calls the policy for single chunks instead of batches.
 
     Attributes:
         eviction: The policy.
@@ -37,7 +37,7 @@ class ModelTier:
         self.asked = 0
 
     def access(self, key: ChunkKey) -> bool:
-        """Access ``key``; insert an absent key if a slot is free or can be freed.
+        """Access ``key``. Insert an absent key if a slot is free or can be freed.
 
         Returns:
             Whether ``key`` is resident afterwards.
@@ -63,7 +63,7 @@ class ModelTier:
         return victim
 
     def evict_many(self, count: int) -> list[ChunkCopy]:
-        """Evict and return up to ``count`` victims at once, as the manager does."""
+        """Evict and return up to ``count`` victims in one call, as the manager does."""
         victims = self._batches.pick_many(self.eviction, count, self._may_go, self.ctx)
         for victim in victims:
             self._forget(victim)
@@ -76,7 +76,7 @@ class ModelTier:
         self._batches.on_hit_many(self.eviction, copies, self.ctx)
 
     def insert_many(self, keys: Sequence[ChunkKey]) -> None:
-        """Insert absent ``keys`` without parents into free slots in one call."""
+        """Insert the absent ``keys``, without parents, into free slots in one call."""
         for key in keys:
             self.eviction.on_miss(key, self.ctx)
         copies = [self._enter(key) for key in keys]
@@ -99,7 +99,7 @@ class ModelTier:
         return copy
 
     def _forget(self, victim: ChunkCopy) -> None:
-        """Remove a picked copy from the members."""
+        """Remove a victim from the members."""
         if self.members.get(victim.key) is not victim:
             raise AssertionError(f"{victim} was picked and is not in the tier")
         victim.state = CopyState.GONE
@@ -116,17 +116,17 @@ class ModelTier:
 Stream = Callable[[int, int, random.Random], Iterator[int]]
 """Yields chunk numbers, given a tier's capacity, the number of accesses and a random generator.
 
-The tier holds the chunks 0 to ``capacity - 1`` at first.
+When the stream starts, the tier has the chunks 0 to ``capacity - 1``.
 """
 
 
 def _scan(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Yield every chunk once."""
+    """Yield new chunks, each once."""
     yield from range(capacity, capacity + accesses)
 
 
 def _loop(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
-    """Yield chunks in a loop, with slightly more chunks than the tier has slots."""
+    """Yield the same chunks in a loop; their number slightly exceeds the tier's capacity."""
     for number in range(accesses):
         yield number % (capacity + capacity // 8)
 
@@ -153,4 +153,4 @@ STREAMS: dict[str, Stream] = {
     "skewed among pins": _skewed,
 }
 PINNED = frozenset(name for name in STREAMS if name.endswith("among pins"))
-"""Names of the streams during which the older half of the tier is pinned."""
+"""Names of streams for which the tests pin the older half of the tier."""

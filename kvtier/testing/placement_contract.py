@@ -1,4 +1,4 @@
-"""The contract of placement policies, as a suite to inherit.
+"""The contract of placement policies, as a test class to inherit.
 
 ::
 
@@ -42,7 +42,7 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     @abstractmethod
     def make_placement(self, *, tiers: int) -> Placement:
-        """Return a new policy for a cache of ``tiers`` tiers: 1 to 4, including RAM."""
+        """Return a new policy for a cache of 1 to 4 tiers, RAM included."""
 
     @override
     def make_policy(self) -> Placement:

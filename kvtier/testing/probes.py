@@ -1,14 +1,14 @@
-"""Helpers of the policy contracts: count steps and references, and find impure calls.
+"""Helpers of the policy contracts, which count steps and references and find impure calls.
 
-Work is counted in steps, because timings vary. A line of Python is one step. But a line may do
-any amount of work in C. So a built-in function that iterates over an argument adds a step for
-each item, and a method that iterates over a list or a deque adds its length. Only calls in the
-examined packages are counted in this way. A slice, ``in`` on a list and a comparison of
-containers count as one line.
+Work is counted in steps, because timings vary. Here a step is one line of Python. But a line
+may do any amount of work in C. So a built-in function that iterates over an argument adds a
+step for each item. A method that iterates over a list or a deque adds a step for each element.
+Only calls in the examined packages add such steps. A slice, ``in`` on a list and a comparison
+of containers add none.
 
 A policy gets time and random numbers as arguments. A policy that reads a clock, another
-generator or a file would behave differently live and in a simulator. Such reads are calls of C
-functions, which the interpreter reports.
+generator or a file could behave differently in a live engine and in a simulator. Such reads
+call C functions, and the interpreter reports these calls.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _CLOCKS: Final = frozenset(["now", "today", "utcnow"])
 
 
 def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -> int:
-    """Return how many steps ``work`` takes, as this module defines a step.
+    """Return the number of steps of ``work``. This module's docstring defines a step.
 
     Args:
         work: The function to run. Lines of :mod:`kvtier.testing` do not count.
-        packages: Names of the packages whose work in C counts too.
+        packages: Names of the packages whose calls of C functions add steps.
     """
     return _Counter(packages).run(work)
 
@@ -92,7 +92,7 @@ class _Counter:
         self._charging = {kind.__name__: self._charged(kind) for kind in _WALKING}
 
     def run(self, work: Callable[[], object]) -> int:
-        """Run ``work`` and return how many steps it took, as the module defines a step."""
+        """Run ``work`` and return the number of its steps, as the module defines a step."""
         trace, profile = sys.gettrace(), sys.getprofile()
         collects = gc.isenabled()
         gc.disable()  # finalizers of earlier garbage would count
@@ -135,7 +135,7 @@ class _Counter:
             self._on_pop(owner, event)
 
     def _on_pop(self, owner: list[Any], event: str) -> None:
-        """Count the items that a list moves when ``pop`` removes any item but the last."""
+        """Count the items that a list moves when ``pop`` removes an item before the last."""
         if event == "c_call":
             plain = len(owner) < 2 or owner[-1] is owner[-2]
             self._ends.append(None if plain else owner[-1])
@@ -182,7 +182,7 @@ class _Counter:
 def _stand_in_for(
     kind: type[Any], charge: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> type[Any]:
-    """Return a replacement for class ``kind`` that passes each argument through ``charge``."""
+    """Return a replacement for class ``kind`` that calls ``charge`` for each argument."""
 
     class Meta(type):
         @override
@@ -197,9 +197,9 @@ def _stand_in_for(
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Yield the objects that ``root`` refers to, directly or indirectly, once per reference.
+    """Yield every object that ``root`` refers to, also indirectly, once per reference.
 
-    The references of classes, modules, functions, copies and plain values are not followed.
+    References from classes, modules, functions, copies and plain values are ignored.
     """
     seen: set[int] = set()
     pending: list[object] = [root]
@@ -220,7 +220,7 @@ def count_entries(root: object) -> int:
 
 @contextmanager
 def impure_calls(rng: random.Random) -> Iterator[list[str]]:
-    """Collect the names of the clock, random and system functions called in the body.
+    """Collect the clock, random and system functions that the ``with`` block calls.
 
     Args:
         rng: The only permitted random generator.
@@ -250,12 +250,12 @@ def impure_calls(rng: random.Random) -> Iterator[list[str]]:
 
 
 def fields_of(copy: ChunkCopy) -> dict[str, object]:
-    """Return the fields of ``copy``, to detect writes later."""
+    """Return the fields of ``copy``, so that a test can detect later changes."""
     return {name: getattr(copy, name) for name in ChunkCopy.__slots__}
 
 
 def held_by(policy: object) -> tuple[int, int]:
-    """Return the number of copies and of different keys to which ``policy`` refers."""
+    """Return the number of copies and the number of keys that ``policy`` refers to."""
     held = list(reachable(policy))
     copies = sum(isinstance(item, ChunkCopy) for item in held)
     return copies, len({item for item in held if isinstance(item, bytes)})
@@ -263,7 +263,7 @@ def held_by(policy: object) -> tuple[int, int]:
 
 @contextmanager
 def noting(**configuration: object) -> Iterator[None]:
-    """Add a note such as ``with tiers=1`` to an error of the ``with`` block."""
+    """Add a note such as ``with tiers=1`` to an error that the ``with`` block raises."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The contract of shared tiers, as a suite to inherit.
+"""The contract of shared tiers, as a test class to inherit.
 
 ::
 
@@ -8,9 +8,9 @@
         def section(self, directory):
             return "address: 127.0.0.1:6379"
 
-The suite needs pytest-asyncio in auto mode. The service must run before the tests, for example
-through a fixture of the module with ``autouse``. All tests may use the same service, because
-each test has its own keys.
+The tests need pytest-asyncio in auto mode. The service must run before the tests start. For
+example, a module fixture with ``autouse`` can start the service. All tests may use the same
+service, because each test has its own keys.
 """
 
 # ruff: noqa: D102 - a test is documented by its name
@@ -75,7 +75,7 @@ class EngineHarness(TierHarness[KeyedTier]):
 
 
 MakeEngine: TypeAlias = Callable[..., Awaitable[EngineHarness]]
-"""Takes ``model`` and ``keep_after_reset``."""
+"""Opens an engine's view, given ``model`` and ``keep_after_reset``."""
 
 
 class SharedTierContract(ABC):
@@ -85,9 +85,10 @@ class SharedTierContract(ABC):
 
     Attributes:
         tier_class: Class of the tier to test.
-        payload_nbytes: Bytes of a chunk in the tests.
-        values_outlive_client: Whether a value stays in the service after its client is closed.
-        arena_nbytes: Bytes of the memory that a client may register.
+        payload_nbytes: Size in bytes of a chunk in the tests.
+        values_outlive_client: Whether the service keeps a value after the value's client is
+            closed.
+        arena_nbytes: Size in bytes of the shared memory that a client may register.
     """
 
     tier_class: ClassVar[type[SharedTier]]
@@ -98,7 +99,7 @@ class SharedTierContract(ABC):
     def section(self, directory: Path) -> str:  # noqa: ARG002 - for those that override it
         """Return the tier's section of a YAML file, without ``kind``.
 
-        Each key is on its own line. The same text opens every client of a test.
+        Each key is on its own line. Every client of a test gets the same text.
 
         Args:
             directory: Directory for the service's files. It does not exist yet.
@@ -106,25 +107,25 @@ class SharedTierContract(ABC):
         return ""
 
     def open_tier(self, options: SharedTierConfig, context: SharedContext) -> SharedTier:
-        """Open a client; override this method if :attr:`tier_class` needs other arguments."""
+        """Open a client. Override this method if :attr:`tier_class` needs other arguments."""
         return self.tier_class.open(options, context)
 
     async def stored_bytes(self, harness: SharedTierHarness, key: str) -> bytes:
-        """Return the bytes of a stored value, which start with payload and proof.
+        """Return the bytes of a stored value: at least the payload and the proof.
 
-        Override this method and :meth:`replace_stored` to use the service's own client.
+        Override this method and :meth:`replace_stored` to access the service directly.
         """
         [value] = into = harness.buffers(1)
         assert await harness.tier.get([key], into) == [DONE]
         return bytes(value.payload) + bytes(value.proof)
 
     async def replace_stored(self, harness: SharedTierHarness, key: str, value: bytes) -> None:
-        """Replace the bytes of a stored value, as damage or another program would.
+        """Replace the bytes of a stored value, to simulate damage or another program.
 
         Args:
             harness: Clients of the service.
             key: Key of the value.
-            value: The bytes to store, perhaps fewer than those of a whole value.
+            value: The bytes to store, perhaps fewer bytes than a whole value has.
         """
         payload_nbytes = len(value) - PROOF_NBYTES
         client = await harness.client(payload_nbytes)
@@ -372,7 +373,7 @@ class SharedTierContract(ABC):
     async def test_a_cancelled_put_stores_values_whole_or_not_at_all(
         self, harness: SharedTierHarness
     ) -> None:
-        """Like an engine, the test overwrites source buffers as soon as a put has raised."""
+        """Like an engine, this test overwrites the source buffers once ``put`` has raised."""
         for turns in range(12):
             keys = harness.keys(range(100 * turns, 100 * turns + 8))
             values = harness.values(keys)
@@ -526,7 +527,7 @@ class SharedTierContract(ABC):
 
 
 async def _cancel_after(turns: int, call: Coroutine[Any, Any, Sequence[Outcome]]) -> None:
-    """Cancel ``call`` after ``turns`` turns of the loop, and wait for its end."""
+    """Cancel ``call`` after ``turns`` rounds of the event loop, and wait until it ends."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -537,7 +538,7 @@ async def _cancel_after(turns: int, call: Coroutine[Any, Any, Sequence[Outcome]]
 async def _cancel_with_held_threads(
     moving: Coroutine[Any, Any, Sequence[Outcome]], values: Sequence[Value], pool: IoPool
 ) -> None:
-    """Cancel ``moving`` while no thread runs, and clear ``values`` when ``moving`` ends.
+    """Cancel ``moving`` while all threads are held; clear ``values`` when ``moving`` ends.
 
     This function returns when the threads are idle.
     """

@@ -1,4 +1,4 @@
-"""A harness for a shared tier under test: several clients, and values with versions."""
+"""A harness for tests of a shared tier, with several clients and versioned values."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 KEY_CHARACTERS = string.ascii_letters + string.digits + "-/"
-"""All characters that keys may have. A slash is between two other characters."""
+"""All characters that a key may have. A key neither starts nor ends with a slash."""
 
 T = TypeVar("T")
 Opener: TypeAlias = Callable[[int], SharedTier]
-"""Takes the bytes of a payload and opens a client; may block."""
+"""Takes the size of a payload in bytes and opens a client. The call may block."""
 
 _VERSION_NBYTES = 8
 
@@ -39,7 +39,7 @@ _VERSION_NBYTES = 8
 def make_values(
     keys: Sequence[str], payload_nbytes: int, arena: Arena | None = None, *, version: int = 0
 ) -> list[Value]:
-    """Return distinct values of ``keys`` with their proofs. The payloads state ``version``."""
+    """Return a distinct value, with proof, for each key. The payloads contain ``version``."""
     values = make_value_buffers(len(keys), payload_nbytes, arena)
     for key, value in zip(keys, values, strict=True):
         value.payload[:] = _payload(key, version, payload_nbytes)
@@ -54,7 +54,7 @@ class SharedTierHarness:
         opener: Opens a client.
         pool: The threads of the clients.
         arena: Memory that contains all payloads.
-        payload_nbytes: Bytes of one chunk.
+        payload_nbytes: Size in bytes of one chunk.
 
     Attributes:
         tier: The first client.
@@ -96,7 +96,7 @@ class SharedTierHarness:
             await self._clients.pop().aclose()
 
     def keys(self, numbers: Sequence[int]) -> list[str]:
-        """Return a key for each number, in the form of an engine's keys.
+        """Return one key per number, in the form of an engine's keys.
 
         Each harness has its own keys, so that tests may share a service.
         """
@@ -109,7 +109,7 @@ class SharedTierHarness:
         return make_value_buffers(count, payload_nbytes or self._payload_nbytes, self._arena)
 
     def values(self, keys: Sequence[str], *, version: int = 0) -> list[Value]:
-        """Return the values of ``keys`` in version ``version``."""
+        """Return version ``version`` of the values of ``keys``."""
         return make_values(keys, self._payload_nbytes, self._arena, version=version)
 
     async def put(
@@ -125,13 +125,13 @@ class SharedTierHarness:
         client: SharedTier | None = None,
         into: Sequence[Value] | None = None,
     ) -> list[int | Outcome]:
-        """Get the values of ``keys``, with the buffers ``into`` or new ones.
+        """Get the values of ``keys`` into the buffers ``into``, or into new buffers.
 
         Returns:
-            For each key the version of its value, or the outcome unless it is DONE.
+            For each key, the version of its value if the outcome is DONE, else the outcome.
 
         Raises:
-            AssertionError: A value that is DONE is not whole, or belongs to another key.
+            AssertionError: A value with outcome DONE is incomplete, or belongs to another key.
         """
         into = into or self.buffers(len(keys))
         outcomes = await (client or self.tier).get(keys, into)
@@ -145,10 +145,10 @@ class RecordingTier(SharedTier):
     """Records the keys that are put into another shared tier.
 
     Args:
-        tier: The tier that does the work; owned by this object.
+        tier: The tier that gets all calls. This object owns it.
 
     Attributes:
-        puts: The keys, in the order of the calls.
+        puts: The recorded keys, in the order of the calls.
     """
 
     Options = SharedTierConfig
@@ -189,7 +189,7 @@ def make_value_buffers(
 ) -> list[Value]:
     """Return zeroed buffers for ``count`` values.
 
-    As in an engine, the proofs are outside the shared memory.
+    The proofs are outside the shared memory, as in an engine.
     """
     proofs = memoryview(bytearray(count * PROOF_NBYTES))
     return [
@@ -204,10 +204,10 @@ def _payload(key: str, version: int, nbytes: int) -> bytes:
 
 
 def version_of(key: str, value: Value) -> int:
-    """Check that a value is whole, and return its version.
+    """Check that a value is complete, and return the value's version.
 
     Raises:
-        AssertionError: The value is not whole, or belongs to another key.
+        AssertionError: The value is incomplete, or belongs to another key.
     """
     version = int.from_bytes(value.payload[:_VERSION_NBYTES], "little")
     if not is_proof_of(value.proof, key, value.payload):

@@ -1,4 +1,4 @@
-"""The contract of storage tiers, as a suite to inherit.
+"""The contract of storage tiers, as a test class to inherit.
 
 ::
 
@@ -8,8 +8,8 @@
         def section(self, directory):
             return f"path: {directory}"
 
-The suite needs pytest-asyncio in auto mode. Tiers are opened in a thread of the pool, so
-opening may block. Two tests fork a process that opens the tier, and kill it.
+The tests need pytest-asyncio in auto mode. A thread of the pool opens each tier, so opening may
+block. Two tests fork a process that opens the tier, and kill this process.
 """
 
 # ruff: noqa: D102 - a test is documented by its name
@@ -42,12 +42,12 @@ __all__ = ["StorageTierContract"]
 T = TypeVar("T")
 AnyHarness = TierHarness[StorageTier]
 _FAR_FUTURE: Final = 1 << 40
-"""Seconds since the epoch."""
+"""A time in the far future, in seconds since 1970."""
 DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 
 
 class _CountingPool(IoPool):
-    """A pool that counts its batches of calls."""
+    """A pool that counts the batches of calls it gets."""
 
     rounds = 0
 
@@ -64,11 +64,11 @@ class StorageTierContract(ABC):
 
     Attributes:
         tier_class: Class of the tier to test.
-        persistent: Whether chunks survive the closing of the tier. If not, restart tests are
+        persistent: Whether chunks survive when the tier is closed. If False, restart tests are
             skipped.
-        outlives_process: Whether chunks survive the end of the process.
-        slot_nbytes: Slot size of the tests.
-        capacity_slots: Number of slots of the tests.
+        outlives_process: Whether chunks survive when the process ends.
+        slot_nbytes: Size in bytes of a slot in the tests.
+        capacity_slots: Number of slots of a tier in the tests.
     """
 
     tier_class: ClassVar[type[StorageTier]]
@@ -88,17 +88,17 @@ class StorageTierContract(ABC):
         return f"path: {directory}" if "path" in self.tier_class.Options.model_fields else ""
 
     def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
-        """Open the tier; override this method if :attr:`tier_class` needs other arguments."""
+        """Open the tier. Override this method if :attr:`tier_class` needs other arguments."""
         return self.tier_class.open(options, context)
 
     def retain(self, options: TierConfig, slots: Sequence[int], until: int) -> bool:  # noqa: ARG002
-        """Retain the chunks in ``slots`` of the closed tier until ``until``.
+        """Retain chunks of the closed tier until the time ``until``.
 
         Override this method if the tier implements :meth:`StorageTier.retained`. The method may
         block.
 
         Returns:
-            Whether the tier can retain chunks. If not, these tests are skipped.
+            Whether the tier can retain chunks. If False, tests of retention are skipped.
         """
         return False
 
@@ -155,7 +155,7 @@ class StorageTierContract(ABC):
         return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
     async def restart(self, harness: AnyHarness) -> list[tuple[ChunkKey, int]]:
-        """Reopen the tier and return the recovered chunks; skip the test if none persist."""
+        """Reopen the tier and return the recovered chunks; skip the test without them."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
         return await harness.reopen()
@@ -305,7 +305,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A restart may drop chunks stored after a reset, because weights may have changed."""
+        """A restart may drop chunks stored after a reset: the weights may have changed."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()
@@ -359,7 +359,7 @@ class StorageTierContract(ABC):
             await harness.tier.write(keys, [0], half, purpose=Purpose.STORE)
 
     async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, harness: AnyHarness) -> None:
-        """Like an engine, the test overwrites source buffers as soon as a write has raised."""
+        """Like an engine, this test overwrites the source buffers once ``write`` has raised."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
             sources = harness.sources(keys)
@@ -500,7 +500,7 @@ class StorageTierContract(ABC):
     async def _fill(
         self, options: TierConfig, arena: Arena, keys: Sequence[ChunkKey]
     ) -> AnyHarness:
-        """Open the tier and store ``keys`` in a process that will be killed."""
+        """Open the tier and store ``keys``. A process that will be killed calls this method."""
         harness = self._make_harness(options, IoPool(3, name="kvtier-killed"), arena)
         await harness.open()
         assert await harness.put(keys, range(len(keys))) == [DONE] * len(keys)
@@ -534,7 +534,7 @@ class StorageTierContract(ABC):
 
 
 async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> None:
-    """Cancel ``call`` after ``turns`` turns of the loop, and wait for its end."""
+    """Cancel ``call`` after ``turns`` rounds of the event loop, and wait until it ends."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -545,7 +545,7 @@ async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> 
 async def _cancel_with_held_threads(
     moving: Coroutine[Any, Any, SlotOutcomes], buffers: Sequence[memoryview], pool: IoPool
 ) -> None:
-    """Cancel ``moving`` while no thread runs, and clear ``buffers`` when ``moving`` ends.
+    """Cancel ``moving`` while all threads are held; clear ``buffers`` when ``moving`` ends.
 
     This function returns when the threads are idle.
     """

@@ -1,4 +1,4 @@
-"""A harness for a storage tier under test, with distinct payloads and their buffers."""
+"""A harness for tests of a storage tier, with buffers and a distinct payload for each key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 T = TypeVar("T", bound=StorageTier)
 
 _NO_ERRORS: Final = frozenset([Outcome.DONE, Outcome.MISSING, Outcome.REFUSED])
-"""Outcomes of a working medium."""
+"""Outcomes that occur without a failure of the medium."""
 
 
 def make_keys(numbers: Sequence[int]) -> list[ChunkKey]:
@@ -44,7 +44,7 @@ class Arena:
     """Shared memory for buffers. No buffer is reused until the arena is closed.
 
     Args:
-        nbytes: Bytes of the memory. Untouched pages take no memory.
+        nbytes: Size in bytes of the memory. Untouched pages take no memory.
     """
 
     def __init__(self, nbytes: int = 1 << 30) -> None:
@@ -61,7 +61,7 @@ class Arena:
 
     @property
     def view(self) -> memoryview:
-        """The memory, mapped by this process, for a client that registers it."""
+        """This process's mapping of the memory, for a client that registers memory."""
         return self._view
 
     def take(self, nbytes: int) -> memoryview:
@@ -71,7 +71,7 @@ class Arena:
         return self._view[start : start + nbytes]
 
     def close(self) -> None:
-        """Free the memory with its last view."""
+        """Free the memory once its last view is released."""
         os.close(self._descriptor)
         self._view.release()
 
@@ -98,12 +98,12 @@ def make_sources(
 
 
 class TierHarness(Generic[T]):
-    """Opens, fills, reads, verifies and restarts a tier under test.
+    """Opens a tier, writes and verifies chunks, and restarts the tier.
 
     Args:
         opener: Opens the tier; it may block.
         pool: The threads of the tier.
-        arena: Memory for buffers; private memory if omitted.
+        arena: Memory for the buffers; by default, memory of this process only.
 
     Attributes:
         tier: The open tier.
@@ -154,8 +154,8 @@ class TierHarness(Generic[T]):
         """Read ``slots``, verify the payloads of ``keys`` and return the outcomes.
 
         Raises:
-            AssertionError: A chunk that is DONE has wrong bytes, or the error text does not fit
-                the outcomes.
+            AssertionError: A chunk with outcome DONE has wrong bytes. Or the error text does
+                not fit the outcomes.
         """
         buffers = self.buffers(len(keys))
         result = await self.tier.read(keys, slots, buffers, purpose=Purpose.PROMOTE)

@@ -1,9 +1,9 @@
-"""Helpers of the tier contract: find blocking calls, hold back threads, kill a process.
+"""Helpers of the tier contract, which find blocking calls, hold threads and kill a process.
 
-Timing cannot find blocking calls, because a read from the page cache takes microseconds, but
-seconds when the disk hangs. So blocking calls are found by name: system calls for files,
-sockets and processes, SQL statements, sleeps, and waits for threads. Page faults in mapped
-memory are not found.
+Timing cannot find blocking calls. A read from the page cache takes microseconds, but the same
+read takes seconds when the disk hangs. So blocking calls are found by name: system calls for
+files, sockets and processes, SQL statements, sleeps, and waits for threads. Page faults in
+mapped memory are not found.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvtier.os.iopool import IoPool
 __all__ = ["HeldThreads", "blocking_calls", "run_and_kill"]
 
 _MODULES: Final = frozenset(["_io", "_sqlite3", "sqlite3"])
-"""Modules whose every call may block."""
+"""Modules in which every function may block."""
 _SOCKET: Final = "_socket"
-"""The module of sockets. Calls on a non-blocking socket are not counted."""
+"""The module of sockets. Calls on a non-blocking socket do not count as blocking."""
 _FUNCTIONS: Final = {
     "fcntl": frozenset(["flock", "lockf"]),
     "mmap": frozenset(["flush"]),
@@ -42,13 +42,13 @@ _HARMLESS: Final = frozenset(["close", "fspath", "getpid", "strerror", "urandom"
 _WAITS: Final = frozenset(["_wait_for_tstate_lock", "join", "wait"])
 """Functions of ``threading`` that wait for another thread."""
 _EXEMPT: Final = frozenset(["asyncio", "linecache", "logging", "selectors", "warnings"])
-"""Modules of Python that may block: the loop itself, and error reporting."""
+"""Modules of Python whose blocking calls are ignored: the event loop and error reporting."""
 _TRANSPARENT: Final = sys.stdlib_module_names | {"blockbuster"}
-"""Modules that call on behalf of others: Python's own, and wrappers of system calls."""
+"""Modules that are never reported as a caller: Python's own, and wrappers of system calls."""
 _TIMEOUT_S: Final = 60.0
 _FIRST: Final = -1
 _LAST: Final = 1 << 16
-"""Priorities before and after those of a tier's calls."""
+"""A priority before, and a priority after, all calls of a tier."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,9 +56,9 @@ T = TypeVar("T")
 
 @contextmanager
 def blocking_calls() -> Iterator[list[str]]:
-    """Collect the blocking calls of this thread in the ``with`` block, and their callers.
+    """Collect this thread's blocking calls in the ``with`` block, each with its caller.
 
-    The calls of the event loop itself are left out.
+    Calls by the event loop itself are ignored.
     """
     found: list[str] = []
 
@@ -97,7 +97,7 @@ def _blocking_name(frame: types.FrameType, called: Any) -> str:  # noqa: ANN401 
 
 
 def _caller(frame: types.FrameType | None) -> str | None:
-    """Return the module and line of a call; None for calls of Python itself."""
+    """Return the module and line of a call; None if Python itself is the caller."""
     starts_thread = False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -131,9 +131,10 @@ class _HeldExecutor(ThreadPoolExecutor):
 
 
 class HeldThreads:
-    """Hold back the threads of ``pool`` and of the loop's executor in a ``with`` block.
+    """Stops the threads of ``pool`` and the loop's executor from starting calls.
 
-    At its end, the block releases the threads and waits until they are idle.
+    The threads are held in a ``with`` block. The end of this block releases the threads and
+    waits until they are idle.
 
     Args:
         pool: The threads of a tier.
@@ -171,9 +172,9 @@ def run_and_kill(
     *,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run ``work`` in a forked process, then ``meanwhile`` here, then kill the fork.
+    """Run ``work`` in a forked process, run ``meanwhile`` here, then kill the forked process.
 
-    SIGKILL ends the forked process before it closes anything.
+    The signal is SIGKILL, so the forked process closes nothing.
 
     Args:
         work: Runs in the forked process, on a new event loop.
@@ -202,7 +203,7 @@ def run_and_kill(
 
 
 def _receive_error(connection: Connection) -> str:
-    """Return the error that the process sends; empty without one."""
+    """Return the error text that the process sends; empty if there is no error."""
     if not connection.poll(_TIMEOUT_S):
         return f"the other process was not done after {_TIMEOUT_S:g} s"
     try:

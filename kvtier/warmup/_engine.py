@@ -28,14 +28,14 @@ class WarmupEngine(Protocol):
         """Return the engine's namespaces on this machine."""
 
     def add(self, line: int, tokens: Sequence[int], *, lora: str, cache_salt: str) -> str:
-        """Queue a prompt; return the reason if the engine refuses it, else an empty text."""
+        """Queue a prompt. Return why the engine refuses the prompt, or "" if it accepts."""
 
     def step(self) -> Sequence[tuple[int, int, int]]:
         """Run one step.
 
         Returns:
-            One tuple per prompt that ended: the prompt's line, its number of tokens, and the
-            number of these tokens that came from a cache.
+            One tuple per prompt that ended: the number of the prompt's line, the number of
+            tokens, and the number of tokens that came from a cache.
         """
 
     def has_work(self) -> bool:
@@ -52,20 +52,20 @@ class WarmupEngine(Protocol):
 
 
 class EngineSetup(ParsedArguments, Protocol):
-    """An engine before its start, described by its arguments.
+    """The arguments of an engine that has not started yet.
 
     Attributes:
-        block_tokens: Number of tokens of a block, if known before the start.
+        block_tokens: Number of tokens of a block, if known before the engine starts.
     """
 
     block_tokens: int
 
     @property
     def identity(self) -> Fields:
-        """The part of a namespace's identity that the arguments determine."""
+        """The fields of a namespace's identity that the arguments determine."""
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
-        """Return a function that converts an adapter's chunk keys from vLLM's to kvtier's."""
+        """Return a function that adds the digest of adapter ``lora`` to a key of vLLM."""
 
     def start(self) -> WarmupEngine:
         """Start the engine. This call blocks."""
@@ -75,4 +75,4 @@ class EngineSetup(ParsedArguments, Protocol):
 
 
 OpenEngine = Callable[[str, Sequence[str], Mapping[str, Any] | None], EngineSetup]
-"""Takes a model, other arguments and vLLM's ``--kv-transfer-config``; makes an engine."""
+"""Opens an engine, given a model, other arguments and vLLM's ``--kv-transfer-config``."""

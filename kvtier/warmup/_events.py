@@ -25,12 +25,12 @@ class WarmupOptions:
     """Settings of a warm-up.
 
     Attributes:
-        budget_bytes: Bytes that may be written to each tier; None for no limit.
+        budget_bytes: Number of bytes that may be written to each tier; None for no limit.
         skip_bad_lines: Whether to skip lines without a usable prompt. If False, such a line is
             an error.
-        new_cache: Whether to fill a new cache even if the cache directory has a cache of the
-            same model with other settings.
-        dry_run: Whether to only choose the prompts, and compute none.
+        new_cache: Whether to fill a new cache if the cache directory has a cache of the same
+            model with other settings.
+        dry_run: Whether to choose the prompts without computing them.
         retain_s: Seconds during which the prompts' chunks are protected from eviction, within
             the tiers' ``retain_quota``; None to leave them to the eviction policy.
         servers: Addresses of running servers to warm up in place; empty to start an engine.
@@ -46,7 +46,7 @@ class WarmupOptions:
 
 @dataclass(frozen=True, slots=True)
 class LineSkipped:
-    """Event: a line of the file was skipped, because it has no usable prompt."""
+    """Event: a line without a usable prompt was skipped."""
 
     bad: BadLine
 
@@ -58,13 +58,13 @@ class Planned:
     Attributes:
         prompts: Number of prompts to compute.
         tokens: Number of tokens to compute, if every shared prefix is computed once.
-        nbytes: Bytes to write to each tier; None if a chunk's size is unknown.
+        nbytes: Number of bytes to write to each tier; None if a chunk's size is unknown.
         stored: Number of prompts that are stored already.
         shared: Number of prompts whose missing chunks all belong to earlier prompts of the
             file.
-        short: Number of prompts shorter than one chunk, which no tier stores.
+        short: Number of prompts shorter than one chunk. No tier stores these prompts.
         left_out: Number of prompts that do not fit into the budget or the capacity.
-        before: How many tokens of the prompts could be loaded before the warm-up.
+        before: The prompts' coverage before the warm-up.
     """
 
     prompts: int = 0
@@ -98,7 +98,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The check of a tier's chunks: each was read and compared with its checksum.
+    """The result of comparing a tier's chunks with their checksums.
 
     Attributes:
         tier: Name of the tier.
@@ -116,9 +116,8 @@ class Saving:
     """The time that the stored prompts save if every prompt is used once.
 
     Attributes:
-        compute_s: Seconds to compute the tokens that can be loaded, at the rate of this
-            warm-up.
-        load_s: Seconds to load these tokens, at the measured rate of the disk.
+        compute_s: Seconds to compute the loadable tokens at the rate of this warm-up.
+        load_s: Seconds to load these tokens at the measured rate of the disks.
     """
 
     compute_s: float
@@ -130,14 +129,14 @@ class WarmupReport:
     """The result of a warm-up.
 
     Attributes:
-        planned: The plan: which prompts to compute.
+        planned: The event that reported the plan.
         prompts: Number of computed prompts.
         failed: Prompts that the engine refused, each with its line and the reason.
         computed_tokens: Number of computed tokens.
         seconds: Seconds that the computation took.
-        coverage: How many tokens of the prompts can be loaded now; None if the caches are on
-            another machine.
-        nbytes_per_token: Bytes of stored KV per token.
+        coverage: The prompts' coverage after the warm-up; None if the caches are on another
+            machine.
+        nbytes_per_token: Number of bytes of stored KV per token.
         verified: The result of the checksum check, per tier.
         saving: Expected saving; None without a measurement.
         retained_chunks: Number of chunks protected from eviction for the requested time.
@@ -165,7 +164,7 @@ class WarmupReport:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Event: the warm-up ended; the last event of a run."""
+    """Event: the warm-up ended. No event follows."""
 
     report: WarmupReport
 

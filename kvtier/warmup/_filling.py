@@ -1,4 +1,4 @@
-"""Feeds prompts to engines no faster than their slower tiers can write the chunks.
+"""Sends prompts to engines only as fast as slower tiers write the chunks.
 
 A chunk that waits for a disk occupies a slot in RAM. If all slots had such chunks, the engine
 could not store new KV, and that KV would be lost. So a prompt is sent only if its chunks and
@@ -23,10 +23,10 @@ from kvtier.warmup._plan import Work
 __all__ = ["STALL_S", "FillState", "Target", "fill"]
 
 _RAM_SHARE: Final = 0.5
-"""Share of RAM that chunks may take while they wait for a slower tier."""
+"""Share of RAM for chunks that a slower tier must still write."""
 _PROGRESS_S: Final = 0.25
 STALL_S: Final = 300.0
-"""Longest time without any progress: a step of a large model takes seconds."""
+"""Longest time without progress. It is long because one step can take seconds."""
 
 
 class Target(Protocol):
@@ -42,7 +42,7 @@ class Target(Protocol):
 
     @property
     def prompt_timeout_s(self) -> float:
-        """Longest time in which none of the running prompts ends."""
+        """Longest time that running prompts may take before one of them ends."""
 
     @property
     def unwritten_chunks(self) -> int:
@@ -53,7 +53,7 @@ class Target(Protocol):
         """Whether every chunk is written. Meaningful only while no prompt is running."""
 
     async def compute(self, prompt: Prompt) -> int:
-        """Compute a prompt; return the number of its tokens that came from no cache.
+        """Compute a prompt; return the number of tokens that the engine computed.
 
         Raises:
             ConfigError: The engine refuses the prompt.
@@ -69,7 +69,7 @@ class FillState:
 
     Attributes:
         prompts: Number of prompts that ended.
-        tokens: Number of tokens that these prompts added.
+        tokens: Number of planned tokens of these prompts.
         computed_tokens: Number of tokens that the engines computed.
         failed: Prompts that an engine refused, with the reasons.
         seconds: Seconds since the start.
@@ -88,7 +88,7 @@ async def fill(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[Progress, None]:
-    """Let each engine compute its prompts, until their chunks are all written.
+    """Compute the prompts on their engines, and wait until all chunks are written.
 
     Args:
         plans: Each engine, with its prompts in order.
@@ -99,7 +99,7 @@ async def fill(
         The progress, several times a second.
 
     Raises:
-        TierUnavailableError: For too long no prompt ended and no chunk was written.
+        TierUnavailableError: No prompt ended and no chunk was written for too long.
     """
     began_s = clock()
     planned = sum(work.tokens for _, works in plans for work in works)
@@ -126,7 +126,7 @@ async def fill(
 async def _feed(
     target: Target, works: deque[Work], state: FillState, clock: Callable[[], float]
 ) -> None:
-    """Send ``works`` to one engine while there is room; wait until every chunk is written."""
+    """Send prompts to one engine while RAM has room; then wait for unwritten chunks."""
     running: dict[asyncio.Task[int], Work] = {}
     moved_s, unwritten = clock(), target.unwritten_chunks
     try:

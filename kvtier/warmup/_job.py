@@ -38,36 +38,36 @@ __all__ = ["WarmupJob"]
 
 
 class _Site(Protocol):
-    """The engines that compute the prompts of a warm-up."""
+    """The engines that compute a warm-up's prompts."""
 
     async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
-        """Return the prompt in a line; raises ConfigError if no engine can compute it."""
+        """Return the prompt in a line; raise ConfigError if the engines cannot compute it."""
 
     def stores(self) -> Sequence[Stores]:
-        """Return the known namespaces of each engine; blocks."""
+        """Return the known namespaces of each engine. This call blocks."""
 
     def targets(self) -> AbstractAsyncContextManager[Sequence[Target]]:
-        """Open the engines, and close them at the end."""
+        """Open the engines; close them when the ``with`` block ends."""
 
 
 class WarmupJob:
-    """Computes the prompts of a file and stores their KV. Iterate it once for its events.
+    """Computes the prompts of a file and stores their KV, while a caller iterates the job.
 
-    Stored prompts are not computed again. So after an interruption, even by SIGKILL, another
-    job with the same arguments continues where this job stopped.
+    A job can be iterated once and yields events. The job skips stored prompts. So after an
+    interruption, even by SIGKILL, another job with the same arguments continues the work.
 
     Args:
         file: The configuration of kvtier.
         model: The model, as in ``vllm serve MODEL``.
-        prompts: A file with one prompt a line.
+        prompts: A file with one prompt per line.
         arguments: The other arguments of ``vllm serve``.
         options: Settings of the warm-up.
         open_engine: Opens the engine.
         open_client: Opens a client that sends requests to servers.
 
     Cancellation:
-        The job computes no further prompt. It writes the computed chunks, for at most
-        ``transfer.close_timeout``, and ends the engine. Then the cancellation continues.
+        The job stops computing prompts. It spends at most ``transfer.close_timeout`` on writing
+        the computed chunks, and ends the engine. Then the cancellation continues.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -93,8 +93,8 @@ class WarmupJob:
         """Run the job and yield its events; :class:`Finished` is the last one.
 
         Raises:
-            ConfigError: A file or an argument is wrong, or the engine would fill another cache
-                than the deployment's.
+            ConfigError: A file or an argument is wrong, or the engine would not fill the
+                deployment's cache.
             KvtierError: The engine cannot start, or makes no progress.
         """
         pool = IoPool(1, name="kvtier-warmup")
@@ -167,7 +167,7 @@ class WarmupJob:
 def _report(
     site: _Site, prompts: Sequence[Prompt], planned: Planned, state: FillState
 ) -> WarmupReport:
-    """Return which prompts are stored now, as a report; blocks."""
+    """Return a report of the prompts that are stored now. This call blocks."""
     coverage, ranks = Coverage(), dict[int, int]()
     readable = [stores for stores in site.stores() if stores.spaces]
     for stores in readable:

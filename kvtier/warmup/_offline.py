@@ -62,7 +62,7 @@ _OF_TERMINAL: Final = {signal.SIGINT, signal.SIGHUP}
 
 
 class OfflineSite:
-    """The engine of a warm-up: the deployment's arguments, and a changed configuration.
+    """Runs an engine with the deployment's arguments and a changed configuration.
 
     Args:
         file: The configuration of kvtier.
@@ -102,14 +102,14 @@ class OfflineSite:
         self._is_open = self._has_run = False
 
     def check(self) -> None:
-        """Compare the settings that are known before the start with the deployment's cache.
+        """Check, before the engine starts, that the engine will fill the deployment's cache.
 
-        Importing vLLM takes seconds. A dry run imports vLLM only for arguments, texts and new
-        caches.
+        Importing vLLM takes seconds. So a dry run without arguments for vLLM checks only the
+        settings in kvtier's configuration.
 
         Raises:
-            ConfigError: An argument is wrong, or the engine would fill another cache than the
-                deployment's.
+            ConfigError: An argument is wrong, or the engine would not fill the deployment's
+                cache.
         """
         self._require_same_identity()
         if self._arguments or not self._options.dry_run:
@@ -118,7 +118,7 @@ class OfflineSite:
 
     @functools.cached_property
     def setup(self) -> EngineSetup:
-        """The engine before its start."""
+        """The arguments of the engine, as vLLM parsed them."""
         transfer = _write_settings(
             self._config, self._resources, may_remove=self._options.new_cache
         )
@@ -135,7 +135,7 @@ class OfflineSite:
         """Return the prompt in a line.
 
         Raises:
-            ConfigError: The engine cannot compute it.
+            ConfigError: The engine cannot compute the prompt.
         """
         return await self._call(partial(self._to_prompt, number, line))
 
@@ -148,10 +148,10 @@ class OfflineSite:
     # -- stores --------------------------------------------------------------------------------
 
     def stores(self) -> list[Stores]:
-        """Return the namespaces that the engine uses, or would use; blocks.
+        """Return the namespaces that the engine uses, or would use. This call blocks.
 
         Raises:
-            ConfigError: Several namespaces fit, so only a running engine can find its own.
+            ConfigError: Several namespaces fit, so only a running engine can choose one.
         """
         spaces = self._spaces if self._has_run else self._declared_spaces()
         return [self._stores(spaces)]
@@ -194,7 +194,7 @@ class OfflineSite:
         return self.setup.name_chunk(lora)
 
     def _new_slot_nbytes(self, chunk_tokens: int) -> int:
-        """Return the expected bytes of a slot in a new cache; 0 if they are unknown."""
+        """Return the expected size in bytes of a slot in a new cache; 0 if unknown."""
         dtype = str(self.setup.identity.get("kv_dtype", ""))
         try:
             geometry = read_model_geometry(Path(self._model))
@@ -207,7 +207,7 @@ class OfflineSite:
         """Check that the engine uses the deployment's cache in each tier.
 
         Raises:
-            ConfigError: The engine would fill another cache.
+            ConfigError: The engine would not fill the deployment's cache.
         """
         if not self._options.new_cache:
             for tier, path in self._tiers:
@@ -219,10 +219,10 @@ class OfflineSite:
 
     @contextlib.asynccontextmanager
     async def targets(self) -> AsyncIterator[list[_Target]]:
-        """Start the engine, and end it at the end.
+        """Start the engine; end it when the ``with`` block ends.
 
         Raises:
-            ConfigError: The engine would fill another cache than the deployment's.
+            ConfigError: The engine would not fill the deployment's cache.
         """
         started: list[WarmupEngine] = []
         try:
@@ -249,11 +249,11 @@ class OfflineSite:
         self._newest = {name: newest_generation(each) for name, each in self._spaces.items()}
 
     def finish(self, report: WarmupReport, ranks: Mapping[int, int]) -> WarmupReport:
-        """Verify and retain the chunks, and return ``report`` with the results.
+        """Verify and retain the chunks, and return ``report`` with these results added.
 
         Args:
             report: The report of the computed and stored prompts.
-            ranks: Rank of each chunk to retain, by the hash of its key.
+            ranks: Rank of each chunk to retain, by the hash of the chunk's key.
 
         Raises:
             ConfigError: A cache cannot be read or changed.
@@ -274,7 +274,7 @@ class OfflineSite:
         return [tier for tier, _ in self._tiers if isinstance(tier, NvmeTierConfig)]
 
     def _saving(self, report: WarmupReport) -> Saving | None:
-        """Return the time that loading saves; None without a measurement."""
+        """Return the time that loading saves; None if it cannot be measured."""
         coverage = report.coverage
         if coverage is None or not coverage.hit_tokens or not report.computed_tokens:
             return None
@@ -289,7 +289,7 @@ class OfflineSite:
 
 
 class _Target:
-    """The running engine as a :class:`kvtier.warmup._filling.Target`."""
+    """Adapts a running engine to :class:`kvtier.warmup._filling.Target`."""
 
     prompt_timeout_s = STALL_S
 
@@ -335,10 +335,10 @@ class _Target:
 
 
 def _start(setup: EngineSetup) -> WarmupEngine:
-    """Start the engine; its processes do not get the terminal's signals.
+    """Start the engine, and protect the engine's processes from the terminal's signals.
 
-    Ctrl-C then reaches only this process, and the workers can still write the computed chunks.
-    The workers set their own handlers but inherit the blocked signals.
+    After Ctrl-C, only this process gets the signal, so the workers can still write the computed
+    chunks. The workers set their own handlers but inherit the blocked signals.
     """
     resource_tracker.ensure_running()  # its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_TERMINAL)
@@ -351,17 +351,18 @@ def _start(setup: EngineSetup) -> WarmupEngine:
 def _write_settings(
     config: KvtierConfig, resources: contextlib.ExitStack, *, may_remove: bool
 ) -> dict[str, Any]:
-    """Write the configuration of a warm-up's engine to a file; delete it with this process.
+    """Write the configuration of a warm-up's engine to a file in memory.
 
-    This engine writes every chunk to every tier at once. It loads every stored chunk, so that
-    it computes no chunk twice. It does not record requests. These changes do not affect the
-    identity of a namespace, so the deployment's engines read the chunks.
+    With this configuration, the engine writes every chunk to every tier at once. The engine
+    also loads every stored chunk instead of computing it, and records no requests. These
+    changes do not affect the identity of a namespace. So the deployment's engines can read the
+    chunks.
 
     Args:
         config: The user's configuration.
         resources: Closes the file.
-        may_remove: Whether the engine may remove a cache of another identity, if the user's
-            file allows it. False protects the deployment's cache from wrong arguments.
+        may_remove: Whether to keep the user's setting for removing a cache of another identity.
+            False forbids removal, which protects the deployment's cache from wrong arguments.
 
     Returns:
         The value of vLLM's ``--kv-transfer-config`` that makes vLLM read the file.

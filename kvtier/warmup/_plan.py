@@ -1,4 +1,4 @@
-"""Chooses the prompts that a warm-up computes: unstored prompts, while there is room."""
+"""Chooses the prompts that a warm-up computes: those that are not stored and fit."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def plan_prompts(
 ) -> list[Work]:
     """Choose the prompts that one engine computes.
 
-    The prompts' stored chunks must stay stored, so they count against the capacity too.
+    The prompts' stored chunks count against the capacity too, because they must stay stored.
 
     Args:
         prompts: The prompts, in the order in which to compute them.
         stores: The engine's namespaces.
-        planned: This call adds the chosen prompts to these sums.
-        budget_bytes: Bytes that may be written to each tier; None for no limit.
+        planned: The sums to which this call adds the chosen prompts.
+        budget_bytes: Number of bytes that may be written to each tier; None for no limit.
 
     Raises:
-        ConfigError: There is a budget, and the size of a chunk is unknown.
+        ConfigError: There is a budget, but the size of a chunk is unknown.
     """
     reader, choice = stores.reader(), _Choice(planned, stores.capacity_chunks)
     if budget_bytes is not None:
@@ -80,7 +80,7 @@ class _Choice:
     work: list[Work] = field(default_factory=list)
 
     def add(self, prompt: Prompt, found: PromptCoverage) -> None:
-        """Choose the next prompt, or leave it out."""
+        """Add ``prompt`` to the chosen prompts, unless it is stored or does not fit."""
         planned = self.planned
         planned.before.add(found)
         hashes = found.key_hashes.tolist()
@@ -104,7 +104,7 @@ class _Choice:
 
 
 def _new_tokens(found: PromptCoverage, new_chunks: int) -> int:
-    """Estimate how many tokens of a prompt its ``new_chunks`` new chunks need to compute."""
+    """Estimate the number of tokens to compute for ``new_chunks`` chunks of a prompt."""
     whole = found.tokens - found.tail_tokens
     return whole * new_chunks // len(found.key_hashes) + found.tail_tokens
 

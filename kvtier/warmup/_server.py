@@ -1,4 +1,4 @@
-"""A warm-up by running servers, in which every engine computes every prompt."""
+"""A warm-up by running servers: every engine of each server computes every prompt."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from kvtier.warmup._stores import readable
 __all__ = ["HttpClient", "OpenClient", "ServerSite", "open_aiohttp"]
 
 _TIMEOUT_S: Final = 3600.0
-"""Longest wait for one answer, because a server may compute other prompts first."""
+"""Longest wait for one answer. It is long because a server may compute other prompts first."""
 _AT_ONCE: Final = 4
-"""Number of concurrent requests to one engine, in addition to those of users."""
+"""Number of concurrent requests of the warm-up to one engine."""
 _LOOK_S: Final = 1.0
-"""Interval at which figures are read; the server updates them once a second."""
+"""Seconds between two reads of the figures, which a server updates once a second."""
 _FIRST_REPORT_S: Final = 30.0
 _RANK: Final = "X-data-parallel-rank"
 _ENGINE: Final = "vllm:num_requests_running"
-"""A metric that every engine has from its start."""
+"""A metric that every engine reports as soon as it starts."""
 Json = Mapping[str, Any]
 _UNKNOWN: Final = KeyRules(((0, GroupReach(16)),), 16)
-"""For caches on other machines: they count as empty, so only the number of chunks matters."""
+"""Key rules for caches on other machines. These caches count as empty."""
 
 
 class HttpClient(Protocol):
     """Sends HTTP requests."""
 
     async def fetch(self, url: str, body: Json | None = None, rank: str = "") -> str:
-        """Return the answer of ``url`` to a GET, or to a POST of ``body`` as JSON.
+        """Send a GET, or a POST of ``body`` as JSON, to ``url``; return the answer.
 
         Args:
             url: The address.
@@ -57,11 +57,11 @@ class HttpClient(Protocol):
 
 
 OpenClient = Callable[[], AbstractAsyncContextManager[HttpClient]]
-"""Makes a client."""
+"""Opens an HTTP client."""
 
 
 class _Aiohttp:
-    """An :class:`HttpClient` of aiohttp, which vLLM installs."""
+    """An :class:`HttpClient` that uses aiohttp, which vLLM installs."""
 
     def __init__(self, session: Any, aiohttp: Any) -> None:  # noqa: ANN401 - aiohttp's
         self._session = session
@@ -105,7 +105,7 @@ class _Figures:
 
     Attributes:
         ram: Name of the RAM tier; empty until the engine's first report.
-        stores: Directory of the engine's namespace, by the name of each tier that has one.
+        stores: Directories of the engine's namespaces, by tier. Other tiers are absent.
         dirty: Number of chunks that a slower tier must still receive, by tier.
         capacity: Number of slots, by tier.
     """
@@ -139,7 +139,7 @@ class _Figures:
 
     @property
     def store_chunks(self) -> float:
-        """Number of slots of the largest tier with a directory; infinite if there is none."""
+        """Number of slots of the largest tier with a directory; infinite if none has one."""
         return max((self.capacity.get(tier, 0) for tier in self.stores), default=math.inf)
 
 
@@ -153,8 +153,8 @@ class _Server:
         model: The name of the model in requests.
         most_tokens: Number of tokens of the longest prompt that the server accepts.
         lora_paths: Path of each LoRA adapter, by name.
-        vocabulary: 0, which stands for unknown, because a server does not report the number of
-            token ids.
+        vocabulary: Always 0, for an unknown number, because a server does not report its number
+            of token ids.
     """
 
     client: HttpClient
@@ -193,7 +193,7 @@ class _Server:
         return tokens
 
     async def compute(self, prompt: Prompt, rank: str) -> int:
-        """Compute a prompt in engine ``rank``; return the number of its uncached tokens."""
+        """Compute a prompt in engine ``rank``; return the number of computed tokens."""
         body = {
             "model": prompt.lora or self.model,
             "prompt": list(prompt.tokens),
@@ -220,7 +220,7 @@ class _Server:
 
 
 class _Engine:
-    """One engine behind a server, as a :class:`kvtier.warmup._filling.Target`."""
+    """Adapts one engine of a server to :class:`kvtier.warmup._filling.Target`."""
 
     most_requests = _AT_ONCE
     prompt_timeout_s = _TIMEOUT_S
@@ -247,7 +247,7 @@ class _Engine:
             self._ended.set()
 
     async def work(self) -> None:
-        """Wait briefly for the end of a prompt; read the figures again if they are old."""
+        """Wait briefly for a prompt to end, and read the figures if the last ones are old."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await self._ended.wait()
@@ -260,7 +260,7 @@ class _Engine:
             self.unwritten_chunks, self._moved_s = figures.unwritten_chunks, self._looked_s
 
     def stores(self) -> Stores:
-        """Return the engine's namespaces on this machine; blocks."""
+        """Return the engine's namespaces on this machine. This call blocks."""
         found = {tier: readable(path) for tier, path in self._figures.stores.items()}
         spaces = {tier: spaces[0] for tier, spaces in found.items() if spaces}
         space = next(iter(spaces.values()), None)
@@ -279,7 +279,7 @@ class ServerSite:
 
     Args:
         servers: The servers.
-        engines: The engines behind the servers; some may not have run a step yet.
+        engines: The engines behind the servers. An engine may not have run a step yet.
     """
 
     def __init__(self, servers: Sequence[_Server], engines: Sequence[_Engine]) -> None:
@@ -307,7 +307,7 @@ class ServerSite:
         """Return the prompt in a line.
 
         Raises:
-            ConfigError: The first server refuses it.
+            ConfigError: The first server refuses the prompt.
         """
         prompt = line.with_tokens(number, await self._servers[0].tokens(line))
         check_prompt(prompt, self._servers[0])
@@ -315,12 +315,12 @@ class ServerSite:
         return prompt
 
     def stores(self) -> list[Stores]:
-        """Return the known namespaces of each engine; blocks."""
+        """Return the known namespaces of each engine. This call blocks."""
         return [engine.stores() for engine in self._engines]
 
     @contextlib.asynccontextmanager
     async def targets(self) -> AsyncIterator[Sequence[_Engine]]:
-        """Yield the engines, each with its first report.
+        """Yield the engines after all engines have reported their tiers.
 
         An engine reports its tiers only after its first step. So this method first sends a
         prompt to each engine without a report.

@@ -1,4 +1,4 @@
-"""The namespaces that a warm-up fills: finds the deployment's, checks and retains chunks."""
+"""Finds the namespaces that a warm-up fills, and verifies and retains chunks in them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
     """Return the tiers that keep chunks on this machine, each with its directory.
 
     Raises:
-        ConfigError: No tier does.
+        ConfigError: No tier keeps chunks on this machine.
     """
     tiers = [(tier, store.path) for tier in config.tiers if (store := tier.local_directory())]
     if not tiers:
@@ -51,7 +51,7 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
 
 
 def readable(path: Path) -> list[StoredNamespace]:
-    """Return the namespaces at ``path``; none if absent or of another kind of tier."""
+    """Return the namespaces at ``path``; an empty list if ``path`` has no namespace."""
     try:
         return find_namespaces(path)
     except ConfigError:
@@ -59,12 +59,12 @@ def readable(path: Path) -> list[StoredNamespace]:
 
 
 def find_fitting(path: Path, identity: Fields) -> list[StoredNamespace]:
-    """Return the namespaces that an engine might use, given its identity or a part of it."""
+    """Return the namespaces at ``path`` that fit the known fields of an engine's identity."""
     return [space for space in readable(path) if not _difference(space, identity)]
 
 
 def _difference(space: StoredNamespace, identity: Fields) -> str:
-    """Return, as text, the settings that differ between ``identity`` and ``space``."""
+    """Describe the settings that differ between ``identity`` and ``space``."""
     known = dict(identity)
     if len(space.layout.fingerprint.groups) > 1:
         known.pop("tokens_per_hash", None)  # vLLM chooses it, whatever --block-size says
@@ -79,7 +79,7 @@ def require_same_identity(
     Args:
         tier: Name of the tier.
         path: The tier's directory.
-        identity: The engine's identity, or the known part of it.
+        identity: The known fields of the engine's identity.
         own: The namespace of the running engine; None if no engine runs.
 
     Raises:
@@ -130,8 +130,8 @@ def retain(
     Args:
         tier: The tier.
         space: The namespace; no engine may have it open.
-        ranks: Rank of each chunk to retain, by the hash of its key. Beyond the quota, chunks
-            with higher ranks are not retained.
+        ranks: Rank of each chunk to retain, by the hash of the chunk's key. If the quota is too
+            small, chunks with lower ranks are retained first.
         seconds: Time from now until the chunks may be evicted.
 
     Returns:
@@ -157,15 +157,15 @@ def retain(
 def load_seconds(
     config: KvtierConfig, nbytes: Mapping[str, float], *, seconds: float
 ) -> float | None:
-    """Measure the disks, and return the seconds to load the given bytes from all tiers.
+    """Measure the disks; return the time in seconds to load ``nbytes`` from the tiers.
 
     Args:
         config: The configuration of the tiers.
-        nbytes: Bytes to load, by the tier's name.
+        nbytes: Number of bytes to load from each tier, by the tier's name.
         seconds: Duration of the measurement in each direction of each disk.
 
     Returns:
-        The sum over the tiers; None if a disk cannot be measured.
+        The sum of the tiers' times; None if a disk cannot be measured.
     """
     load_s = 0.0
     for tier in config.tiers:

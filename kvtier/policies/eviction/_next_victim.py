@@ -1,19 +1,19 @@
 """The base class of eviction policies that select victims one by one.
 
-In papers, a policy selects exactly one victim. In a live tier this victim may be pinned, and
-the policy must select another one. So a derived class has three methods:
+In papers, a policy selects exactly one victim. In a live tier, this victim may be pinned. Then
+the policy must select another copy. So a derived class has three methods:
 
 * :meth:`~NextVictimEviction._take` removes and returns the next candidate.
-* :meth:`~NextVictimEviction._spare` inserts a candidate that must stay, as if just used.
+* :meth:`~NextVictimEviction._spare` inserts a candidate that must stay, as a just used copy.
 * :meth:`~NextVictimEviction._record_evicted` records a candidate that is evicted.
 
-Candidates that must stay are inserted again only after a victim was found. So each pick tests a
-candidate at most once.
+Candidates that must stay are inserted again only after a victim was found. So one pick never
+tests a candidate twice.
 
-In a policy with one list of copies, a pick takes O(1) amortised time. A policy may have two
-lists, one of new and one of reused chunks, and select victims from the reused chunks. If all
-reused chunks were pinned, every pick would scan their whole list. So after a pick that spared n
-candidates, the next n victims come from the new chunks; ``_backoff`` counts down these picks.
+In a policy with one list of copies, a pick takes O(1) amortised time. A policy may have a list
+of new chunks and a list of reused chunks, and select victims from the reused chunks. If all
+reused chunks were pinned, every pick would scan the whole list. So after a pick that spared n
+candidates, the next n victims are new chunks. ``_backoff`` counts these picks down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 __all__ = ["CopyOrder", "Ghosts", "NextVictimEviction"]
 
 CopyOrder = OrderedDict[ChunkCopy, None]
-"""Copies in order, next candidate first. The type is a dict, to remove any copy in O(1)."""
+"""Copies in order, next candidate first. In this type, any copy can be removed in O(1)."""
 
 
 class NextVictimEviction(Eviction):
@@ -45,11 +45,11 @@ class NextVictimEviction(Eviction):
 
     @abstractmethod
     def _take(self) -> ChunkCopy | None:
-        """Remove the next candidate and return it; None without candidates."""
+        """Remove and return the next candidate; return None if there is no candidate."""
 
     @abstractmethod
     def _spare(self, copy: ChunkCopy) -> None:
-        """Insert the candidate ``copy``, which must stay, as if it were just used."""
+        """Insert the candidate ``copy``, which must stay, as a copy that was just used."""
 
     def _record_evicted(self, copy: ChunkCopy) -> None:
         """Record that the candidate ``copy`` is evicted."""
@@ -84,7 +84,7 @@ class NextVictimEviction(Eviction):
 
 
 class Ghosts:
-    """Keys of chunks that left the tier, in a limited number; the oldest is dropped first.
+    """A limited number of keys of chunks that left the tier. The oldest is dropped first.
 
     Args:
         limit: Largest number of keys.

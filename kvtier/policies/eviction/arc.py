@@ -1,13 +1,13 @@
-"""ARC: keeps a recency list and a frequency list; misses decide the length of each list.
+"""ARC: keeps a recency list and a frequency list, and adapts the length of each list.
 
-T1 and T2 are LRU lists: T1 has chunks used once since their insertion, T2 has chunks used
-again. B1 and B2 have the keys of chunks evicted from T1 and T2. A miss on a key in B1 shows
-that T1 was too short, so the target length ``p`` of T1 grows; a miss on a key in B2 reduces
-``p``. A returning chunk enters T2.
+T1 and T2 are LRU lists: T1 has chunks that were used once since their insertion, and T2 has
+chunks that were used again. B1 has the keys of chunks evicted from T1, and B2 has the keys of
+chunks evicted from T2. A miss on a key in B1 shows that T1 was too short, so the target length
+``p`` of T1 grows. A miss on a key in B2 reduces ``p``. In both cases the chunk enters T2.
 
-The paper shortens B1 and B2 before it frees a slot; this class shortens them at the insertion.
-The dropped keys are not read in between, so the victims are the same as in the paper. The
-lengths stay bounded even if the tier loses copies without evictions.
+The paper shortens B1 and B2 before a slot is freed. This class shortens B1 and B2 at the
+insertion. The victims are the same as in the paper, because no key is looked up in between.
+B1 and B2 stay bounded even if the tier loses copies without evictions.
 """
 
 from __future__ import annotations

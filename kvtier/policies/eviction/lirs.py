@@ -1,11 +1,11 @@
 """LIRS: ranks chunks by the time between their last two uses.
 
-This time, as a number of other chunks, is the *inter-reference recency*. Copies with a low
-recency (LIR) fill almost all of the tier. The other copies (HIR) are in a FIFO queue Q with 1 %
-of the slots, and are evicted soon. A stack S holds keys in order of last use. If a HIR chunk is
-used while its key is in S, the chunk was used twice since the last use of the LIR copy at the
-bottom. So the chunk becomes LIR, and that LIR copy becomes HIR. S is pruned until a LIR copy is
-at the bottom, because chunks below all LIR copies cannot become LIR.
+This time is the *inter-reference recency*: the number of other chunks used in between. Copies
+with a low recency (LIR) fill almost all of the tier. The other copies (HIR) are in a FIFO queue
+Q with 1 % of the slots, and are evicted soon. A stack S has keys in order of last use. If a HIR
+chunk is used while its key is in S, it was used twice since the last use of the bottom LIR
+copy. So the HIR chunk becomes LIR, and the bottom LIR copy becomes HIR. S is pruned until a
+LIR copy is at the bottom, because a chunk below all LIR copies cannot become LIR.
 
 S also keeps keys of evicted HIR chunks. The paper sets no limit. In this class S has at most
 two entries per slot of the tier, and the keys that were evicted first are dropped first.
@@ -106,7 +106,7 @@ class Lirs(NextVictimEviction):
         self._stack.move_to_end(copy.key)
 
     def _raise(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` a LIR copy; if there are too many, lower the bottom one."""
+        """Make ``copy`` a LIR copy; if there are too many, make the bottom LIR copy HIR."""
         copy.policy = _LOW
         self._low += 1
         self._use(copy)

@@ -1,25 +1,25 @@
-"""Least recently used, as a lazily cleaned queue.
+"""Evicts the least recently used copy; uses a queue that is cleaned lazily.
 
-A doubly linked list costs a dozen attribute writes per use in Python, and an ``OrderedDict``
-hashes every key again. In this class a use appends the copy to a queue but leaves the copy's
-older entries there; ``copy.queued`` counts these stale entries. An entry at the old end is
-valid only if its copy has no stale entries; otherwise the entry is skipped. Every entry is
-appended once and removed once, so the cost is O(1) amortised. When stale entries outnumber live
-entries, the queue is rebuilt. So the queue has at most two entries per copy.
+In Python, a doubly linked list costs a dozen attribute writes per use, and an ``OrderedDict``
+hashes every key again. In this class, a use appends the copy to a queue. The copy's older
+entries stay in the queue as stale entries, and ``copy.queued`` counts them. The oldest entry in
+the queue is live only if its copy has no stale entries; otherwise the entry is skipped. Every
+entry is appended once and removed once, so the cost is O(1) amortised. When stale entries
+outnumber live entries, the queue is rebuilt. So the queue has at most two entries per copy.
 
-A request's chunks are inserted, and usually evicted, together. So the queue consists of two
-lists: one for appends, and a reversed one for removals from its end (Hood and Melville,
-"Real-time queue operations in pure LISP", 1981, but not in real time). Python appends or
-removes a range of entries at the end of a list in one call.
+A request's chunks are inserted together, and usually evicted together. So the queue consists of
+two lists: one list for appends, and one reversed list for removals from its end. Python appends
+or removes many entries at the end of a list in one call. (Hood and Melville, "Real-time queue
+operations in pure LISP", 1981, but not in real time.)
 
 A prompt reaches a tier in batches: the loaded chunks, then the chunks that each step computed.
-A chunk is useless without all chunks before it, so the last batch must be evicted first. A
-batch therefore does not enter the queue at once. It waits in a list, its *prompt*. A batch
-extends the waiting prompt that ends with the parent of the batch's first chunk. A prompt enters
-the queue leaf to root in three cases: the queue is empty, too many prompts wait, or a single
-chunk is inserted or used. Prompts wait in the order of their last use and are younger than the
-queue. So only chunks of one prompt change places. Unrelated batches have the same order as
-after insertions chunk by chunk.
+A chunk is useless without all chunks before it, so the last batch must be evicted first.
+Therefore a batch does not enter the queue at once. The batch waits in a list, the *prompt*. A
+batch extends the waiting prompt that ends with the parent of the batch's first chunk. A prompt
+enters the queue leaf to root in three cases: the queue is empty, too many prompts wait, or a
+single chunk is inserted or used. Waiting prompts are in the order of their last use, after all
+entries of the queue. So only chunks of the same prompt change their order. Unrelated batches
+have the same order as if each chunk were inserted alone.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from kvtier.policies.base import (
 __all__ = ["Fifo", "Lru"]
 
 _SLACK: Final = 64
-"""Number of stale entries that even a tiny tier keeps, so that it rarely rebuilds its queue."""
+"""Number of stale entries that are always allowed, so that small queues are rarely rebuilt."""
 _PROMPTS: Final = 1024
 """Largest number of waiting prompts, about as many as an engine runs at a time."""
 
 
 class Lru(Eviction):
-    """Evicts the least recently used copy, and within a prompt the deepest chunk first."""
+    """Evicts the least recently used copy. Within a prompt, the deepest chunk goes first."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -160,7 +160,7 @@ class Lru(Eviction):
         return chain(reversed(self._older), self._newer, prompts)
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies``, leaf to root, to the prompt they continue, or to a new one."""
+        """Append ``copies``, leaf to root, to the prompt they continue, or to a new prompt."""
         # Chunks of different KV cache groups that end at the same token have the same hash.
         prompts, last = self._prompts, hash_part(copies[0].key)
         before = copies[-1].parent
@@ -180,7 +180,7 @@ class Lru(Eviction):
     ) -> list[ChunkCopy] | None:
         """Join ``prompt`` with the waiting prompt that ends with the leaf of ``copies``.
 
-        All chunks of the waiting prompt were used again, by another request.
+        Another request has used all chunks of the waiting prompt again.
         """
         if copies[0].parent is None and self._prompts[last] != copies[::-1]:
             self._end_prompts()  # the copies may belong to different prompts
@@ -204,7 +204,7 @@ class Lru(Eviction):
         self._prompts.clear()
 
     def _turn(self) -> bool:
-        """Refill the empty list of oldest entries; return whether it has entries now."""
+        """Refill the empty list for removals; return whether the list has entries now."""
         if self._newer or not self._prompts:
             self._older, self._newer = self._newer, self._older
             self._older.reverse()
@@ -213,7 +213,7 @@ class Lru(Eviction):
         return bool(self._older)
 
     def _bound(self) -> None:
-        """Rebuild the queue without stale entries if there are too many of them."""
+        """If there are too many stale entries, rebuild the queue without them."""
         entries = len(self._newer) + len(self._older) + self._waiting
         if entries <= 2 * self._members + _SLACK:
             return
@@ -228,7 +228,7 @@ class Lru(Eviction):
 
 
 class Fifo(Lru):
-    """Evicts the copy that was inserted first, regardless of uses."""
+    """Evicts the copy that was inserted first. Uses do not matter."""
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
@@ -245,7 +245,7 @@ class Fifo(Lru):
 
 
 def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
-    """Return the live entries, oldest first; uncount the stale entries."""
+    """Return the live entries, oldest first, and decrement ``queued`` for each stale entry."""
     kept: list[ChunkCopy] = []
     for copy in entries:
         if copy.queued:
@@ -258,7 +258,7 @@ def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
     """Return for each entry whether it may be stale or rejected by ``evictable``.
 
-    For the manager's own predicates this function needs no call per copy.
+    For the manager's own predicates, this function does not call ``evictable``.
     """
     if evictable is is_idle:
         return [copy.queued or copy.pins or copy.dirty for copy in run]

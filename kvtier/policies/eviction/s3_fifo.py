@@ -1,9 +1,10 @@
 """S3-FIFO: a small queue for new chunks, a main queue, and a queue of evicted keys.
 
 Most chunks are used once, and are soon evicted from the small queue. A chunk that is used twice
-there moves to the main queue. The key of a chunk evicted from the small queue is remembered; if
-the chunk returns before its key is forgotten, it enters the main queue. In the main queue each
-use of a chunk gives it one more round, up to three.
+in the small queue moves to the main queue. The third queue keeps the keys of chunks evicted
+from the small queue. If such a chunk returns while its key is kept, the chunk enters the main
+queue. Each use of a chunk in the main queue postpones its eviction by one pass, for at most
+three passes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_USES = 3
 class S3Fifo(NextVictimEviction):
     """S3-FIFO with 10 % of the slots in the small queue and 90 % in the main queue.
 
-    It keeps at most 0.9 evicted keys per slot.
+    The policy keeps at most 0.9 evicted keys per slot.
 
     Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with two
     details of libCacheSim. Before the first eviction, new chunks enter the main queue if the

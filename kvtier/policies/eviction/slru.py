@@ -1,4 +1,4 @@
-"""Segmented LRU: reused chunks and new chunks are in separate lists."""
+"""Segmented LRU: keeps reused chunks and new chunks in separate lists."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""2Q: keeps a chunk for long only if it is requested again after it left a short queue.
+"""2Q: keeps a chunk long if the chunk is requested again after it left a short queue.
 
-Uses shortly after the first belong to the same burst. So new chunks enter a FIFO queue, A1in,
-in which uses have no effect. The key of a chunk evicted from A1in enters a second queue, A1out.
-A request for a key in A1out is a second, independent use: the chunk then enters Am, an LRU
-list.
+Uses soon after a chunk's first use belong to the same burst. So new chunks enter a FIFO queue,
+A1in, in which uses have no effect. The key of a chunk evicted from A1in enters a second queue,
+A1out. A request for a key in A1out is a second, independent use: the chunk then enters Am, an
+LRU list.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """W-TinyLFU: keeps a new chunk only if the chunk is more popular than the next victim.
 
 New chunks enter a small LRU window. A chunk that leaves the window is a candidate for the main
-part, a segmented LRU. If the main part is full, the candidate is compared with the *resident*,
-the main part's victim. The chunk with the larger number of recent requests, both hits and
-misses, stays. In a tie the resident stays, so a scan cannot empty the main part.
+area, a segmented LRU. If the main area is full, the candidate is compared with the main area's
+next victim, the *resident*. The chunk with more recent requests (hits and misses) stays. In a
+tie the resident stays, so a scan cannot empty the main area.
 
 The comparison happens when a slot is needed, before the new chunk is inserted. The loser is the
 victim. If the resident lost, the insertion moves the candidate from the window to the main
-part.
+area.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["WTinyLfu"]
 
 
 class WTinyLfu(NextVictimEviction):
-    """W-TinyLFU with 1 % of the slots in the window and 99 % in the main part.
+    """W-TinyLFU with 1 % of the slots in the window and 99 % in the main area.
 
-    At most 80 % of the main part are protected. A sketch counts the uses of each key.
+    At most 80 % of the main area is protected. A sketch counts the uses of each key.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
     Transactions on Storage 13(4), 2017.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["RECORD", "RECORD_NBYTES", "read_keys", "read_oracle"]
 
 RECORD: Final = np.dtype([("time_s", "<u4"), ("id", "<u8"), ("nbytes", "<u4"), ("next", "<i8")])
-"""One ``oracleGeneral`` record."""
+"""The layout of an ``oracleGeneral`` record."""
 RECORD_NBYTES: Final = RECORD.itemsize
-"""Bytes of an ``oracleGeneral`` record."""
+"""Size in bytes of an ``oracleGeneral`` record."""
 _LONGEST_KEY: Final = 4096
 
 
@@ -30,11 +30,11 @@ def read_keys(source: Source, tokens: int) -> Trace:
 
     Args:
         source: The file.
-        tokens: Number of tokens of each request, which has one chunk.
+        tokens: Number of tokens of each request. A request has one chunk.
 
     Raises:
-        TraceError: The file is not UTF-8 text, or has an empty line between keys or a line too
-            long for a key.
+        TraceError: The file is not UTF-8 text, or has an empty line between keys, or has a line
+            that is too long for a key.
     """
     keys = _decode(source).rstrip().split("\n")
     builder = TraceBuilder(chunk_tokens=tokens)
@@ -64,7 +64,7 @@ def read_oracle(source: Source, tokens: int) -> Trace:
 
     Args:
         source: The file.
-        tokens: Number of tokens of each request, which has one chunk.
+        tokens: Number of tokens of each request. A request has one chunk.
 
     Raises:
         TraceError: The file's size is not a multiple of 24 bytes, or its times go backwards.

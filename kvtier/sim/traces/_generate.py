@@ -1,6 +1,6 @@
-"""Synthetic traffic: conversations, agents, and prompts with shared prefixes.
+"""Generates traces of conversations, agents, and prompts with shared prefixes.
 
-A session is a growing text: every prompt is the previous prompt, its answer and new input. Only
+In a session the text grows: a prompt is the previous prompt, its answer and new input. Only
 whole chunks have ids, as in an engine. Two chunks have the same id if and only if their whole
 prefixes are equal. All random numbers come from one seeded generator, so a seed and a workload
 always give the same trace.
@@ -25,18 +25,19 @@ __all__ = ["GENERATORS", "Workload", "generate"]
 class Workload:
     """The parameters of generated sessions.
 
-    Lengths are medians of log-normal distributions; times are means of exponential ones.
+    Lengths are medians of log-normal distributions. Times are means of exponential
+    distributions.
 
     Attributes:
-        prompts: Number of shared prefixes; the n-th most popular has weight 1/n.
+        prompts: Number of shared prefixes. The n-th most popular prefix has weight 1/n.
         prompt_tokens: Number of tokens of a shared prefix.
         turns: Mean number of turns of a session, geometrically distributed.
         input_tokens: Number of tokens that a turn adds to the prompt.
         output_tokens: Number of tokens of the answer.
         pause_s: Mean time from one turn to the next.
-        spread: Sigma of the lengths' logarithms.
+        spread: Standard deviation of the logarithms of the lengths.
         limit_tokens: Number of tokens of the longest prompt. A session ends before its prompt
-            exceeds it.
+            gets longer.
     """
 
     prompts: int
@@ -92,9 +93,9 @@ def generate(name: str, *, sessions: int, per_s: float, chunk_tokens: int, seed:
     Args:
         name: One of :data:`GENERATORS`.
         sessions: Number of sessions.
-        per_s: Mean number of sessions that begin per second.
+        per_s: Mean number of new sessions per second.
         chunk_tokens: Number of tokens of one chunk.
-        seed: Equal seeds give equal traces.
+        seed: Seed of the random numbers. Equal seeds give equal traces.
     """
     workload = GENERATORS[name]
     rng = random.Random(seed)
@@ -145,7 +146,7 @@ def _session(
 
 
 def _chain(turn: _Turn, shared: int, chunk_tokens: int) -> list[Hashable]:
-    """Return the ids of a prompt's full chunks: the shared prefix first, then the session's."""
+    """Return the ids of a prompt's whole chunks: chunks of the prefix, then of the session."""
     whole = turn.input_tokens // chunk_tokens
     own = range(shared, whole)
     return [

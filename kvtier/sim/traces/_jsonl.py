@@ -1,12 +1,13 @@
-"""JSON Lines traces: Mooncake's, LMBench's variant of it, and Qwen-Bailian's.
+"""Reads JSON Lines traces: Mooncake's format, LMBench's variant, and Qwen-Bailian's format.
 
-All formats have ``hash_ids``, ``input_length`` and ``output_length``. They differ in the unit
-of timestamps. The number of tokens per id differs even between traces of one format. A record
-may have this number as ``block_tokens``, as in kvtier's recordings. Otherwise the number is
-estimated from the records. If a last, partial chunk has an id, a request of ``length`` tokens
-has ``n = ceil(length / tokens)`` ids of ``tokens`` tokens. Otherwise it has ``n = floor(length
-/ tokens)`` ids. Each of the two equations gives a range of ``tokens`` for a request. The
-estimate is a number in the largest number of ranges, which fits the most requests.
+All formats have ``hash_ids``, ``input_length`` and ``output_length``. The formats differ in the
+unit of timestamps. The number of tokens per id differs even between traces of one format. A
+record may have this number as ``block_tokens``, as in kvtier's recordings. Otherwise the reader
+estimates the number from all requests.
+
+Let a request have ``length`` tokens and ``n`` ids. Then ``n = ceil(length / tokens)`` if a
+partial last chunk has an id, else ``n = floor(length / tokens)``. Each equation allows an
+interval of values for ``tokens``. The estimate is a value that the most requests allow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAX_TOKENS: Final = 1 << 40
 _MAJORITY: Final = 0.5
 _LATEST: Final = 1 << 63
 _NO_CHAT: Final = "-1"
-"""The ``parent_chat_id`` of a chat that begins a conversation."""
+"""The ``parent_chat_id`` of the first chat in a conversation."""
 _EXAMPLE: Final = (
     '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}'
 )
@@ -52,7 +53,7 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
     Args:
         source: The file.
         kind: One of the JSON formats.
-        tokens_per_id: Number of tokens per id; None to read or estimate the number.
+        tokens_per_id: Number of tokens per id. If None, it is read or estimated.
 
     Raises:
         TraceError: A line does not match the format; the message names the line.
@@ -89,7 +90,7 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
 
 
 def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]) -> Trace:
-    """Return the trace of numbered ``lines``; ``chunk_tokens`` is 0 if unknown."""
+    """Parse numbered lines to a trace. The trace's ``chunk_tokens`` is 0 if unknown."""
     builder = TraceBuilder(chunk_tokens=0)
     roots: dict[str, str] = {}
     before: int | None = None
@@ -111,7 +112,7 @@ def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]
 
 
 def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, str]:
-    """Return the tokens per id of ``trace``, and a text with the source of this number."""
+    """Return the number of tokens per id, and a text that says where it comes from."""
     if given is not None:
         return given, "given"
     if trace.chunk_tokens:
@@ -121,12 +122,12 @@ def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, 
 
 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
-    """Return the id of the chat that began the conversation of a Qwen-Bailian record.
+    """Return the id of the first chat in the conversation of a Qwen-Bailian record.
 
     Args:
         reader: The record.
-        roots: For each chat read so far, the first chat of its conversation; this call adds
-            one.
+        roots: For each chat read so far, the first chat of its conversation. This call adds
+            an entry.
     """
     chat, parent = reader.name("chat_id"), reader.name("parent_chat_id")
     # Chats with the same parent are one conversation, even if the parent is not in the file.
@@ -156,7 +157,7 @@ def _parse(source: Source, line: int, raw: bytes) -> dict[str, Any]:
 
 
 class _Record:
-    """The JSON object of one line; its methods read and check the fields."""
+    """The JSON object in one line. The methods read and check the object's fields."""
 
     def __init__(self, source: Source, line: int, values: dict[str, Any]) -> None:
         self._source = source
@@ -168,7 +169,7 @@ class _Record:
         return self._source.error(self._line, problem, remedy)
 
     def ids(self) -> list[Hashable]:
-        """Return ``hash_ids``: numbers or strings."""
+        """Return the field ``hash_ids``, a list of numbers or strings."""
         ids = self._field("hash_ids")
         if not isinstance(ids, list):
             problem = f"hash_ids = {json.dumps(ids)[:40]} is not a list"
@@ -181,7 +182,7 @@ class _Record:
         return ids
 
     def count(self, key: str, *, default: int | None = None) -> int:
-        """Return the number of tokens in the field ``key``, required without a ``default``."""
+        """Return the number of tokens in the field ``key``, or ``default`` if it is missing."""
         value = self._values.get(key, default)
         if value is None:
             value = self._field(key)
@@ -201,7 +202,7 @@ class _Record:
         return tokens
 
     def name(self, key: str) -> str:
-        """Return the text or number in the field ``key`` as text; empty if it is missing."""
+        """Return the field ``key`` as text; empty if the field is missing."""
         value = self._values.get(key)
         if value is None:
             return ""
@@ -233,13 +234,13 @@ class _Record:
 
 
 def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[int, str]:
-    """Return the tokens per id, and a text with the source of this number.
+    """Estimate the number of tokens per id; return it with a text that explains it.
 
     Args:
         lengths: Prompt length of each request, in tokens.
         ids: Number of ids of each request.
-        default: The format's tokens per id, which is the result unless another number fits more
-            requests.
+        default: The format's number of tokens per id. It is the result unless another number
+            fits more requests.
     """
     known = (lengths > 0) & (ids > 0)
     lengths, ids = lengths[known], ids[known]
@@ -259,15 +260,15 @@ def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[i
 
 
 def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[int, int]:
-    """Return the number of requests with a wrong number of ids, and the index of the first."""
+    """Return how many requests have a wrong number of ids, and the first one's index."""
     misfits = np.flatnonzero(np.abs(lengths - ids * tokens_per_id) >= tokens_per_id)
     return len(misfits), int(misfits[0]) if len(misfits) else 0
 
 
 def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
-    """Return the largest number of overlapping ranges, and the ends of their overlap.
+    """Return the largest number of overlapping intervals, and the ends of the overlap.
 
-    A range includes both ends; a range with an end below its start is empty.
+    An interval includes both ends. An interval that ends before its start is empty.
     """
     some = lows <= highs
     edges, places = np.unique(

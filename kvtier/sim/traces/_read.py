@@ -17,7 +17,7 @@ __all__ = ["read_trace"]
 
 _SAMPLE_NBYTES: Final = 1 << 16
 _PLAIN_KEY: Final = re.compile(rb"[\w./+=@%~\x80-\xff-]+")
-"""Keys that need no ``--format``: numbers, hashes, paths and names, in any language."""
+"""Matches keys that need no ``--format``: numbers, hashes, paths and names in any language."""
 
 
 _FLAT: Final[Mapping[str, Callable[[Source, int], Trace]]] = {
@@ -34,8 +34,8 @@ def read_trace(
 
     Args:
         path: The file.
-        format_name: The file's format; ``auto`` detects the format from the content.
-        tokens_per_id: Number of tokens per id; None to read or estimate the number.
+        format_name: The file's format. ``auto`` detects the format from the content.
+        tokens_per_id: Number of tokens per id. If None, it is read or estimated.
 
     Raises:
         TraceError: The file cannot be read; the message has the line and a remedy.
@@ -74,8 +74,8 @@ def _detect(source: Source) -> str:
 def _require_keys(source: Source, sample: bytes) -> None:
     """Check that the beginning of ``source`` has one plain key per line.
 
-    Without this check a configuration or a log would be read as a trace. Keys with blanks or
-    colons need ``--format keys``.
+    Without this check, the reader would accept a configuration or a log as a trace. Keys with
+    blanks or colons need ``--format keys``.
 
     Raises:
         TraceError: A line is not a plain key.

@@ -1,4 +1,4 @@
-"""Classes that all readers of trace files use: formats, file contents, a trace builder."""
+"""The classes that all readers of traces use: formats, sources and the trace builder."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FORMAT_NAMES: Final[tuple[str, ...]] = get_args(TraceFormat)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A trace format: its unit of time, and its tokens per chunk id.
+    """A trace format, with its unit of time and its number of tokens per chunk id.
 
     Attributes:
         name: The format's name on the command line.
         times: Description of the timestamps.
         ticks_per_s: Number of timestamp units per second.
-        tokens_per_id: Number of tokens per id that the format defines; a trace may deviate.
+        tokens_per_id: Number of tokens per id in the format's definition. A trace may differ.
         text_timestamp: Whether the timestamp is a string of digits.
     """
 
@@ -60,7 +60,7 @@ _ROWS: Final = (
 FORMATS: Final[Mapping[str, Format]] = {row.name: row for row in _ROWS}
 
 TO_UTF8: Final = "save it as UTF-8, as with iconv -f LATIN1 -t UTF-8"
-"""Remedy for text in another encoding."""
+"""The remedy for text in an encoding other than UTF-8."""
 
 _GZIP: Final = b"\x1f\x8b"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
@@ -151,7 +151,7 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
 
 
 class TraceBuilder:
-    """Builds a trace, with about 8 bytes per reference and one dict entry per chunk.
+    """Builds a trace. It takes about 8 bytes per reference and one dict entry per chunk.
 
     Args:
         chunk_tokens: Number of tokens of one whole chunk.
@@ -176,7 +176,7 @@ class TraceBuilder:
         output_tokens: int = 0,
         session: str = "",
     ) -> None:
-        """Append one request, with ``ids`` from root to leaf."""
+        """Append one request with the chunk ids ``ids``, root to leaf."""
         numbers = self._numbers
         self._ids.extend([numbers.setdefault(key, len(numbers)) for key in ids])
         self._offsets.append(len(self._ids))
@@ -189,7 +189,7 @@ class TraceBuilder:
         """Return the trace of all added requests, named after ``source``.
 
         Raises:
-            TraceError: All requests lack chunks.
+            TraceError: No request has a chunk.
         """
         if not self._ids:
             remedy = "check hash_ids: requests shorter than one chunk refer to none"
@@ -197,7 +197,7 @@ class TraceBuilder:
         return self.finish(name=source.name, format_name=format_name, sha256=source.sha256)
 
     def finish(self, *, name: str, format_name: str, sha256: str) -> Trace:
-        """Return the trace of all added requests, which may come from any source."""
+        """Return the trace of all added requests. They need not come from a file."""
         timestamps = np.array(self._timestamps, dtype=np.float64)
         return Trace(
             name=name,

@@ -40,10 +40,10 @@ class TraceError(KvtierError):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival, with chunks numbered in order of first appearance.
+    """Requests in order of arrival. Chunks are numbered in order of first appearance.
 
-    So a chunk's number is an index into lists and arrays of length :attr:`distinct`. The trace
-    does not keep the ids of the file.
+    So a chunk's number is an index into lists of length :attr:`distinct`. The trace does not
+    keep the file's ids.
 
     Attributes:
         name: The file's name without its directory and suffixes.
@@ -57,11 +57,11 @@ class Trace:
             unknown.
         chunk_tokens: Number of tokens of one whole chunk.
         distinct: Number of distinct chunks.
-        sessions: One session per request, an empty string if unknown; an empty sequence if all
-            are unknown.
-        assumed: Choices of the reader: the file's format, the unit of its times, the tokens of
-            a chunk.
-        warnings: Contradictions in the file, and corrections by the reader.
+        sessions: One session per request; an empty string if unknown. The sequence is empty if
+            all sessions are unknown.
+        assumed: Assumptions of the reader: the file's format, the unit of its timestamps, and
+            the number of tokens per chunk.
+        warnings: Contradictions in the file, and the reader's corrections.
     """
 
     name: str
@@ -117,8 +117,8 @@ class Trace:
             backwards: Whether each request's chunks are accessed leaf to root.
 
         Returns:
-            Shape (references,), in order of access. Without a next access, the position is
-            ``refs``, which is above every other position.
+            An array of shape (references,), in order of access. If there is no next access, the
+            position is ``refs``, which exceeds every valid position.
         """
         ids = self.ids
         if backwards:
@@ -136,8 +136,8 @@ def describe(trace: Trace) -> dict[str, Any]:
     """Return figures of ``trace`` as plain values.
 
     ``reuse_*_s`` are the times between two references to the same chunk. The
-    ``infinite_*_ratio`` are hit ratios of a cache that never evicts, which is the upper bound
-    for every policy.
+    ``infinite_*_ratio`` are the hit ratios of a cache that never evicts. No policy can have
+    higher ratios.
     """
     following = trace.next_uses()
     again = following < trace.refs
@@ -165,7 +165,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return the number of prompt tokens that a cache without evictions would hit."""
+    """Return the number of prompt tokens that a cache without evictions would have."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):

@@ -20,7 +20,7 @@ def write_trace(trace: Trace, path: Path, *, format_name: str) -> None:
 
     Args:
         trace: The trace.
-        path: The file, which is replaced if it exists.
+        path: The file. An existing file is replaced.
         format_name: One of :data:`WRITERS`. The flat formats lose the boundaries between
             requests.
 
@@ -67,4 +67,4 @@ WRITERS: Final[Mapping[str, Callable[[Trace], bytes]]] = {
     "keys": _keys,
     "oracle": _oracle,
 }
-"""The formats of written traces."""
+"""Functions that encode a trace, by format."""
