@@ -188,7 +188,7 @@ def _difference(theirs: Layout | None, ours: Layout) -> str:
 def _plan_slots(
     manifest: Manifest, space: StoredNamespace, capacity_bytes: int | None
 ) -> SlotFileSpec:
-    """Return the slot file to write. Its size is the given capacity, or the present size.
+    """Return the slot file to write, sized by the given capacity if there is one.
 
     Raises:
         ConfigError: The capacity is smaller than one slot or than the present size.

@@ -1,4 +1,4 @@
-"""Reads prompts from files, and counts the tokens of each prompt that are stored."""
+"""Reads prompts from files, and counts the stored tokens of each prompt."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ParsedArguments(PromptLimits, Protocol):
 def open_vllm(
     model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
 ) -> EngineSetup:
-    """Return the engine's setup for ``arguments`` of ``vllm serve``. Takes seconds.
+    """Parse ``arguments`` of ``vllm serve`` with vLLM. This call takes seconds.
 
     Raises:
         ConfigError: vLLM is not installed, or refuses the arguments.

@@ -135,7 +135,7 @@ class PromptCoverage:
         reusable_tokens: Number of tokens that could be loaded if all chunks of the prompt were
             stored.
         hit_tokens: Number of tokens that can be loaded now.
-        tier_tokens: Number of the ``hit_tokens`` in each tier, by the tier's name.
+        tier_tokens: Number of hit tokens that each tier provides, by the tier's name.
         key_hashes: Key hashes of the chunks that a warm-up stores for the prompt; empty if the
             prompt is shorter than a chunk.
         is_missing: Whether each of these chunks is missing now.
@@ -166,7 +166,7 @@ class Coverage:
         reusable_tokens: Number of tokens that could be loaded if all chunks of the prompts were
             stored.
         hit_tokens: Number of tokens that can be loaded now.
-        tier_tokens: Number of the ``hit_tokens`` in each tier, by the tier's name.
+        tier_tokens: Number of hit tokens that each tier provides, by the tier's name.
     """
 
     prompts: int = 0
@@ -317,7 +317,7 @@ class CoverageReader:
         in_tier: Sequence[npt.NDArray[np.bool_]],
         hit: int,
     ) -> dict[str, int]:
-        """Return the number of ``hit`` tokens that each tier has of the counting group."""
+        """Return the number of hit tokens that each tier provides, in the counting group."""
         first = sum(map(len, keys[: self._counted]))
         size = self._groups[self._counted][1].chunk_tokens
         left = np.ones(hit // size, dtype=np.bool_)

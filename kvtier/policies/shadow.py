@@ -5,11 +5,11 @@ tiers. Unlike a live tier, a shadow moves no bytes, inserts a chunk directly aft
 has no pins. So compare a shadow only with other shadows. For this comparison, each tier also
 has a shadow of the tier's live policy.
 
-A large tier is simulated in miniature: a shadow sees only a fixed share of all chunks, chosen by
-hash. The shadow's capacity is the same share of the tier's capacity. A chunk is
-always or never in the sample. So the sample has the same reuse as the trace, and the hit ratios
-are close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). This is
-also true for policies that are not stack algorithms, and a few thousand sampled chunks suffice
+A large tier is simulated in miniature: a shadow sees only a fixed share of all chunks, chosen
+by hash. The shadow's capacity is the same share of the tier's capacity. A chunk is always or
+never in the sample. So the sample has the same reuse as the trace, and the hit ratios are
+close (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). This is also
+true for policies that are not stack algorithms, and a few thousand sampled chunks suffice
 ("Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017). Sampling
 bounds memory and time. A shadow has at most 4,096 chunks. For a chunk outside the sample, only
 the first four bytes of the key are read. The sampled prefixes have gaps, so all hits count, not

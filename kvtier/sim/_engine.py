@@ -11,7 +11,8 @@ calls:
   this prediction with real transfers.
 
 The model ignores the prefix cache in GPU memory, so every hit is in a tier. The model also
-ignores the size of GPU memory, so there are no preemptions, and the duration of stores to RAM.
+ignores the duration of stores to RAM. It ignores the size of GPU memory too, so there are no
+preemptions.
 """
 
 from __future__ import annotations

@@ -244,8 +244,8 @@ def _by_turns(trace: Trace, engines: int) -> list[int]:
 def _by_prefix(trace: Trace, engines: int) -> list[int]:
     """Route a request to the engine that last received the longest prefix of the prompt.
 
-    If no earlier request had at least half of the prompt's chunks, the next engine in turn gets
-    the request. So a system prompt common to all requests does not send them all to one engine.
+    If this prefix is shorter than half of the prompt, the next engine in turn gets the request.
+    So a system prompt that all requests share does not send all requests to one engine.
     """
     turns = cycle(range(engines))
     last: dict[int, int] = {}

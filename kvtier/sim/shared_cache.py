@@ -1,8 +1,8 @@
 """A simulated service behind a shared tier, and one engine's client of it.
 
-The service keeps chunks by key and evicts the least recently used chunk. Gets and puts of
-absent chunks count as uses. Questions and puts of present chunks do not count. A chunk can be
-read when its put ends. A job sees the state of the service at the start of the job.
+The service keeps chunks by key and evicts the least recently used chunk. A get is
+a use, and a put of an absent chunk is a use. A question or a put of a present chunk is not. A
+chunk can be read when its put ends. A job sees the state of the service at the job's start.
 
 The speeds of a shared tier limit each engine's connection. The service itself has no limit, so
 compare the peak rates with the limits of the real service.

@@ -56,12 +56,12 @@ class EngineHarness(TierHarness[KeyedTier]):
     recorder: RecordingTier
 
     async def find(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Return which of the chunks ``numbers`` the engine finds in the service."""
+        """Look up the chunks ``numbers`` in the service; return the outcomes."""
         part = QuestionPart(len(numbers), 0, 1, is_prefix=True)
         return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
 
     async def find_window(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Return which of the chunks ``numbers`` of a sliding window the engine finds."""
+        """Look up the chunks ``numbers`` of a sliding window; return the outcomes."""
         part = QuestionPart(len(numbers), 0, 1, is_prefix=False)
         return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
 

@@ -155,7 +155,7 @@ class StorageTierContract(ABC):
         return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
     async def restart(self, harness: AnyHarness) -> list[tuple[ChunkKey, int]]:
-        """Reopen the tier and return the recovered chunks; skip the test without them."""
+        """Reopen a persistent tier and return the recovered chunks, else skip the test."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
         return await harness.reopen()
