@@ -125,9 +125,9 @@ class CacheResult:
         ttft_s: Seconds from arrival to the first token: quantiles ``p50``, ``p90`` and ``p99``.
         ttft_no_cache_s: The same quantiles for an engine that computes every prompt.
         peak_load_no_cache: Number of prompt tokens that arrive in the busiest tenth of the
-            trace's time, divided by the number that the engine can compute in this tenth. If
-            above 1, an engine without a cache has a growing queue, and waiting dominates the
-            times to the first token.
+            trace's time, divided by the number that the engine can compute in this tenth. Above
+            1, the queue of an engine without a cache grows, and waiting dominates the times to
+            the first token.
         time_model: The speeds of the simulation.
         seconds: Real duration of the simulation.
         refs_per_second: ``refs / seconds``.
