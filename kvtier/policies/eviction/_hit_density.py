@@ -36,6 +36,7 @@ _MIN_INTERVAL: Final = 256
 """Least number of uses between two renewals of the densities."""
 _HALF_LIFE: Final = 32
 """Turns after which a count weighs half."""
+_BITS: Final = 64
 _PARTS: Final = 64
 """Parts of a turn; chunks used last in the same part have the same age."""
 
@@ -55,28 +56,10 @@ class HitDensity:
         capacity: Slots of the tier.
 
     Attributes:
-        table: Hit density by class and octave, as of the last renewal.
+        table: Hit density by class and bit length of the age, as of the last renewal.
         due: Number of the use at which the next renewal is due.
         reach: LRU would hold the chunks used since this number of uses.
     """
-
-    __slots__ = (
-        "_capacity",
-        "_held",
-        "_interval",
-        "_keep",
-        "_looked",
-        "_parts",
-        "_reached",
-        "_ring",
-        "_starts",
-        "_uses",
-        "_width",
-        "_widths",
-        "due",
-        "reach",
-        "table",
-    )
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -85,6 +68,7 @@ class HitDensity:
         octaves = max((_TURNS * capacity).bit_length() - _FIRST, 0) + 2
         bounds = [0, *(1 << (_FIRST + octave) for octave in range(octaves))]
         self._starts = array("q", bounds[:-1])
+        self._octaves = bytes(min(max(bits - _FIRST, 0), octaves - 1) for bits in range(_BITS))
         self._widths = array("q", map(int.__sub__, bounds[1:], bounds))
         self._uses, self._reached = (
             [array("d", bytes(8 * octaves)) for _ in range(KINDS)] for _ in range(2)
@@ -96,10 +80,6 @@ class HitDensity:
         self.due = self.reach = 0
         self.table: list[array[float]] = []
         self.renew(0)
-
-    def octave_of(self, age: int) -> int:
-        """Return the octave of ``age``; older ages count as the last octave."""
-        return min(max(age.bit_length() - _FIRST, 0), len(self._starts) - 1)
 
     def add(self, kind: int, since: int, count: int, *, to_lru: bool) -> None:
         """Add ``count`` chunks, which LRU may not hold, to class ``kind`` as of ``since``."""
@@ -128,10 +108,11 @@ class HitDensity:
     def record_uses(self, kind: int, since: int, now: int, count: int) -> None:
         """Count the use, at ``now``, of ``count`` chunks that leave the class they were in."""
         self.remove(kind, since, count)
-        octave = self.octave_of(now - since)
+        octave = self._octaves[(now - since).bit_length()]
         self._uses[kind][octave] += count
         # The next renewal would have counted the octaves reached since the last.
-        seen = self.octave_of(self._looked - since) + 1 if self._looked > since else 0
+        age = self._looked - since
+        seen = self._octaves[age.bit_length()] + 1 if age > 0 else 0
         for each in range(seen, octave + 1):
             self._reached[kind][each] += count
 
@@ -156,11 +137,10 @@ class HitDensity:
         for uses, spent, lower in zip(self._uses, times, _BELOW, strict=True):
             gains = list(map(float.__add__, uses, prior))
             row = _densities(gains, list(map(float.__add__, spent, weights)))
-            self.table.append(
-                array(
-                    "d", map(max, row, *(self.table[kind] for kind in lower)) if lower else row
-                )
-            )
+            row = [row[octave] for octave in self._octaves]
+            for kind in lower:
+                row = list(map(max, row, self.table[kind]))
+            self.table.append(array("d", row))
         for counts in (*self._uses, *self._reached):
             counts[:] = array("d", [self._keep * count for count in counts])
 

@@ -1,25 +1,34 @@
 """Least hit density: evicts the chunk that earns least, and LRU's victim where that pays.
 
-LRU keeps every chunk for the same time. But some chunks are likelier to be used again than
-others, and the difference depends on the traffic. This policy sorts chunks into classes. It
-learns how many hits a slot earns with each class at each age (:mod:`._hit_density`), and evicts
-from the class that earns least. In a class the order is LRU.
+LRU keeps every chunk for the same time. This policy sorts chunks into classes, learns how many
+hits a slot earns with each class at each age, and evicts from the class that earns least. In a
+class the order is LRU.
 
-Where all chunks are alike, or the traffic changes, what was learned misleads. So the policy
-counts its own leading hits and those that LRU would have had (:class:`Rivalry`). While it is
-behind by more than a small allowance, it evicts the chunk used longest ago. Choosing the expert
-that did better is due to LeCaR (Vietri et al., "Driving Cache Replacement with ML-based LeCaR",
-HotStorage 2018); that a ghost of LRU needs no list of keys is due to the counts by time of last
-use. Both experts order the same copies, so a switch moves nothing (Gramacy et al., "Adaptive
-Caching by Refetching", NIPS 2002).
+**Classes.** A chunk used twice is used again more often than a chunk used once; the number of
+uses survives an eviction while the key is remembered (ARC: Megiddo and Modha, FAST 2003). New
+chunks are classed by the length of their prompt, in powers of four. A prompt's last chunk is
+hardly ever used again, because the next turn continues in the middle of it, so last chunks are
+a class of their own. A prefix is used whenever its continuation is used, so its class never
+earns less. Among equals the deepest chunk is evicted first.
 
-The chunks of a prompt are inserted, used and evicted together. So copies are kept in *runs*,
-and what was learned is updated once per batch of moves. A single chunk costs a few attribute
-writes.
+**Density.** An age is the number of uses of all chunks since a chunk's last use; an octave is a
+range of ages from one power of two to the next. The uses in an octave, divided by the chunks
+that reached it and its length, are the hazard. The *hit density* is the largest mean hazard of
+a range of octaves from the present one on: the hits per slot and time until the best moment
+(LHD: Beckmann, Chen and Cidon, NSDI 2018, takes the mean of all later ages). A prior of 1/age,
+like LRU, decides until there is data, first for all classes together, then for each.
 
-A copy that must stay moves to the newest run, like a copy just used. If a whole class were
-pinned, each pick would scan the class. So after a pick that rejected n copies, the next n
-victims are chosen by age alone, and the rejected copies are now the youngest.
+**The rival.** Where chunks are alike or the traffic changes, what was learned misleads. So
+:class:`Rivalry` counts the policy's leading hits and those of LRU. While the policy is behind
+by more than an allowance, it evicts the chunk used longest ago (choosing the better expert:
+LeCaR, Vietri et al., HotStorage 2018). Both order the same copies, so a switch moves nothing
+(Gramacy et al., NIPS 2002). LRU would hold the chunks used last, as many as there are slots, so
+counts by time of last use tell what LRU holds, and no ghost cache is needed.
+
+A prompt's chunks are inserted, used and evicted together. So copies are kept in *runs*, and
+statistics are updated once per batch of moves. If many copies are pinned, scanning a class at
+every pick would be slow: after a pick that rejected n copies, which are now the youngest, the
+next n victims are chosen by age alone.
 """
 
 from __future__ import annotations
@@ -27,7 +36,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from operator import attrgetter
 from typing import Final
 
 from typing_extensions import override
@@ -43,18 +51,18 @@ _SPANS: Final = 64
 _MAX_SPAN: Final = 128
 _CLEARLY: Final = 0.9
 """Victims come from another class if its density is below this share of the oldest chunk's."""
-_SHARE: Final = 0.001
+_SHARE: Final = 0.0005
 """Share of the uses that may be lost against LRU."""
 _PROMPTS: Final = 4.0
 """Number of prompts of mean length that may be lost, too."""
-_SLOTS: Final = 0.05
+_SLOTS: Final = 0.04
 """Share of the tier's slots that may be lost, too."""
 _MOST_TIERS: Final = 2.0
 """Tiers that a prompt of mean length may fill; above, the policy stays with LRU."""
-_HALF_LIFE: Final = 0.998
-"""Share of the lead that survives a renewal of the densities: half after 170 turns."""
+_KEEP: Final = 0.9986
+"""Share of the lead that survives a renewal of the densities: half after 250 turns."""
 _DEEP: Final = 1 << 62
-_SINCE: Final = attrgetter("since")
+_DENSE: Final = 2.0
 _EMPTY: Final[list[ChunkCopy | None]] = []
 """The list of every run without copies; most runs only tell when evicted keys were used."""
 
@@ -86,29 +94,13 @@ class Run:
 class Rivalry:
     """Compares the policy's leading hits with LRU's, request by request.
 
-    A missing chunk makes the rest of its prompt useless, so only the chunks before the first
-    miss count. Their number is the least depth of the missed chunks, in whatever order the
-    chunks of a request come.
-
-    Args:
-        capacity: Slots of the tier.
+    Only chunks before a request's first miss are useful. Their number is the least depth of the
+    missed chunks, in whatever order the chunks come.
 
     Attributes:
         follows_lru: Whether the policy must evict what LRU would evict.
-        since: Number of the use from which on LRU held all used chunks at the request's begin.
+        reach: LRU held the chunks used since this number of uses when the request began.
     """
-
-    __slots__ = (
-        "_capacity",
-        "_end",
-        "_lead",
-        "_lru_missed",
-        "_missed",
-        "_requests",
-        "_uses",
-        "follows_lru",
-        "since",
-    )
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -116,31 +108,25 @@ class Rivalry:
         self._end = 0
         self._missed = self._lru_missed = _DEEP
         self.follows_lru = False
-        self.since = 0
+        self.reach = 0
 
-    def record(self, depths: tuple[int, int], *, missed: bool, lru_missed: bool) -> None:
-        """Record uses of the request's chunks from the first to the second of ``depths``."""
-        self._end = max(self._end, *(depth + 1 for depth in depths))
+    def record(self, first: int, last: int, *, missed: bool, lru_missed: bool) -> None:
+        """Record uses of the request's chunks between the depths ``first`` and ``last``."""
+        self._end = max(self._end, first + 1, last + 1)
         if missed:
-            self._missed = min(self._missed, *depths)
+            self._missed = min(self._missed, first, last)
         if lru_missed:
-            self._lru_missed = min(self._lru_missed, *depths)
+            self._lru_missed = min(self._lru_missed, first, last)
 
     def end_request(self, reach: int) -> None:
-        """Add the request's hits to the lead, and choose whom to follow.
-
-        Args:
-            reach: Number of the use from which on LRU holds all used chunks.
-        """
-        self.since = reach
-        end = self._end
-        if not end:
+        """Add the request's hits to the lead, and choose whom to follow."""
+        self.reach = reach
+        if not self._end:
             return
-        self._lead += min(self._missed, end) - min(self._lru_missed, end)
-        self._uses += end
+        self._lead += min(self._missed, self._end) - min(self._lru_missed, self._end)
+        self._uses += self._end
         self._requests += 1.0
-        self._end = 0
-        self._missed = self._lru_missed = _DEEP
+        self._end, self._missed, self._lru_missed = 0, _DEEP, _DEEP
         length = self._uses / self._requests
         budget = _SHARE * self._uses + self._lead
         if not self.follows_lru:
@@ -149,9 +135,9 @@ class Rivalry:
 
     def renew(self) -> None:
         """Reduce the weight of past counts."""
-        self._lead *= _HALF_LIFE
-        self._uses *= _HALF_LIFE
-        self._requests *= _HALF_LIFE
+        self._lead *= _KEEP
+        self._uses *= _KEEP
+        self._requests *= _KEEP
 
 
 class Lhd(Eviction):
@@ -171,7 +157,7 @@ class Lhd(Eviction):
         self._ghosts: dict[ChunkKey, Run] = {}
         self._ghosts_before: dict[ChunkKey, Run] = {}
         self._outside = Run(TAIL, -1)  # counts as the last run of new chunks
-        self._counted = 0
+        self._counted = self._opened = 0
         self._newest = self._open(TAIL)
         self._victims: Run | None = None
         self._backoff = 0
@@ -245,11 +231,19 @@ class Lhd(Eviction):
         self._flush()
         run: Run = copy.policy
         self._density.lose(run.kind, run.since)
-        self._detach([copy])
+        self._detach(copy)
         copy.policy = None
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        run = self._victims
+        if run is not None and ctx.request == self._request and not self._backoff:
+            for copy in islice(run.copies, run.first, None):
+                if copy is not None:
+                    if evictable(copy):
+                        self._evict((copy,))
+                        return copy
+                    return self._search(copy, evictable)
         victims = self.pick_many(1, evictable, ctx)
         return victims[0] if victims else None
 
@@ -265,8 +259,9 @@ class Lhd(Eviction):
             refused = next((copy for copy in going if not evictable(copy)), None)
             if refused is not None:
                 going = going[: going.index(refused)]
-            self._evict(going)
-            picked += going
+            if going:
+                self._evict(going)
+                picked += going
             if refused is not None:
                 victim = self._search(refused, evictable)
                 going = [] if victim is None else [victim]
@@ -341,9 +336,10 @@ class Lhd(Eviction):
         (source, returns), density = self._batch, self._density
         last = newest.copies[-1]
         self._rivalry.record(
-            (self._depth, self._depth + 1 - count if last is None else last.depth),
+            self._depth,
+            self._depth + 1 - count if last is None else last.depth,
             missed=returns and source.request != self._number,
-            lru_missed=source.since < self._rivalry.since,
+            lru_missed=source.since < self._rivalry.reach,
         )
         to_lru = source.since < density.reach
         if source is not self._outside:
@@ -358,12 +354,12 @@ class Lhd(Eviction):
         if self._clock >= self._density.due:
             self._density.renew(self._clock)
             self._rivalry.renew()
+        self._opened += 1
+        if self._opened > self.capacity // 2:
+            self._opened = 0
             self._queues = [deque(run for run in queue if run.live) for queue in self._queues]
         run = self._newest = Run(kind, self._clock)
-        queue = self._queues[kind]
-        while queue and not queue[-1].live:
-            queue.pop()
-        queue.append(run)
+        self._queues[kind].append(run)
         self._counted = 0
         return run
 
@@ -388,23 +384,22 @@ class Lhd(Eviction):
             self._victims = None
 
     def _evict(self, copies: Sequence[ChunkCopy]) -> None:
-        """Remove ``copies`` of one run, and remember their keys."""
-        if not copies:
-            return
-        run = self._detach(copies)
-        keys = [copy.key for copy in copies]
-        if len(self._ghosts) + len(keys) > self.capacity:
-            self._ghosts, self._ghosts_before = {}, self._ghosts
-        self._ghosts.update(dict.fromkeys(keys, run))
-        run.request = self._number
-
-    def _detach(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Remove ``copies`` from their run, and return the run."""
+        """Remove ``copies`` of one run, the oldest, and remember their keys."""
         run: Run = copies[0].policy
+        run.first = copies[-1].queued + 1
+        run.request = self._number
+        if len(self._ghosts) + len(copies) > self.capacity:
+            self._ghosts, self._ghosts_before = {}, self._ghosts
         for copy in copies:
             run.copies[copy.queued] = None
+            self._ghosts[copy.key] = run
         self._leave(run, len(copies))
-        return run
+
+    def _detach(self, copy: ChunkCopy) -> None:
+        """Remove ``copy`` from its run."""
+        run: Run = copy.policy
+        run.copies[copy.queued] = None
+        self._leave(run, 1)
 
     def _leave(self, run: Run, count: int) -> None:
         """Record that ``count`` copies left ``run``."""
@@ -415,15 +410,15 @@ class Lhd(Eviction):
     def _search(self, refused: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
         """Evict the oldest evictable copy instead of ``refused``; return the victim or None."""
         spared, victim = [refused], None
-        self._detach(spared)
+        self._detach(refused)
         while victim is None and (run := self._choose(by_age=True)) is not None:
             copy = next(filter(None, islice(run.copies, run.first, None)))
             if evictable(copy):
                 victim = copy
-                self._evict([copy])
+                self._evict((copy,))
             else:
                 spared.append(copy)
-                self._detach([copy])
+                self._detach(copy)
         for copy in spared:
             self._requeue(copy)
         self._backoff += len(spared)
@@ -448,21 +443,19 @@ class Lhd(Eviction):
     def _choose(self, *, by_age: bool = False) -> Run | None:
         """Return the run with the next victims; None if there are no copies."""
         self._flush()
-        heads: list[Run] = []
-        for queue in self._queues:
+        oldest: Run | None = None
+        worst, least, clock, table = oldest, _DENSE, self._clock, self._density.table
+        for kind, queue in enumerate(self._queues):
             while queue and not queue[0].live and queue[0] is not self._newest:
                 queue.popleft()
-            if queue and queue[0].live:
-                heads.append(queue[0])
-        if not heads:
-            return None
-        oldest = min(heads, key=_SINCE)
-        if not by_age and not self._rivalry.follows_lru:
-            worst = min(heads, key=self._worth)
-            if self._worth(worst) < _CLEARLY * self._worth(oldest):
-                oldest = worst
-        return oldest
-
-    def _worth(self, run: Run) -> float:
-        density = self._density
-        return density.table[run.kind][density.octave_of(self._clock - run.since)]
+            if not queue or not queue[0].live:
+                continue
+            run = queue[0]
+            worth = table[kind][(clock - run.since).bit_length()]
+            if oldest is None or run.since < oldest.since:
+                oldest, bound = run, _CLEARLY * worth
+            if worth < least:
+                worst, least = run, worth
+        if oldest is None or by_age or self._rivalry.follows_lru or least >= bound:
+            return oldest
+        return worst
