@@ -148,7 +148,7 @@ class TierConfig(_Section):
         json_schema_extra={"examples": ["64GiB"]},
     )
     """Bytes of chunks the tier may hold; an index comes on top."""
-    eviction: str = "hedged-lhd"
+    eviction: str = "lhd"
     """Policy that chooses which chunk to evict, by name or as `module:Class`."""
 
     @field_validator("capacity_bytes")

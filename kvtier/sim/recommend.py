@@ -30,7 +30,7 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 
 T = TypeVar("T")
 
-CANDIDATES: Final = ("hedged-lhd", "lru", "arc", "2q", "s3-fifo")
+CANDIDATES: Final = ("lhd", "lru", "arc", "2q", "s3-fifo")
 """Policies worth trying live."""
 
 _DEFAULT: Final = CANDIDATES[0]

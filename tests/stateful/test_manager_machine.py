@@ -96,7 +96,7 @@ class ManagerMachine(RuleBasedStateMachine):
         warm=st.sampled_from([[0, 1, 2], [0, 1], [2], []]),
         direct_loads=st.sampled_from([True, False]),
         gds=st.booleans(),
-        eviction=st.sampled_from(["lru", "hedged-lhd"]),
+        eviction=st.sampled_from(["lru", "lhd"]),
         other=st.sampled_from(OTHERS),
     )
     def start(

@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from math import inf
 from typing import Final
 
 from typing_extensions import override
@@ -62,7 +63,6 @@ _MOST_TIERS: Final = 2.0
 _KEEP: Final = 0.9986
 """Share of the lead that survives a renewal of the densities: half after 250 turns."""
 _DEEP: Final = 1 << 62
-_DENSE: Final = 2.0
 _EMPTY: Final[list[ChunkCopy | None]] = []
 """The list of every run without copies; most runs only tell when evicted keys were used."""
 
@@ -304,7 +304,7 @@ class Lhd(Eviction):
         self._new_depth = copies[-1].depth
 
     def _extend(self, source: Run, kind: int, depth: int, *, returns: bool = False) -> None:
-        """Begin a batch of copies that move from ``source`` to class ``kind``, unless it goes on.
+        """Begin a batch of moves from ``source`` to class ``kind``, unless it goes on.
 
         Args:
             source: The copies' last run, or the run that stands for new chunks.
@@ -444,7 +444,8 @@ class Lhd(Eviction):
         """Return the run with the next victims; None if there are no copies."""
         self._flush()
         oldest: Run | None = None
-        worst, least, clock, table = oldest, _DENSE, self._clock, self._density.table
+        worst, least, bound = oldest, inf, inf
+        clock, table = self._clock, self._density.table
         for kind, queue in enumerate(self._queues):
             while queue and not queue[0].live and queue[0] is not self._newest:
                 queue.popleft()

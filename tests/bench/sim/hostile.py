@@ -23,7 +23,7 @@ __all__ = ["FLOOR_POINTS", "Row", "rows"]
 
 Prompt: TypeAlias = list[tuple[object, int]]
 
-POLICY: Final = "hedged-lhd"
+POLICY: Final = "lhd"
 FLOOR_POINTS: Final = -0.3
 """The most that the default may lose, in points of prefix hit ratio."""
 SHARES: Final = (0.01, 0.05, 0.1, 0.2)
