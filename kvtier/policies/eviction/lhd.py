@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
+from operator import eq
 from typing import Final
 
 from typing_extensions import override
@@ -188,10 +189,11 @@ class Lhd(Eviction):
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        if len(copies) > 1 and copies[1].parent == copies[0].key:
-            copies = copies[::-1]
         keys = [copy.key for copy in copies]
-        is_chain = keys[1:] == [copy.parent for copy in copies[:-1]]
+        parents = [copy.parent for copy in copies]
+        if sum(map(eq, keys, parents[1:])) > sum(map(eq, keys[1:], parents)):  # root to leaf
+            copies, keys, parents = copies[::-1], keys[::-1], parents[::-1]
+        is_chain = keys[1:] == parents[:-1]
         ghosts = (self._ghosts, self._ghosts_before)
         if copies and is_chain and all(known.keys().isdisjoint(keys) for known in ghosts):
             self._insert_prompt(copies, ctx)
