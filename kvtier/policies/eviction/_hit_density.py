@@ -77,6 +77,7 @@ class HitDensity:
         self._parts = (bounds[-1] + 2 * self._interval) // self._width + 4
         self._ring = array("q", bytes(8 * KINDS * self._parts))  # chunks by part and class
         self._looked = self._held = 0
+        self._cleared = -1  # the newest part that the ring forgot
         self.due = self.reach = 0
         self.table: list[array[float]] = []
         self.renew(0)
@@ -97,7 +98,7 @@ class HitDensity:
     def remove(self, kind: int, since: int, count: int) -> None:
         """Remove ``count`` chunks that entered class ``kind`` at ``since``."""
         part = since // self._width
-        if part > self._looked // self._width + 2 - self._parts:
+        if part > self._cleared:
             self._ring[part % self._parts * KINDS + kind] -= count
 
     def lose(self, kind: int, since: int) -> None:
@@ -159,13 +160,13 @@ class HitDensity:
                         self._reached[kind][octave] += count
         # The parts until the next call take the place of the oldest parts.
         last = now // width + self._interval // width + 2 - self._parts
-        for part in range(max(last - (now - looked) // width - 2, 0), last + 1):
+        for part in range(self._cleared + 1, last + 1):
             if part * width >= self.reach:
                 self._held -= sum(self._counts(part))
                 self.reach = (part + 1) * width
             place = part % self._parts * KINDS
             self._ring[place : place + KINDS] = array("q", bytes(8 * KINDS))
-        self._looked = now
+        self._looked, self._cleared = now, max(self._cleared, last)
 
     def _exposures(self, kind: int) -> list[float]:
         """Return, for each octave, the chunks that lived there times its length."""

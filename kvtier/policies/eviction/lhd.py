@@ -78,10 +78,9 @@ class Run:
             run, and its ``queued`` is its index in this list.
         first: Index of the first entry that may be a copy.
         live: Number of copies.
-        request: Number of the request that last evicted from the run.
     """
 
-    __slots__ = ("copies", "first", "kind", "live", "request", "since")
+    __slots__ = ("copies", "first", "kind", "live", "since")
 
     def __init__(self, kind: int, since: int) -> None:
         self.kind = kind
@@ -89,7 +88,6 @@ class Run:
         self.copies: list[ChunkCopy | None] = []
         self.first = 0
         self.live = 0
-        self.request = -1
 
 
 class Rivalry:
@@ -163,11 +161,11 @@ class Lhd(Eviction):
         self._victims: Run | None = None
         self._backoff = 0
         # The batch: copies that came from one run, and are not counted yet.
-        self._batch = (self._outside, True)
+        self._batch = (self._outside, False, True)
         self._depth = 0
         # The prompt of the new chunks.
         self._request = ""
-        self._number = 0
+        self._taken: set[ChunkKey] = set()  # keys evicted since the request began
         self._length = 0
         self._new_depth = -1
 
@@ -179,9 +177,10 @@ class Lhd(Eviction):
         source = self._ghosts.pop(key, None) or self._ghosts_before.pop(key, None)
         if source is None:
             kind = self._kind_of_new(copy.depth)
-            self._extend(self._outside, kind, copy.depth, returns=True)
+            self._extend(self._outside, kind, copy.depth, missed=True)
         else:
-            self._extend(source, AFTER[source.kind], copy.depth, returns=True)
+            missed = key not in self._taken
+            self._extend(source, AFTER[source.kind], copy.depth, returns=True, missed=missed)
         newest = self._newest
         copy.policy = newest
         copy.queued = len(newest.copies)
@@ -277,7 +276,7 @@ class Lhd(Eviction):
     def _begin_request(self, request: str) -> None:
         self._flush()
         self._request = request
-        self._number += 1
+        self._taken.clear()
         self._new_depth = -1
         self._victims = None
         self._rivalry.end_request(self._density.reach)
@@ -305,7 +304,15 @@ class Lhd(Eviction):
                 at += len(part)
         self._new_depth = copies[-1].depth
 
-    def _extend(self, source: Run, kind: int, depth: int, *, returns: bool = False) -> None:
+    def _extend(
+        self,
+        source: Run,
+        kind: int,
+        depth: int,
+        *,
+        returns: bool = False,
+        missed: bool = False,
+    ) -> None:
         """Begin a batch of moves from ``source`` to class ``kind``, unless it goes on.
 
         Args:
@@ -313,8 +320,9 @@ class Lhd(Eviction):
             kind: The copies' new class.
             depth: The depth of the first copy.
             returns: Whether the copies were evicted in between.
+            missed: Whether the copies were absent when the request began.
         """
-        newest, batch = self._newest, (source, returns)
+        newest, batch = self._newest, (source, returns, missed)
         fits = newest.kind == kind and len(newest.copies) < self._span
         if fits and batch == self._batch:
             return
@@ -335,12 +343,12 @@ class Lhd(Eviction):
             return
         self._counted += count
         newest.live += count
-        (source, returns), density = self._batch, self._density
+        (source, returns, missed), density = self._batch, self._density
         last = newest.copies[-1]
         self._rivalry.record(
             self._depth,
             self._depth + 1 - count if last is None else last.depth,
-            missed=returns and source.request != self._number,
+            missed=missed,
             lru_missed=source.since < self._rivalry.reach,
         )
         to_lru = source.since < density.reach
@@ -389,12 +397,14 @@ class Lhd(Eviction):
         """Remove ``copies`` of one run, the oldest, and remember their keys."""
         run: Run = copies[0].policy
         run.first = copies[-1].queued + 1
-        run.request = self._number
         if len(self._ghosts) + len(copies) > self.capacity:
             self._ghosts, self._ghosts_before = {}, self._ghosts
+        if len(self._taken) + len(copies) > self.capacity:
+            self._taken.clear()
         for copy in copies:
             run.copies[copy.queued] = None
             self._ghosts[copy.key] = run
+            self._taken.add(copy.key)
         self._leave(run, len(copies))
 
     def _detach(self, copy: ChunkCopy) -> None:
