@@ -165,7 +165,8 @@ class Lhd(Eviction):
         self._depth = 0
         # The prompt of the new chunks.
         self._request = ""
-        self._taken: set[ChunkKey] = set()  # keys evicted since the request began
+        self._taken: set[ChunkKey] = set()  # keys that the request found and evicted
+        self._began = 0
         self._length = 0
         self._new_depth = -1
 
@@ -277,6 +278,7 @@ class Lhd(Eviction):
         self._flush()
         self._request = request
         self._taken.clear()
+        self._began = self._clock
         self._new_depth = -1
         self._victims = None
         self._rivalry.end_request(self._density.reach)
@@ -324,7 +326,7 @@ class Lhd(Eviction):
         """
         newest, batch = self._newest, (source, returns, missed)
         fits = newest.kind == kind and len(newest.copies) < self._span
-        if fits and batch == self._batch:
+        if fits and batch == self._batch and self._counted < len(newest.copies):
             return
         self._flush()
         if source is self._victims:
@@ -399,12 +401,11 @@ class Lhd(Eviction):
         run.first = copies[-1].queued + 1
         if len(self._ghosts) + len(copies) > self.capacity:
             self._ghosts, self._ghosts_before = {}, self._ghosts
-        if len(self._taken) + len(copies) > self.capacity:
-            self._taken.clear()
         for copy in copies:
             run.copies[copy.queued] = None
             self._ghosts[copy.key] = run
-            self._taken.add(copy.key)
+        if run.since < self._began:
+            self._taken.update([copy.key for copy in copies])
         self._leave(run, len(copies))
 
     def _detach(self, copy: ChunkCopy) -> None:
