@@ -53,11 +53,11 @@ _SPANS: Final = 64
 _MAX_SPAN: Final = 128
 _CLEARLY: Final = 0.9
 """Victims come from another class if its density is below this share of the oldest chunk's."""
-_SHARE: Final = 0.0005
+_SHARE: Final = 0.001
 """Share of the uses that may be lost against LRU."""
 _PROMPTS: Final = 4.0
 """Number of prompts of mean length that may be lost, too."""
-_SLOTS: Final = 0.04
+_SLOTS: Final = 0.05
 """Share of the tier's slots that may be lost, too."""
 _MOST_TIERS: Final = 2.0
 """Tiers that a prompt of mean length may fill; above, the policy stays with LRU."""
