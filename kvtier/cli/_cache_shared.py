@@ -16,12 +16,12 @@ from kvtier.keys import ChunkKey, group_of
 from kvtier.os.iopool import IoPool
 from kvtier.os.timed_calls import call_within
 from kvtier.tiers.shared import (
-    PROOF_NBYTES,
     SharedContext,
     SharedTier,
     Value,
     is_proof_of,
     value_key,
+    with_proof_buffers,
 )
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.types import Outcome
@@ -97,22 +97,22 @@ def explain_shared(
     space = spaces.get(name)
     nbytes = _PAGE_NBYTES if space is None else space.layout.slot_nbytes
     kind = TIERS.find_derived(options.kind, SharedTier)
-    value, value_name = _buffers(nbytes), value_key(name, _whole_key(key))
+    (value,) = with_proof_buffers([memoryview(mmap.mmap(-1, nbytes))])
+    value_name = value_key(name, _whole_key(key))
     pool = IoPool(2, name="kvtier-explain")
 
     def ask() -> SharedExplanation:
         context = SharedContext(nbytes, pool, value.payload, is_nbytes_known=space is not None)
         tier = kind.open(options, context)
-        return asyncio.run(_ask(tier, options, value_name, value))
+        return asyncio.run(_ask(tier, options, value_name, None if space is None else value))
 
     try:
         # A call that hangs cannot be cancelled, so the thread is left alone.
-        answer = call_within(ask, timeout_s, name="kvtier-explain")
+        return call_within(ask, timeout_s, name="kvtier-explain")
     except TimeoutError as error:
         raise TierUnavailableError(options.name, f"no answer for {timeout_s:g} s") from error
     finally:
         pool.close(timeout_s=0)
-    return answer if space is not None else _without_content(answer)
 
 
 def _local_namespaces(config: KvtierConfig) -> Iterator[StoredNamespace]:
@@ -135,18 +135,18 @@ def _whole_key(text: str) -> ChunkKey:
     return key
 
 
-def _buffers(nbytes: int) -> Value:
-    return Value(memoryview(mmap.mmap(-1, nbytes)), memoryview(bytearray(PROOF_NBYTES)))
-
-
 async def _ask(
-    tier: SharedTier, options: SharedTierConfig, name: str, value: Value
+    tier: SharedTier, options: SharedTierConfig, name: str, value: Value | None
 ) -> SharedExplanation:
+    """Ask for a value, and verify its bytes unless ``value`` is None."""
+    is_whole = None
     begin_s = time.monotonic()
     try:
         (is_stored,) = await tier.contains([name])
         answered_s = time.monotonic() - begin_s
-        outcome = (await tier.get([name], [value]))[0] if is_stored else Outcome.MISSING
+        if is_stored and value is not None:
+            (outcome,) = await tier.get([name], [value])
+            is_whole = outcome is Outcome.DONE and is_proof_of(value.proof, name, value.payload)
     except TierUnavailableError:
         raise
     except Exception as error:  # a client raises errors of its own library
@@ -154,12 +154,4 @@ async def _ask(
         raise TierUnavailableError(options.name, problem) from error
     finally:
         await tier.aclose()
-    whole = outcome is Outcome.DONE and is_proof_of(value.proof, name, value.payload)
-    return SharedExplanation(
-        options.name, options.kind, name, is_stored, whole if is_stored else None, answered_s
-    )
-
-
-def _without_content(answer: SharedExplanation) -> SharedExplanation:
-    """Return ``answer`` with ``is_whole`` None, because the size of the value is unknown."""
-    return SharedExplanation(**{**answer.as_dict(), "is_whole": None})
+    return SharedExplanation(options.name, options.kind, name, is_stored, is_whole, answered_s)

@@ -21,7 +21,7 @@ from kvtier.doctor.rates import Timed, milliseconds
 from kvtier.errors import CapacityError, TierUnavailableError
 from kvtier.os.iopool import IoPool
 from kvtier.os.timed_calls import call_within
-from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
+from kvtier.tiers.shared import SharedContext, SharedTier, Value, with_proof_buffers
 from kvtier.types import Outcome
 from kvtier.units import approximate_rate, approximate_size, format_duration
 
@@ -85,14 +85,9 @@ def measure_shared_tier(
     nbytes = config.transfer.piece_bytes
     memory = memoryview(mmap.mmap(-1, _VALUES * nbytes))
     memory[:] = random.Random(0).randbytes(memory.nbytes)
-    proofs = memoryview(bytearray(_VALUES * PROOF_NBYTES))
-    values = [
-        Value(
-            memory[at * nbytes : (at + 1) * nbytes],
-            proofs[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES],
-        )
-        for at in range(_VALUES)
-    ]
+    values = with_proof_buffers(
+        [memory[at * nbytes : (at + 1) * nbytes] for at in range(_VALUES)]
+    )
     kind = TIERS.find_derived(options.kind, SharedTier)
     pool = IoPool(config.transfer.io_threads, name="kvtier-doctor")
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from kvtier.config import SharedTierConfig
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import Arena, make_buffers
-from kvtier.tiers.shared import PROOF_NBYTES, SharedContext, SharedTier, Value
+from kvtier.tiers.shared import SharedContext, SharedTier, Value, with_proof_buffers
 from kvtier.tiers.shared.proof import is_proof_of, make_proof
 from kvtier.types import Outcome
 
@@ -191,11 +191,7 @@ def make_value_buffers(
 
     The proofs are outside the shared memory, as in an engine.
     """
-    proofs = memoryview(bytearray(count * PROOF_NBYTES))
-    return [
-        Value(payload, proofs[number * PROOF_NBYTES :][:PROOF_NBYTES])
-        for number, payload in enumerate(make_buffers(count, payload_nbytes, arena))
-    ]
+    return with_proof_buffers(make_buffers(count, payload_nbytes, arena))
 
 
 def _payload(key: str, version: int, nbytes: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
+from kvtier.tiers.shared.base import SharedContext, SharedTier, Value, with_proof_buffers
 from kvtier.tiers.shared.keyed_tier import KeyedTier, value_key
 from kvtier.tiers.shared.proof import PROOF_NBYTES, is_proof_of
 
@@ -14,4 +14,5 @@ __all__ = [
     "Value",
     "is_proof_of",
     "value_key",
+    "with_proof_buffers",
 ]

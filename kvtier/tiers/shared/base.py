@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from kvtier.config import SharedTierConfig
+from kvtier.tiers.shared.proof import PROOF_NBYTES
 from kvtier.types import Outcome
 
 if TYPE_CHECKING:
     from kvtier.os.iopool import IoPool
 
-__all__ = ["SharedContext", "SharedTier", "Value"]
+__all__ = ["SharedContext", "SharedTier", "Value", "with_proof_buffers"]
 
 
 class Value(NamedTuple):
@@ -36,6 +37,15 @@ class Value(NamedTuple):
 
     payload: memoryview
     proof: memoryview
+
+
+def with_proof_buffers(payloads: Sequence[memoryview]) -> list[Value]:
+    """Return one value for each payload. The proofs are new, zeroed buffers."""
+    proofs = memoryview(bytearray(PROOF_NBYTES * len(payloads)))
+    return [
+        Value(payload, proofs[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES])
+        for at, payload in enumerate(payloads)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

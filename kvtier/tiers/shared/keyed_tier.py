@@ -38,8 +38,8 @@ from kvtier.tiers.base import (
     TierContext,
     check_batch,
 )
-from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
-from kvtier.tiers.shared.proof import PROOF_NBYTES, is_proof_of, make_proof
+from kvtier.tiers.shared.base import SharedContext, SharedTier, Value, with_proof_buffers
+from kvtier.tiers.shared.proof import is_proof_of, make_proof
 from kvtier.types import Outcome, Purpose, QuestionPart
 
 __all__ = ["KeyedTier", "value_key"]
@@ -183,7 +183,7 @@ class KeyedTier(StorageTier, KeyFinder):
     ) -> SlotOutcomes:
         self._require_open()
         check_batch(self, keys, slots, into)
-        names, values = self._names(keys), _values(into)
+        names, values = self._names(keys), with_proof_buffers(into)
         outcomes = list(await self._reach(self._shared.get(names, values)))
         got = [at for at, outcome in enumerate(outcomes) if outcome is _DONE]
 
@@ -221,7 +221,7 @@ class KeyedTier(StorageTier, KeyFinder):
     async def _put(
         self, keys: Sequence[ChunkKey], sources: Sequence[memoryview], purpose: Purpose
     ) -> Sequence[Outcome]:
-        names, values = self._names(keys), _values(sources)
+        names, values = self._names(keys), with_proof_buffers(sources)
 
         def prove(name: str, value: Value) -> None:
             value.proof[:] = make_proof(name, value.payload)
@@ -277,15 +277,6 @@ def value_key(space: str, key: ChunkKey) -> str:
         key: The chunk's key in the engine.
     """
     return f"{_FORMAT}-{space}/{group_of(key)}-{hash_part(key).hex()}"
-
-
-def _values(payloads: Sequence[memoryview]) -> list[Value]:
-    """Return values that consist of ``payloads`` and new buffers for the proofs."""
-    proofs = memoryview(bytearray(PROOF_NBYTES * len(payloads)))
-    return [
-        Value(payload, proofs[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES])
-        for at, payload in enumerate(payloads)
-    ]
 
 
 def _with_error(outcomes: Sequence[Outcome], error: str) -> SlotOutcomes:
