@@ -9,12 +9,11 @@ arrive at the times of the trace, and wait for promotions and demotions in progr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.config import (
     KvtierConfig,
@@ -44,6 +43,7 @@ __all__ = [
     "TierTraffic",
     "build_engine",
     "build_service",
+    "collect_waits",
     "default_time_model",
     "model_requests",
     "simulate_cache",
@@ -200,7 +200,8 @@ def simulate_cache(
     )
     service = build_service(config, slot_bytes)
     built = build_engine(engine_type, trace, config, model, slot_bytes, service)
-    waits, saved = _serve(built.engine, built.manager, trace, progress)
+    served = built.engine.serve(model_requests(trace))
+    waits, (saved,) = collect_waits(trace, [built], [0] * trace.requests, served, progress)
     if service is not None:
         service.end_all_puts()
     seconds = time.perf_counter() - begun
@@ -330,24 +331,36 @@ def model_requests(trace: Trace) -> Iterator[ModelRequest]:
         )
 
 
-def _serve(
-    engine: Engine[Any],
-    manager: TieredOffloadingManager,
+def collect_waits(
     trace: Trace,
+    fleet: Sequence[BuiltEngine[Any]],
+    routes: Sequence[int],
+    served: Iterable[ModelRequest],
     progress: Progress | None,
-) -> tuple[npt.NDArray[np.float64], int]:
-    """Serve the requests of ``trace``.
+) -> tuple[NDArray[np.float64], list[int]]:
+    """Return each request's time to the first token and each engine's loaded tokens.
+
+    Args:
+        trace: The trace.
+        fleet: The engines.
+        routes: Index of each request's engine.
+        served: Yields each request when it is finished.
+        progress: Called at intervals with the share of finished requests, 0 to 1.
 
     Returns:
-        The time to the first token of each request, and the number of loaded tokens.
+        The times in seconds, and the number of prompt tokens that each engine loaded.
+
+    Raises:
+        NoVictimError: An eviction policy picks too few victims.
     """
     waits = np.zeros(trace.requests)
-    saved = 0
-    for done, request in enumerate(engine.serve(model_requests(trace)), start=1):
-        for error in manager.policy_errors:
+    saved = [0] * len(fleet)
+    for done, request in enumerate(served, start=1):
+        at = routes[request.number]
+        for error in fleet[at].manager.policy_errors:
             raise error
         waits[request.number] = request.first_token_s - request.arrival_s
-        saved += min(request.hits * trace.chunk_tokens, request.tokens)
+        saved[at] += min(request.hits * trace.chunk_tokens, request.tokens)
         if progress is not None and not done % 256:
             progress(done / trace.requests)
     return waits, saved

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, takewhile
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kvtier.sim.cache import (
     TierTraffic,
     build_engine,
     build_service,
+    collect_waits,
     default_time_model,
     model_requests,
     simulated_traffic,
@@ -32,9 +33,6 @@ from kvtier.sim.shared_cache import Meter, SharedCache, SharedTraffic
 from kvtier.sim.single import BELADY, Progress, simulate_single
 from kvtier.sim.time_model import TimeModel
 from kvtier.sim.traces import Trace
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = [
     "ROUTINGS",
@@ -178,7 +176,10 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
         for _ in range(engines)
     ]
     routes = ROUTINGS[routing](trace, engines)
-    waits, saved = _serve(trace, fleet, routes, progress)
+    served = serve_fleet(
+        [built.engine for built in fleet], zip(routes, model_requests(trace), strict=True)
+    )
+    waits, saved = collect_waits(trace, fleet, routes, served, progress)
     if service is not None:
         service.end_all_puts()
     traffic = [simulated_traffic(config, built, refs=trace.refs) for built in fleet]
@@ -209,28 +210,6 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
     )
-
-
-def _serve(
-    trace: Trace,
-    fleet: Sequence[BuiltEngine[SequentialEngine]],
-    routes: Sequence[int],
-    progress: Progress | None,
-) -> tuple[NDArray[np.float64], list[int]]:
-    """Serve ``trace``; return each request's wait and each engine's saved prompt tokens."""
-    waits = np.zeros(trace.requests)
-    saved = [0] * len(fleet)
-    arrivals = zip(routes, model_requests(trace), strict=True)
-    served = serve_fleet([built.engine for built in fleet], arrivals)
-    for done, request in enumerate(served, start=1):
-        at = routes[request.number]
-        for error in fleet[at].manager.policy_errors:
-            raise error
-        waits[request.number] = request.first_token_s - request.arrival_s
-        saved[at] += min(request.hits * trace.chunk_tokens, request.tokens)
-        if progress is not None and not done % 256:
-            progress(done / trace.requests)
-    return waits, saved
 
 
 # -- routing -----------------------------------------------------------------------------------
