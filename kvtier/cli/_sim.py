@@ -17,11 +17,9 @@ from kvtier.cli._render import (
     make_table,
     show_facts,
     show_json,
-    show_line,
     show_table,
-    show_tiers_apart,
 )
-from kvtier.cli._sim_fleet import show_fleet
+from kvtier.cli._sim_render import show_cache, show_fleet
 from kvtier.cli._trace import (
     FormatOption,
     TokensPerId,
@@ -35,7 +33,7 @@ from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.policies.registry import EVICTIONS
 from kvtier.printable import printable
-from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
+from kvtier.sim.cache import default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.fleet import ROUTINGS, simulate_fleet
 from kvtier.sim.recommend import RecommendRequest, recommend
@@ -44,7 +42,7 @@ from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.time_model import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
-from kvtier.units import approximate_rate, approximate_size, parse_size
+from kvtier.units import parse_size
 
 __all__ = ["ChunkBytes", "PrefillRate", "Speeds", "chunk_bytes_of", "sim_app"]
 
@@ -148,7 +146,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
             whole = simulate_cache(
                 loaded, settings, chunk_bytes=nbytes, model=model, progress=progress
             )
-        _show_cache(whole, loaded, as_json=as_json)
+        show_cache(whole, loaded, as_json=as_json)
         return
     with show_progress("replaying") as progress:
         one = simulate_single(
@@ -380,75 +378,3 @@ def _show_sweep(results: Sequence[SweepResult]) -> None:
                 policy, *(f"{cells[size].prefix_hit_ratio * 100:.2f}" for size in sizes)
             )
         show_table(console, table)
-
-
-def _show_cache(result: CacheResult, trace: Trace, *, as_json: bool) -> None:
-    """Print the result of a simulation of all tiers."""
-    if as_json:
-        show_json(asdict(result) | trace.reading())
-        return
-    console = make_console()
-    columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
-    tiers = [
-        (
-            tier.name,
-            tier.eviction,
-            f"{tier.capacity_chunks:,}",
-            f"{tier.hits:,}",
-            f"{tier.hit_ratio:.4f}",
-            f"{tier.chunks_written:,}",
-            f"{tier.chunks_promoted:,}",
-            f"{tier.evictions:,}",
-            "" if tier.dwpd is None else f"{tier.dwpd:.2f}",
-        )
-        for tier in result.tiers
-    ]
-    show_tiers_apart(console, "tier", "eviction", numbers=columns, tiers=tiers)
-    console.print()
-    for line in _summary(result):
-        show_line(console, line)
-    show_assumptions(trace)
-
-
-def _summary(result: CacheResult) -> list[str]:
-    of = f"{result.refs:,} references, {result.prefix_hit_ratio:.4f} of the prompt tokens"
-    moved = f"{result.writes_per_ref:.4f} chunks written to slower tiers"
-    waits = f"{_waits(result.ttft_s)}; without a cache {_waits(result.ttft_no_cache_s)}"
-    lines = [
-        f"hits {result.total_hit_ratio:.4f} of {of}",
-        f"per reference {moved}, {result.promotions_per_ref:.4f} promoted",
-        f"time to first token {waits}",
-    ]
-    lines += [
-        f"{tier.name}: {approximate_size(tier.bytes_written_per_day)} written per day"
-        for tier in result.tiers
-        if tier.bytes_written_per_day is not None
-    ]
-    model = result.time_model
-    speeds = ", ".join(
-        f"{name} reads {approximate_rate(speed.read_bytes_per_s)}, "
-        f"writes {approximate_rate(speed.write_bytes_per_s)}"
-        for name, speed in model.speeds.items()
-    )
-    assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"
-    tokens = f"({result.chunk_tokens:,} tokens, of the trace)"
-    size = f"{approximate_size(result.chunk_bytes)} {tokens}"
-    compute_s = result.chunk_tokens / model.prefill_tokens_per_s
-    lines += [
-        f"note: {name} reads a chunk in {read_s * 1e3:.2f} ms, longer than computing it "
-        f"({compute_s * 1e3:.2f} ms), so requests may wait longer than without a cache"
-        for name, speed in model.speeds.items()
-        if (read_s := result.chunk_bytes / speed.read_bytes_per_s) > compute_s
-    ]
-    if result.peak_load_no_cache > 1:
-        lines.append(
-            f"note: the busiest tenth of the trace needs {result.peak_load_no_cache:.1f} times "
-            "what the engine computes without a cache, so its times include a queue; compare "
-            "hits, or give --prefill-rate"
-        )
-    path = f"transfer.load_path: {result.load_path}"
-    return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}; {path}"]
-
-
-def _waits(levels: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f} s" for name, value in levels.items())
