@@ -34,7 +34,7 @@ from kvtier.testing.shared_tier_harness import (
     RecordingTier,
     SharedTierHarness,
 )
-from kvtier.testing.tier_harness import Arena, TierHarness, make_keys
+from kvtier.testing.tier_harness import Arena, TierHarness, make_keys, tier_section
 from kvtier.testing.tier_probes import HeldThreads, blocking_calls
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.shared import PROOF_NBYTES, KeyedTier, SharedContext, SharedTier, Value
@@ -156,13 +156,7 @@ class SharedTierContract(ABC):
     @pytest.fixture
     def text(self, directory: Path, request: pytest.FixtureRequest) -> str:
         """The tier's section; pytest shows it if a test fails."""
-        kind = self.tier_class.Options.model_fields["kind"]
-        text = (
-            f"kind: {'contract' if kind.is_required() else kind.default}\n"
-            f"{self.section(directory)}\n"
-        )
-        request.node.add_report_section("setup", f"section of {self.tier_class.__name__}", text)
-        return text
+        return tier_section(self.tier_class, request, self.section(directory))
 
     @pytest.fixture
     async def harness(

@@ -32,7 +32,13 @@ from kvtier.config import TierConfig, parse_tier
 from kvtier.errors import CacheLockedError, CapacityError, ClosedError, ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.tier_harness import Arena, TierHarness, make_keys, make_sources
+from kvtier.testing.tier_harness import (
+    Arena,
+    TierHarness,
+    make_keys,
+    make_sources,
+    tier_section,
+)
 from kvtier.testing.tier_probes import HeldThreads, blocking_calls, run_and_kill
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
@@ -124,15 +130,11 @@ class StorageTierContract(ABC):
     @pytest.fixture
     def options(self, directory: Path, request: pytest.FixtureRequest) -> TierConfig:
         """The tier's parsed configuration section; pytest shows its text if a test fails."""
-        options = self.tier_class.Options
-        kind = options.model_fields["kind"]
-        text = (
-            f"kind: {'contract' if kind.is_required() else kind.default}\n"
-            f"capacity: {self.capacity_slots * self.slot_nbytes}B\n"
-            f"{self.section(directory)}\n"
+        capacity = f"capacity: {self.capacity_slots * self.slot_nbytes}B"
+        text = tier_section(self.tier_class, request, capacity, self.section(directory))
+        return parse_tier(
+            text, self.tier_class.Options, source=f"{type(self).__name__}.section"
         )
-        request.node.add_report_section("setup", f"section of {self.tier_class.__name__}", text)
-        return parse_tier(text, options, source=f"{type(self).__name__}.section")
 
     @pytest.fixture
     async def harness(

@@ -7,13 +7,18 @@ import mmap
 import os
 import random
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.os.iopool import IoPool
 from kvtier.os.memory import open_anonymous
 from kvtier.tiers.base import StorageTier
 from kvtier.types import Outcome, Purpose, SharedMemory
+
+if TYPE_CHECKING:
+    import pytest
+
+    from kvtier.tiers.shared import SharedTier
 
 __all__ = [
     "Arena",
@@ -22,12 +27,30 @@ __all__ = [
     "make_keys",
     "make_payload",
     "make_sources",
+    "tier_section",
 ]
 
 T = TypeVar("T", bound=StorageTier)
 
 _NO_ERRORS: Final = frozenset([Outcome.DONE, Outcome.MISSING, Outcome.REFUSED])
 """Outcomes that occur without a failure of the medium."""
+
+
+def tier_section(
+    tier_class: type[StorageTier | SharedTier], request: pytest.FixtureRequest, *lines: str
+) -> str:
+    """Return a tier's section of a YAML file; pytest shows it if a test fails.
+
+    Args:
+        tier_class: Class of the tier.
+        request: pytest's request of the fixture.
+        *lines: The section without ``kind``.
+    """
+    kind = tier_class.Options.model_fields["kind"]
+    first = f"kind: {'contract' if kind.is_required() else kind.default}"
+    text = "".join(f"{line}\n" for line in (first, *lines))
+    request.node.add_report_section("setup", f"section of {tier_class.__name__}", text)
+    return text
 
 
 def make_keys(numbers: Sequence[int]) -> list[ChunkKey]:

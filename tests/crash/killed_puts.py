@@ -10,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 os.putenv("OPENBLAS_NUM_THREADS", "1")  # read when numpy is loaded: no threads before the fork
-
-from typing_extensions import override
 
 from kvtier.config import SharedDirTierConfig
 from kvtier.os.iopool import IoPool
@@ -26,28 +23,16 @@ from kvtier.tiers.shared import SharedContext
 from kvtier.tiers.shared.dir_io import DirIo
 from kvtier.tiers.shared.shared_dir import SharedDirTier
 from kvtier.types import Outcome
-from tests.crash.killed_imports import in_child
+from tests.crash.killed_imports import KillingIo, in_child
 from tests.support.faulty_dir import FaultyDirIo
-from tests.support.faulty_io import Fault
 
 PAYLOAD = 8192
 CAPACITY = 6
 KEYS = [f"kv1-space/0-{number:064x}" for number in range(10)]
 
 
-class KillingIo(FaultyDirIo):
-    """Kills this process before the call of a given number; 0 is the first."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._left = number
-
-    @override
-    def _note(self, call: str, offset: int = 0, nbytes: int = 0) -> Fault | None:
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._left -= 1
-        return super()._note(call, offset, nbytes)
+class KillingDirIo(FaultyDirIo, KillingIo):
+    """Kills this process before the call of a given number, also of a shared directory."""
 
 
 def open_tier(path: Path, io: DirIo) -> SharedDirTier:
@@ -84,7 +69,7 @@ def killed_at(number: int, path: Path) -> bool:
     """Put values, killed before call ``number``; return whether the puts ended first."""
 
     def run() -> bool:
-        asyncio.run(put_all(open_tier(path, KillingIo(number))))
+        asyncio.run(put_all(open_tier(path, KillingDirIo(number))))
         return True
 
     return in_child(run) is True
