@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.cli import _cache
 from kvtier.errors import CacheLockedError, ConfigError
-from kvtier.tiers.slab import inspect, maintain
+from kvtier.tiers.slab import index_reader, inspect, maintain
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import holder_of
 from kvtier.tiers.slab.lock import Patience, acquire
@@ -121,7 +121,7 @@ def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patient = functools.partial(holder_of, patience=clock.patience)
-    for module in (inspect, _cache):
+    for module in (index_reader, _cache):
         monkeypatch.setattr(module, "holder_of", patient)
     patient_hold = functools.partial(maintain.hold, patience=clock.patience)
     monkeypatch.setattr(maintain, "hold", patient_hold)
@@ -134,4 +134,5 @@ def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
         else:
             ran = shell(command[0], store.root, *command[1:])
             assert (ran.code, ran.err) == (2, f"error: {problem}\n")
+    assert clock.now_s >= 110
     assert shell("verify", store.root).code == 0
