@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from typing_extensions import override
 
+from kvtier.config import MooncakeTierConfig, SharedTierConfig
 from kvtier.testing.shared_tier_contract import SharedTierContract
 from kvtier.testing.shared_tier_harness import SharedTierHarness
-from kvtier.tiers.shared import SharedTier
+from kvtier.testing.tier_harness import Arena
+from kvtier.tiers.shared import SharedContext, SharedTier, mooncake
 from kvtier.tiers.shared.mooncake import MooncakeTier
+from kvtier.tiers.shared.mooncake_client import MooncakeClient
 
 pytest.importorskip("mooncake", reason="Mooncake has no wheel for this platform")
 
 from tests.support.mooncake_service import MooncakeService, RawClient, running_service
+
+PROOFS_NBYTES = (mooncake._GETS + mooncake._PUTS) * mooncake._ARENA_NBYTES
+CLOSING = {
+    SharedTierContract.test_a_value_stays_when_its_client_is_closed.__name__,
+    SharedTierContract.test_nothing_blocks_the_loop.__name__,
+}
+"""Tests of clients that are closed as kvtier closes them."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +44,91 @@ def raw(service: MooncakeService) -> Iterator[RawClient]:
     client.close()
 
 
+class Clients:
+    """Connected clients to use again: the library takes a second to close one.
+
+    Attributes:
+        arena: The memory that all of them register.
+    """
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self._free: list[tuple[MooncakeClient, memoryview]] = []
+        self._all: list[MooncakeClient] = []
+
+    def open(self, options: MooncakeTierConfig, context: SharedContext) -> MooncakeTier:
+        """Open a tier that gives its client back when it is closed."""
+        if self._free:
+            client, proofs = self._free.pop()
+        else:
+            proofs = memoryview(mmap.mmap(-1, PROOFS_NBYTES))
+            client = MooncakeClient(options, [proofs, self.arena.view])
+            client.connect()
+            self._all.append(client)
+        return LentTier(
+            options, context, client, proofs, lambda: self._free.append((client, proofs))
+        )
+
+    def close(self) -> None:
+        for client in self._all:
+            client.close()
+        self.arena.close()
+
+
+class LentTier(MooncakeTier):
+    """A tier whose client is used again."""
+
+    def __init__(
+        self,
+        options: MooncakeTierConfig,
+        context: SharedContext,
+        client: MooncakeClient,
+        proofs: memoryview,
+        give_back: Callable[[], None],
+    ) -> None:
+        super().__init__(options, context, client, proofs)
+        self._give_back = give_back
+
+    @override
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._give_back()
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[Clients]:
+    clients = Clients()
+    yield clients
+    clients.close()
+
+
 class TestMooncake(SharedTierContract):
     tier_class: ClassVar[type[SharedTier]] = MooncakeTier
 
     @pytest.fixture(autouse=True)
-    def _connect(self, service: MooncakeService, raw: RawClient) -> None:
+    def _connect(
+        self,
+        service: MooncakeService,
+        raw: RawClient,
+        clients: Clients,
+        request: pytest.FixtureRequest,
+    ) -> None:
         self.service = service
         self.raw = raw
+        self.clients = clients
+        self.is_closing = request.function.__name__ in CLOSING
+
+    @override
+    @pytest.fixture
+    def arena(self, clients: Clients) -> Arena:
+        return clients.arena
+
+    @override
+    def open_tier(self, options: SharedTierConfig, context: SharedContext) -> SharedTier:
+        assert isinstance(options, MooncakeTierConfig)
+        open_tier = MooncakeTier.open if self.is_closing else self.clients.open
+        return open_tier(options, context)
 
     @override
     def section(self, directory: Path) -> str:
