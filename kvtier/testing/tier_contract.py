@@ -47,6 +47,8 @@ __all__ = ["StorageTierContract"]
 
 T = TypeVar("T")
 AnyHarness = TierHarness[StorageTier]
+_ARENA_SLOTS: Final = 2048
+"""Size of the memory for buffers. A test uses at most some hundred slots."""
 _FAR_FUTURE: Final = 1 << 40
 """A time in the far future, in seconds since 1970."""
 DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
@@ -123,7 +125,7 @@ class StorageTierContract(ABC):
     @pytest.fixture
     def arena(self) -> Iterator[Arena]:
         """Memory for the buffers."""
-        arena = Arena()
+        arena = Arena(_ARENA_SLOTS * self.slot_nbytes)
         yield arena
         arena.close()
 

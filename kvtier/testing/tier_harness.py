@@ -91,6 +91,8 @@ class Arena:
         """Return ``nbytes`` zeroed bytes at a page boundary."""
         start = self._used_nbytes
         self._used_nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._used_nbytes > self._view.nbytes:
+            raise MemoryError(f"the arena has {self._view.nbytes} bytes only")
         return self._view[start : start + nbytes]
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = Arena()
+    arena = Arena(64 << 20)  # a host maps all of it at its start
     yield arena
     arena.close()
 
