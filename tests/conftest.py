@@ -124,6 +124,14 @@ def pytest_asyncio_loop_factories(
     return loops
 
 
+@pytest.fixture
+def forked_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the hosts of tiers from a process that has imported kvtier."""
+    forked_hosts = importlib.import_module("tests.support.forked_hosts")
+    process = importlib.import_module("kvtier.tiers.hosted.process")
+    monkeypatch.setattr(process, "_run_host", forked_hosts.run_host)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     function = getattr(request.node, "function", None)

@@ -87,6 +87,7 @@ class TestPowerSafeSlab(InMemory):
     durability: ClassVar[Durability] = "power"
 
 
+@pytest.mark.usefixtures("forked_hosts")
 class TestHostedSlab(InMemory):
     def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
         return HostedTier.open(options, context)

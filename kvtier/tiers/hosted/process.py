@@ -154,17 +154,21 @@ class HostProcess:
             here, there = socket.socketpair()
             stack.enter_context(here)
             with there:
-                descriptors = (there.fileno(), memory.descriptor)
-                arguments = [*map(str, descriptors), str(os.getpid())]
-                # Without -P, modules in the working directory would shadow installed ones.
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "kvtier.tiers.hosted.host", *arguments],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    env=child_environment(),
-                )
+                process = _run_host(there.fileno(), memory.descriptor)
             stack.pop_all()
         return cls(process, here, FrameParser())
+
+
+def _run_host(*descriptors: int) -> subprocess.Popen[bytes]:
+    """Start a host that inherits the descriptors of the socket and of the memory."""
+    arguments = [*map(str, descriptors), str(os.getpid())]
+    # Without -P, modules in the working directory would shadow installed ones.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvtier.tiers.hosted.host", *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        env=child_environment(),
+    )
 
 
 def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) -> Opened:

@@ -18,6 +18,8 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, process
 from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, let_no_host_end, opened
 
+pytestmark = pytest.mark.usefixtures("forked_hosts")
+
 
 async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
     harness: TierHarness[HostedTier],

@@ -28,6 +28,8 @@ from kvtier.types import Outcome, Purpose
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
 from tests.unit.mappings import flags_of_mappings
 
+pytestmark = pytest.mark.usefixtures("forked_hosts")
+
 
 async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
     harness: TierHarness[HostedTier], caplog: pytest.LogCaptureFixture

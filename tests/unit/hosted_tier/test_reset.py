@@ -15,6 +15,8 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, connection, process
 from tests.unit.hosted_tier.hosting import CORRUPT, DONE, FAILED, kill
 
+pytestmark = pytest.mark.usefixtures("forked_hosts")
+
 
 async def test_a_reset_reaches_a_store_whose_host_has_died(
     harness: TierHarness[HostedTier],

@@ -16,6 +16,8 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, connection, process
 from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, let_no_host_end, opened
 
+pytestmark = pytest.mark.usefixtures("forked_hosts")
+
 Started = tuple[process.HostProcess, process.Opened]
 start = process.HostProcess.start
 
