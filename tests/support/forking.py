@@ -139,17 +139,17 @@ def fork_for_requests(modules: Iterable[str]) -> tuple[list[str], list[int]]:
 
 
 def _fork_and_report(files: Sequence[int], status: int) -> None:
-    """Return in a child with these streams and files; its parent writes its number and end."""
+    """Return in a child with these streams and files; it writes its number, a parent its end."""
     if pid := os.fork():
         for descriptor in files:
             os.close(descriptor)
+        _, end = os.waitpid(pid, 0)
         with contextlib.suppress(BrokenPipeError):
-            os.write(status, f"{pid}\n".encode())
-            _, end = os.waitpid(pid, 0)
             os.write(status, f"{os.waitstatus_to_exitcode(end)}\n".encode())
         os._exit(0)
-    os.close(status)
     os.setsid()
+    os.write(status, f"{os.getpid()}\n".encode())  # from here on, its group can be killed
+    os.close(status)
     for number, descriptor in enumerate(files[:STREAMS]):
         os.dup2(descriptor, number)
         os.close(descriptor)
