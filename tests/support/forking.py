@@ -6,6 +6,7 @@ its own: with its own settings and standard streams, and with an exit status.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -86,9 +87,10 @@ class Forked:
 def start_server(module: str, settings: Mapping[str, str]) -> socket.socket:
     """Start ``module``, which calls :func:`fork_for_requests`; return the way to it.
 
-    The process ends with the last copy of what is returned, so it is not waited for.
+    The server ends when this process closes the socket at its end, so it is not waited for.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    atexit.register(ours.close)
     pairs = [f"{name}={value}" for name, value in settings.items()]
     command = ["env", *pairs, sys.executable, "-m", module]
     with theirs:
@@ -139,7 +141,7 @@ def fork_for_requests(modules: Iterable[str]) -> tuple[list[str], list[int]]:
 
 
 def _fork_and_report(files: Sequence[int], status: int) -> None:
-    """Return in a child with these streams and files; it writes its number, a parent its end."""
+    """Return in a child, which writes its number; its parent writes how it ended."""
     if pid := os.fork():
         for descriptor in files:
             os.close(descriptor)
