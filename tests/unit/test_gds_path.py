@@ -24,6 +24,8 @@ from kvtier.sim.cache import StepModel
 from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 
+pytestmark = pytest.mark.usefixtures("forked_hosts")
+
 CHUNK_NBYTES, CHUNK_TOKENS = 64 << 10, 128
 PER_CHUNK = 2
 RAM, NVME = 24, 32

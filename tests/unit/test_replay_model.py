@@ -29,6 +29,8 @@ from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import generate
 from kvtier.types import TransferResult
 
+pytestmark = pytest.mark.usefixtures("forked_hosts")
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
