@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import warnings
@@ -14,12 +15,20 @@ from tests.demo import runner
 from tests.integration.harness import Reference, Site, run_reference
 from tests.integration.preloaded import Program
 
-# vLLM and what it imports warn while they are imported, which pytest would take for failures.
-gc.disable()  # a quarter of the time
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    importlib.import_module("kvtier.vllm.spec")
-gc.enable()
+
+def pytest_collectstart() -> None:
+    """Import vLLM before the tests, and not in xdist's controller, which collects none."""
+    import_vllm()
+
+
+@functools.cache
+def import_vllm() -> None:
+    """Import vLLM without the warnings of what it imports, which would be failures."""
+    gc.disable()  # a quarter of the time
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("kvtier.vllm.spec")
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
