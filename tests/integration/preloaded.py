@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import IO
+from typing import IO, Self
 
 from tests.demo.runner import SETTINGS
 from tests.support.forking import Forked, fork_for_requests, start_server
@@ -48,6 +48,21 @@ class Program(Forked):
             os.close(descriptor)
         self.stdin = os.fdopen(ours_in, "w")
         self.stdout = os.fdopen(ours_out, errors="replace")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
+        self.stdin.close()
+        self.stdout.close()
+
+    def read(self, timeout_s: float) -> str:
+        """Return what it prints until it ends."""
+        output = self.stdout.read()
+        self.wait(timeout_s)
+        return output
 
 
 @cache

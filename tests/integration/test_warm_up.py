@@ -35,6 +35,7 @@ from tests.demo.runner import ROOT, SETTINGS, run_engine
 from tests.demo.scenario import Prompt, Wave
 from tests.docs.pages import DOCS, blocks_of
 from tests.integration.harness import Reference, Site
+from tests.integration.preloaded import Program
 from tests.integration.serving import Server, first_scrape, serving
 
 PROMPTS = 64
@@ -86,21 +87,14 @@ class Warmer:
             *("--", *ARGUMENTS),
         ]
 
-    def start(self, name: str, *options: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *options: str) -> Program:
         with (self.site.directory / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(
-                self.command(*options),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                text=True,
-                start_new_session=True,
-            )
+            return Program(self.command(*options), log)
 
     def run(self, name: str, *options: str) -> dict[str, Any]:
         """Warm up to the end and return the report."""
         with self.start(name, *options) as process:
-            output, _ = process.communicate(timeout=RUN_S)
+            output = process.read(RUN_S)
         assert process.returncode == 0, self.site.log(name)[-4000:]
         report: dict[str, Any] = json.loads(output)
         return report
@@ -116,8 +110,8 @@ class Warmer:
                 os.killpg(process.pid, number)
             else:
                 process.send_signal(number)
-            process.communicate(timeout=RUN_S)
-        return process.returncode
+            process.read(RUN_S)
+            return process.wait()
 
     def keys(self) -> set[bytes]:
         (space,) = find_namespaces(self.site.store)
