@@ -51,6 +51,7 @@ def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierSta
             number,
             capacity,
             _build_eviction(config, number, capacity),
+            is_shared=options.is_shared,
         )
         for number, (options, capacity) in enumerate(zip(config.tiers, capacities, strict=True))
     ]
@@ -120,9 +121,9 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     )
 
 
-def _lookup_timeout_s(config: KvtierConfig) -> float | None:
+def _lookup_timeout_s(config: KvtierConfig) -> float:
     last = config.tiers[-1]
-    return last.lookup_timeout_s if isinstance(last, SharedTierConfig) else None
+    return last.lookup_timeout_s if isinstance(last, SharedTierConfig) else 0.0
 
 
 def check_policies(config: KvtierConfig) -> None:

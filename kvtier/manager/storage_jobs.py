@@ -162,8 +162,6 @@ class StorageJobs:
         self, tier: TierState, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
     ) -> JobId:
         """Plan a job that asks the shared ``tier`` which of ``keys`` it has; return its id."""
-        timeout_s = self._stack.limits.lookup_timeout_s
-        assert timeout_s is not None
         job_id = self._take_id()
         numbers = range(len(keys))
         self._planned.append(
@@ -175,7 +173,7 @@ class StorageJobs:
                 keys=keys,
                 source_slots=numbers,
                 destination_slots=numbers,
-                timeout_s=timeout_s,
+                timeout_s=self._stack.limits.lookup_timeout_s,
                 payload=parts,
             )
         )

@@ -44,6 +44,8 @@ class TierState:
         index: Index of the tier; 0 is RAM.
         capacity: Number of slots.
         eviction: Policy that orders the copies.
+        is_shared: Whether other engines store chunks in the tier too, so that only a question
+            tells which chunks it has.
 
     Attributes:
         slots: The tier's slots. A dropped copy's slot becomes free when the copy loses its last
@@ -63,9 +65,18 @@ class TierState:
             replacement.
     """
 
-    def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        capacity: int,
+        eviction: Eviction,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.name = name
         self.index = index
+        self.is_shared = is_shared
         self.eviction = eviction
         self.slots = SlotAllocator(capacity)
         self.copies: dict[ChunkKey, ChunkCopy] = {}

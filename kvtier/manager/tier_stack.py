@@ -55,8 +55,7 @@ class ManagerLimits:
             fit.
         direct_loads: Whether chunks in slower tiers may be loaded directly; else all loads are
             staged.
-        lookup_timeout_s: Timeout of a question to the shared tier, which is the last tier; None
-            without a shared tier.
+        lookup_timeout_s: Timeout of a question to the shared tier.
     """
 
     pin_budget: int
@@ -73,7 +72,7 @@ class ManagerLimits:
     max_idle_grant_steps: int = 256
     max_store_refusals: int = 16
     direct_loads: bool = False
-    lookup_timeout_s: float | None = None
+    lookup_timeout_s: float = 0.05
 
 
 class SlotStatus(Protocol):
@@ -124,7 +123,7 @@ class TierStack:
         tiers: The tiers; index 0 is RAM.
         ram: The first tier.
         slower: The other tiers.
-        shared: The last tier if it is a shared tier; else None.
+        shared: The shared tier, which is the last tier; None without one.
         placement: Decides what moves between tiers.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
@@ -160,7 +159,7 @@ class TierStack:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
         self.slower = self.tiers[1:]
-        self.shared = None if limits.lookup_timeout_s is None else self.tiers[-1]
+        self.shared = self.tiers[-1] if self.tiers[-1].is_shared else None
         self.placement = placement
         self.limits = limits
         self.slot_status = slot_status

@@ -141,8 +141,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 max_queue_steps=PATIENCE,
                 max_store_refusals=2,
                 direct_loads=direct_loads,
-                lookup_timeout_s=0.05 if shared else None,
             ),
+            shared=shared,
         )
         self.manager = self.bench.manager
         self.contents: list[dict[int, Content | None]] = [{} for _ in self.bench.tiers]

@@ -56,6 +56,7 @@ class Workbench:
             ``prefix(..., group=n)``. One of full attention by default, a token per chunk.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
         gds: The slots that workers can read from a tier.
+        shared: Whether the last tier is a shared tier.
 
     Attributes:
         manager: The manager.
@@ -77,11 +78,18 @@ class Workbench:
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
         gds: GdsSource | None = None,
+        shared: bool = False,
     ) -> None:
         self._groups = groups
         self.slot_status = FakeSlotStatus() if slot_status is None else slot_status
         self.tiers = [
-            TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
+            TierState(
+                name,
+                index,
+                capacity,
+                build_eviction(eviction, capacity=capacity),
+                is_shared=shared and index == len(capacities) - 1,
+            )
             for index, (name, capacity) in enumerate(zip(TIER_NAMES, capacities, strict=False))
         ]
         self.ram = self.tiers[0]

@@ -28,9 +28,11 @@ def make_bench(
         reserve=0.0,
         queue=1024,
         direct_loads=direct_loads,
-        lookup_timeout_s=0.05,
+        lookup_timeout_s=0.07,
     )
-    return Workbench(*capacities, limits=limits, cost_model=cost_model, groups=groups)
+    return Workbench(
+        *capacities, limits=limits, cost_model=cost_model, groups=groups, shared=True
+    )
 
 
 def ask(bench: Workbench, keys: Sequence[ChunkKey], req_id: str = "reader") -> Job:
@@ -48,7 +50,7 @@ def test_a_request_asks_once_for_the_chunks_that_the_other_tiers_lack() -> None:
     question = ask(bench, prefix(5))
     assert question.keys == prefix(5)[2:]
     assert (question.source, question.destination) == ("nvme", "nvme")
-    assert question.timeout_s == 0.05
+    assert question.timeout_s == 0.07
     assert bench.look(prefix(5)) is None, "the answer has not arrived"
     assert not bench.manager.is_idle
     bench.finish(question, DONE, DONE, MISSING)
@@ -69,6 +71,13 @@ def test_found_chunks_are_loaded_directly_if_loads_are_direct() -> None:
     bench.finish(promotion)
     bench.manager.complete_load("reader", plan.load_id)
     assert bench.tiers[1].counters.hits == 2
+
+
+def test_no_question_without_a_shared_tier_whatever_its_timeout_would_be() -> None:
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=1024, lookup_timeout_s=0.07)
+    bench = Workbench(8, 16, limits=limits)
+    assert bench.look(prefix(2)) == 0
+    assert bench.manager.take_jobs() == []
 
 
 def test_nothing_is_asked_if_ram_has_every_chunk() -> None:
