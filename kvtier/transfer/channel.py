@@ -65,6 +65,9 @@ class Breaker:
     Args:
         failures: Number of consecutive failures that opens the breaker.
         backoff_s: Seconds that the breaker stays open before it admits a probe.
+
+    Attributes:
+        tripped: Whether the breaker is open or half open: only a probe may start.
     """
 
     def __init__(self, *, failures: int, backoff_s: float) -> None:
@@ -73,11 +76,7 @@ class Breaker:
         self._failures = 0
         self._closed_again_s = 0.0
         self._probing = False
-
-    @property
-    def tripped(self) -> bool:
-        """Whether the breaker is open or half open: only a probe may start."""
-        return self._failures >= self._limit
+        self.tripped = False
 
     def is_open(self, now: float) -> bool:
         """Return whether every new job is refused at ``now``, even as a probe."""
@@ -98,11 +97,10 @@ class Breaker:
     def record(self, *, failed: bool, now: float) -> None:
         """Record whether an allowed job failed."""
         self._probing = False
-        if not failed:
-            self._failures = 0
-            return
-        self._failures += 1
-        self._closed_again_s = now + self._backoff_s
+        self._failures = self._failures + 1 if failed else 0
+        self.tripped = self._failures >= self._limit
+        if failed:
+            self._closed_again_s = now + self._backoff_s
 
     def discount(self) -> None:
         """Record that an allowed job ended without showing whether the tier works.

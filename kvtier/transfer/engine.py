@@ -22,7 +22,6 @@ jobs on that thread, and :mod:`~kvtier.transfer.jobs` carries their results back
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -32,10 +31,10 @@ from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.os.iopool import start_thread
 from kvtier.transfer.channel import Breaker, Channel, ChannelStatistics, EngineLimits
-from kvtier.transfer.jobs import JobResults, Pair, Pending
+from kvtier.transfer.jobs import JobResults, Pair
 from kvtier.transfer.routes import Route
 from kvtier.transfer.runner import Action, Runner
-from kvtier.types import Job, JobId, Outcome, TransferResult
+from kvtier.types import Job, JobId, TransferResult
 
 __all__ = ["TransferEngine"]
 
@@ -61,6 +60,9 @@ class TransferEngine:
             Failures are logged.
         closers: Functions to await on the engine's loop, in order, after the last job.
 
+    Attributes:
+        posted: The results for the next :meth:`poll`; an empty one needs no call.
+
     Raises:
         ClosedError: The thread could not start its loop, or a tier could not be prepared.
     """
@@ -76,8 +78,6 @@ class TransferEngine:
         closers: Sequence[Action] = (),
     ) -> None:
         self._name = name
-        self._chunk_nbytes = chunk_nbytes
-        self._limits = limits
         self._openers = openers
         self._closers = closers
         self._channels = {
@@ -88,11 +88,10 @@ class TransferEngine:
             for pair, route in routes.items()
         }
         self._results = JobResults()
+        self.posted: Final = self._results.posted
         self._runner = Runner(
-            self._results, self._channels, chunk_nbytes=chunk_nbytes, limits=limits
+            name, self._results, self._channels, chunk_nbytes=chunk_nbytes, limits=limits
         )
-        self._sequence = itertools.count()
-        self._unrouted: set[Pair] = set()
         self._closing = False
         self._death: BaseException | None = None
         self._started = threading.Event()
@@ -119,25 +118,30 @@ class TransferEngine:
         if self._death is not None:
             return list(self._channels)
         now = time.monotonic()
-        return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
+        return [
+            pair
+            for pair, each in self._channels.items()
+            if each.breaker.tripped and each.is_out_of_service(now)
+        ]
 
     def submit(self, *jobs: Job) -> None:
         """Queue ``jobs``. :meth:`poll` returns a result for each job, even a refused one.
 
-        Submit jobs together where possible: the engine's thread then wakes up once. A job
-        without a route fails; the others run.
+        Submit jobs together where possible: the engine's thread then wakes up once. That thread
+        does everything else, because the caller has less time. A job without a route fails; the
+        others run.
 
         Raises:
             ClosedError: The engine is closing, or its thread died. No job was queued. Call
                 :meth:`abandon` to release workers that wait for the jobs' chunks.
         """
         now = time.monotonic()
-        with self._results.changed:
+        with self._results.lock:
             if self._closing:
                 raise ClosedError(f"transfer engine {self._name} is closed")
-            given = [self._enqueue(job, now) for job in jobs]
-        if any(given):
-            self._runner.wake()
+            self._results.expect(jobs)
+            if jobs:
+                self._runner.enqueue(jobs, now)
 
     def abandon(self, *jobs: Job) -> None:
         """Release the workers that wait for chunks of ``jobs`` that :meth:`submit` refused."""
@@ -146,37 +150,9 @@ class TransferEngine:
             if channel is not None:
                 channel.route.abandon(job)
 
-    def _enqueue(self, job: Job, now: float) -> bool:
-        """Pass a job to the engine's thread; return False if the job was refused instead."""
-        channel = self._channels.get((job.source, job.destination))
-        if channel is None:
-            self._fail_unrouted(job)
-            return False
-        nbytes = 0 if job.moves_nothing else len(job.source_slots) * self._chunk_nbytes
-        order = (int(job.purpose), next(self._sequence))
-        pending = Pending(job, channel, nbytes, now, order=order)
-        self._results.expect(pending)
-        fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes
-        alone = not channel.queued_bytes
-        channel.queued_bytes += nbytes
-        if fits or alone:
-            self._runner.enqueue(pending)
-            return True
-        self._results.drop(pending, Outcome.REFUSED, error="the queue is full")
-        return False
-
-    def _fail_unrouted(self, job: Job) -> None:
-        pair = job.source, job.destination
-        error = f"no route leads from {job.source} to {job.destination}"
-        if pair not in self._unrouted:
-            self._unrouted.add(pair)
-            logger.error("transfer engine %s: %s (logged once)", self._name, error)
-        self._results.fail_unrouted(job, error=error)
-
     def cancel(self, job_id: JobId) -> None:
         """Drop a job that has not started. A running job continues."""
         self._runner.cancel(job_id)
-        self._runner.wake()
 
     @property
     def idle(self) -> bool:
@@ -185,7 +161,10 @@ class TransferEngine:
 
     def poll(self) -> list[TransferResult]:
         """Return the results since the last call, oldest first."""
-        return self._results.poll()
+        results = []
+        while self.posted:
+            results.append(self.posted.popleft())
+        return results
 
     def statistics(self) -> dict[Pair, ChannelStatistics]:
         """Return a snapshot of every channel."""
@@ -263,7 +242,6 @@ class TransferEngine:
         drained = self._results.wait_all(timeout_s=_DRAINING_SHARE * timeout_s)
         self._closing = True
         self._runner.close()
-        self._runner.wake()
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             stuck = self._runner.running

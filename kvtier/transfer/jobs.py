@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -89,13 +89,15 @@ class JobResults:
     """Passes results from the engine's thread to the threads that submit jobs.
 
     Attributes:
-        changed: A condition variable. It is locked while jobs are submitted, and notified when
-            a result is posted.
+        lock: The lock of ``changed``. It is held while jobs are submitted.
+        changed: A condition variable, notified when a result is posted.
+        posted: The results that nobody has taken yet, oldest first.
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self._results: deque[TransferResult] = deque()
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.posted: deque[TransferResult] = deque()
         self._unsettled: set[JobId] = set()
 
     @property
@@ -103,16 +105,10 @@ class JobResults:
         """Whether every job has its settled result."""
         return not self._unsettled
 
-    def expect(self, pending: Pending) -> None:
-        """Record that a job was submitted."""
-        self._unsettled.add(pending.job.job_id)
-
-    def poll(self) -> list[TransferResult]:
-        """Return the results since the last call, oldest first."""
-        results = []
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+    def expect(self, jobs: Iterable[Job]) -> None:
+        """Record that jobs were submitted."""
+        for job in jobs:
+            self._unsettled.add(job.job_id)
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
         """Block until ``job_ids`` are settled; return False on a timeout."""
@@ -126,7 +122,7 @@ class JobResults:
         """Block until there is a result or every job is settled; return False on a timeout."""
         with self.changed:
             return self.changed.wait_for(
-                lambda: bool(self._results) or self.complete, timeout=timeout_s
+                lambda: bool(self.posted) or self.complete, timeout=timeout_s
             )
 
     def wait_all(self, *, timeout_s: float) -> bool:
@@ -140,9 +136,7 @@ class JobResults:
         pending.channel.route.abandon(job)
         outcomes = [Outcome.EXPIRED] * len(job.source_slots)
         with self.changed:
-            self._results.append(
-                TransferResult(job.job_id, outcomes, settled=False, error=error)
-            )
+            self.posted.append(TransferResult(job.job_id, outcomes, settled=False, error=error))
             self.changed.notify_all()
 
     def drop(self, pending: Pending, outcome: Outcome, *, error: str) -> None:
@@ -154,11 +148,12 @@ class JobResults:
         outcomes = [outcome] * len(pending.job.source_slots)
         self.settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
 
-    def fail_unrouted(self, job: Job, *, error: str) -> None:
-        """Settle a job that no route can run."""
+    def fail(self, job: Job, *, error: str) -> None:
+        """Settle a job that was never queued."""
         outcomes = [Outcome.FAILED] * len(job.source_slots)
         with self.changed:
-            self._results.append(TransferResult(job.job_id, outcomes, error=error))
+            self.posted.append(TransferResult(job.job_id, outcomes, error=error))
+            self._unsettled.discard(job.job_id)
             self.changed.notify_all()
 
     def settle(self, pending: Pending, result: TransferResult) -> None:
@@ -171,6 +166,6 @@ class JobResults:
             channel.jobs += 1
             channel.nbytes += result.nbytes
             channel.queued_bytes -= pending.nbytes
-            self._results.append(result)
+            self.posted.append(result)
             self._unsettled.discard(pending.job.job_id)
             self.changed.notify_all()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from kvtier.errors import TierUnavailableError
 from kvtier.keys import short_key
 from kvtier.logs import get_logger
+from kvtier.os.wakeups import LoopWaker
 from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.channel import Channel, EngineLimits
 from kvtier.transfer.jobs import JobQueue, JobResults, Pair, Pending
@@ -29,10 +31,10 @@ class Runner:
     """Starts queued jobs, most urgent first, and posts the final result of each job.
 
     Only the engine's thread may call the methods, except :meth:`enqueue`, :meth:`cancel`,
-    :meth:`close`, :meth:`wake` and :attr:`running`. Call :meth:`answer_all` only after the loop
-    has died.
+    :meth:`close` and :attr:`running`. Call :meth:`answer_all` only after the loop has died.
 
     Args:
+        name: Name of the transfer engine, for log lines.
         results: Gets the results.
         channels: The channels on which jobs run.
         chunk_nbytes: Bytes of one chunk.
@@ -41,21 +43,25 @@ class Runner:
 
     def __init__(
         self,
+        name: str,
         results: JobResults,
         channels: Mapping[Pair, Channel],
         *,
         chunk_nbytes: int,
         limits: EngineLimits,
     ) -> None:
+        self._name = name
         self._results = results
         self._channels = channels
         self._chunk_nbytes = chunk_nbytes
         self._limits = limits
-        self._inbox: deque[Pending] = deque()
+        self._inbox: deque[tuple[Sequence[Job], float]] = deque()
         self._cancels: deque[JobId] = deque()
         self._queue = JobQueue()
         self._running: dict[JobId, Pending] = {}
-        self._wake_pending = False
+        self._sequence = itertools.count()
+        self._unrouted: set[Pair] = set()
+        self._waker = LoopWaker(self._schedule)
         self._closing = False
         self._loop: asyncio.AbstractEventLoop
         self._changed: asyncio.Event
@@ -68,24 +74,20 @@ class Runner:
         """Ids of the running jobs."""
         return sorted(self._running)
 
-    def enqueue(self, pending: Pending) -> None:
-        """Pass a job to the engine's thread; call :meth:`wake` afterwards."""
-        self._inbox.append(pending)
+    def enqueue(self, jobs: Sequence[Job], now: float) -> None:
+        """Pass jobs, submitted at time ``now``, to the engine's thread."""
+        self._inbox.append((jobs, now))
+        self._waker.wake()
 
     def cancel(self, job_id: JobId) -> None:
-        """Drop a job that has not started; call :meth:`wake` afterwards."""
+        """Drop a job that has not started."""
         self._cancels.append(job_id)
+        self._waker.wake()
 
     def close(self) -> None:
-        """Start no further job; call :meth:`wake` afterwards."""
+        """Start no further job."""
         self._closing = True
-
-    def wake(self) -> None:
-        """Wake the loop's thread, unless a wake-up is pending already."""
-        if not self._wake_pending:
-            self._wake_pending = True
-            with contextlib.suppress(RuntimeError):  # the thread died and answered all jobs
-                self._loop.call_soon_threadsafe(self._schedule)
+        self._waker.wake()
 
     def answer_all(self, error: str) -> None:
         """Answer every job after the engine's thread died.
@@ -94,8 +96,13 @@ class Runner:
         """
         for pending in self._running.values():
             self._results.post_expired(pending, error)
-        for pending in (*self._inbox, *self._queue):
+        for pending in self._queue:
             self._results.drop(pending, Outcome.FAILED, error=error)
+        for job in chain.from_iterable(jobs for jobs, _ in self._inbox):
+            channel = self._channels.get((job.source, job.destination))
+            if channel is not None:
+                channel.route.abandon(job)
+            self._results.fail(job, error=error)
 
     # -- on the loop ---------------------------------------------------------------------------
 
@@ -103,6 +110,7 @@ class Runner:
         """Bind to the running loop."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
+        self._waker.attach()
 
     async def run(self, started: Callable[[], None]) -> None:
         """Run jobs until the runner is closed and the last job has ended.
@@ -168,7 +176,6 @@ class Runner:
         iteration of the loop. While another thread runs Python code, an iteration waits 5 ms
         for the interpreter lock.
         """
-        self._wake_pending = False  # first, so that later submissions wake this thread again
         self._admit()
         if self._closing:
             self._cancel_queued("the engine is closing", self._channels)
@@ -180,14 +187,40 @@ class Runner:
     def _admit(self) -> None:
         """Queue submitted jobs and drop cancelled ones."""
         while self._inbox:
-            pending = self._inbox.popleft()
-            self._queue.add(pending)
-            left_s = pending.submitted_s + pending.job.timeout_s - time.monotonic()
-            pending.alarm = self._loop.call_later(max(left_s, 0.0), self._expire, pending)
+            jobs, submitted_s = self._inbox.popleft()
+            for job in jobs:
+                self._accept(job, submitted_s)
         while self._cancels:
             cancelled = self._queue.get(self._cancels.popleft())
             if cancelled is not None:
                 self._drop(cancelled, Outcome.CANCELLED, "no longer needed")
+
+    def _accept(self, job: Job, submitted_s: float) -> None:
+        """Queue a submitted job; if its channel is full or missing, post its result."""
+        channel = self._channels.get((job.source, job.destination))
+        if channel is None:
+            self._fail_unrouted(job)
+            return
+        nbytes = 0 if job.moves_nothing else len(job.source_slots) * self._chunk_nbytes
+        order = (int(job.purpose), next(self._sequence))
+        pending = Pending(job, channel, nbytes, submitted_s, order=order)
+        is_full = channel.queued_bytes + nbytes > self._limits.queued_bytes
+        is_alone = not channel.queued_bytes
+        channel.queued_bytes += nbytes
+        if is_full and not is_alone:
+            self._results.drop(pending, Outcome.REFUSED, error="the queue is full")
+            return
+        self._queue.add(pending)
+        left_s = submitted_s + job.timeout_s - time.monotonic()
+        pending.alarm = self._loop.call_later(max(left_s, 0.0), self._expire, pending)
+
+    def _fail_unrouted(self, job: Job) -> None:
+        pair = job.source, job.destination
+        error = f"no route leads from {job.source} to {job.destination}"
+        if pair not in self._unrouted:
+            self._unrouted.add(pair)
+            logger.error("transfer engine %s: %s (logged once)", self._name, error)
+        self._results.fail(job, error=error)
 
     def _start(self) -> None:
         """Start queued jobs, most urgent first, while their channels have room.

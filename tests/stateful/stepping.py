@@ -181,7 +181,6 @@ class SteppedEngine(TransferEngine):
         drained = self._stage.wait(lambda: self.idle, timeout_s=timeout_s)
         self._closing = True
         self._runner.close()
-        self._runner.wake()
         ended = self._stage.wait(self._life.done, timeout_s=timeout_s)
         if ended:
             self._life.result()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -37,6 +38,7 @@ class SteppedEngine:
 
     Attributes:
         hangs: While set, no job ends.
+        posted: The results that nobody has taken yet.
     """
 
     def __init__(self, *, seed: int, slowest_steps: int, failing: float) -> None:
@@ -46,6 +48,7 @@ class SteppedEngine:
         self.hangs = False
         self._step = 0
         self._running: list[tuple[int, TransferResult]] = []
+        self.posted: deque[TransferResult] = deque()
 
     @property
     def idle(self) -> bool:
@@ -55,6 +58,7 @@ class SteppedEngine:
     def tick(self) -> None:
         """Advance one step."""
         self._step += 1
+        self._post()
 
     def out_of_service(self) -> list[tuple[str, str]]:
         """Return nothing: a copy may fail, but no breaker opens."""
@@ -67,6 +71,7 @@ class SteppedEngine:
             ends = self._step + fate.randint(0, self._slowest_steps)
             outcome = Outcome.FAILED if fate.random() < self._failing else Outcome.DONE
             self._running.append((ends, TransferResult(job.job_id, [outcome] * len(job.keys))))
+        self._post()
 
     def abandon(self, *jobs: Job) -> None:
         """Do nothing: no worker waits for a copy."""
@@ -76,11 +81,15 @@ class SteppedEngine:
 
     def poll(self) -> list[TransferResult]:
         """Return the results of the jobs that ended."""
-        if self.hangs:
-            return []
-        ended = [result for ends, result in self._running if ends <= self._step]
-        self._running = [(ends, job) for ends, job in self._running if ends > self._step]
-        return ended
+        results = list(self.posted)
+        self.posted.clear()
+        return results
+
+    def _post(self) -> None:
+        """Post the results of the jobs that ended."""
+        if not self.hangs:
+            self.posted += [result for ends, result in self._running if ends <= self._step]
+            self._running = [(ends, job) for ends, job in self._running if ends > self._step]
 
     def wait(
         self,
@@ -91,6 +100,7 @@ class SteppedEngine:
         """Advance steps until these jobs end."""
         ends = (ends for ends, result in self._running if result.job_id in job_ids)
         self._step = max(self._step, *ends, 0)
+        self._post()
         return True
 
     def wait_any(self, *, timeout_s: float) -> bool:
@@ -151,6 +161,7 @@ class SteppedCache:
         tokens_per_chunk: For the figures.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
         groups: What each KV cache group needs of a prefix.
+        shared: Whether the last tier is a shared tier.
 
     Attributes:
         service: The cache.
@@ -172,6 +183,7 @@ class SteppedCache:
         tokens_per_chunk: int = 16,
         counting_group: int = 0,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
+        shared: bool = False,
     ) -> None:
         self.slot_status = FakeSlotStatus(driven=True)
         self.bench = Workbench(
@@ -181,6 +193,7 @@ class SteppedCache:
             limits=limits,
             counting_group=counting_group,
             groups=groups,
+            shared=shared,
         )
         self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
         self.tiers = [_NoTier(tier.name) for tier in self.bench.tiers[1:]]

@@ -438,6 +438,7 @@ def test_a_job_that_never_ran_is_marked_lost_before_its_result_is_posted() -> No
     with engine_over(Disk(DONE, DONE, DONE), queued_bytes=3) as (engine, slot_status):
         engine.submit(rise(0))
         engine.submit(rise(1))  # the queue is full
+        assert engine.wait_any(timeout_s=SOON_S)
         (refused,) = engine.poll()
         assert list(refused.outcomes) == [Outcome.REFUSED] * 3
         assert slot_status.lost == {(4, 21), (5, 21), (6, 22)}

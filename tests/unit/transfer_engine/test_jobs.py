@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvtier.keys import make_key
+from kvtier.os.wakeups import LoopWaker
 from kvtier.types import Job, Outcome, Purpose
 from tests.unit.transfer_engine.scripted import (
     CHUNK_NBYTES,
@@ -89,7 +88,7 @@ def test_a_full_queue_refuses_and_never_blocks(
     engine.submit(held)
     engine.submit(waiting)
     engine.submit(refused)
-    assert outcomes(engine.poll()) == {refused.job_id: ([Outcome.REFUSED], True)}
+    assert wait_for(engine, refused) == {refused.job_id: ([Outcome.REFUSED], True)}
     assert engine.statistics()["nvme", "ram"].refused == 1
 
 
@@ -282,14 +281,14 @@ def test_jobs_that_are_submitted_together_wake_the_engine_once(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(running_bytes=1 << 20)
-    wakes: list[object] = []
-    call = engine._loop.call_soon_threadsafe
+    wakes: list[LoopWaker] = []
+    wake = LoopWaker.wake
 
-    def spy(*what: Any) -> None:
-        wakes.append(what)
-        call(*what)
+    def spy(waker: LoopWaker) -> None:
+        wakes.append(waker)
+        wake(waker)
 
-    monkeypatch.setattr(engine._loop, "call_soon_threadsafe", spy)
+    monkeypatch.setattr(LoopWaker, "wake", spy)
     jobs = [job() for _ in range(5)]
     engine.submit(*jobs)
     assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.DONE], True) for each in jobs}
