@@ -58,8 +58,8 @@ def _or_else(
 ]:
     """Return a decorator that makes a method return ``fallback`` after an unexpected error.
 
-    Only :meth:`CacheService.end_step` has its own try block instead, to save a function call.
-    That method runs in every step after the forward pass, when CPU caches are cold.
+    Only :meth:`CacheService.end_step` and :meth:`CacheService.lookup` have their own try blocks
+    instead, to save a function call. They run in most steps, when CPU caches are cold.
     """
 
     def decorate(
@@ -78,7 +78,6 @@ def _or_else(
     return decorate
 
 
-_NO_HIT: Final[int | None] = 0
 _NO_TIER: Final[int | None] = None
 _NO_PLAN: Final[LoadPlan | None] = None
 _NO_EVENTS: Final[Sequence[ResidencyEvent]] = ()
@@ -124,6 +123,7 @@ class CacheService:
         self._hints = HintReader(natures)
         self._retain_s = retain_s
         self._jobs = TierJobs(storage, self.report_error)
+        self._results = storage.engine.posted
         self._waits = LoadWaits()
         self._notices = Notices(names, storage.region.geometry.slot_nbytes)
         self._notices_due_s = float("-inf")
@@ -141,7 +141,6 @@ class CacheService:
     @_or_else(None)
     def begin_request(self, request: RequestContext) -> None:
         """Start to follow a request; it replaces an earlier request with the same id."""
-        self.is_idle = False
         self._waits.forget(request.req_id)
         hints = self._hints.read(request.kv_transfer_params)
         self._manager.begin_request(request.req_id, hints.terms)
@@ -159,15 +158,26 @@ class CacheService:
 
     # -- lookup and load -----------------------------------------------------------------------
 
-    @_or_else(_NO_HIT)
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now; None to look up again in the next step."""
-        self._begin_step()
-        tokens = 0 if self._is_disabled else self._manager.lookup(req_id, prompt)
-        if tokens is None:
-            self._waits.begin(req_id)
-            if self._manager.has_output:  # a question, on which the request waits
-                self._submit_now()
+        try:
+            manager = self._manager
+            has_results = bool(self._results)
+            if not has_results and manager.is_asking(req_id) and not self._is_disabled:
+                return None  # nothing has changed since the last lookup
+            was_idle = self.is_idle and not has_results
+            self._begin_step()
+            tokens = 0 if self._is_disabled else manager.lookup(req_id, prompt)
+            if tokens is None:
+                self._waits.begin(req_id)
+                if manager.is_asking(req_id):
+                    self._jobs.submit()  # now, because the request waits for the answer
+                    # If no other request was looked up, the step has no other work.
+                    self._step_begins = self.is_idle = was_idle
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.report_error("lookup", error)
+            self._fail_request(req_id)  # else it might wait for a question that nobody got
+            return 0
         return tokens
 
     @_or_else(_NO_TIER)
@@ -270,7 +280,8 @@ class CacheService:
         try:
             self._step_begins = True
             self._steps_with_events += 1
-            self._jobs.take_results()
+            if self._results:
+                self._jobs.take_results()
             now = time.monotonic()
             manager = self._manager
             manager.end_step(started=started, preempted=preempted, now=now)
@@ -443,7 +454,8 @@ class CacheService:
         """
         if self._step_begins:
             self._step_begins = self.is_idle = False
-            self._jobs.take_results()
+            if self._results:
+                self._jobs.take_results()
             self._jobs.update_service()
 
     @_or_else(None)

@@ -48,8 +48,14 @@ class TierJobs:
     def take_results(self) -> None:
         """Report the results of ended jobs to the manager."""
         for result in self._engine.poll():
-            self._record_transfer(result)
-            self._apply(result)
+            if result.settled:
+                route = self._routes.pop(result.job_id, None)
+                if route is not None and result.nbytes:
+                    self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
+            try:
+                self._manager.apply(result)
+            except Exception as error:  # noqa: BLE001 - the other results must not be lost
+                self._report_error("apply", error)
 
     def submit(self) -> list[Job]:
         """Submit the jobs planned since the last call; return the submitted jobs."""
@@ -78,9 +84,12 @@ class TierJobs:
 
     def update_service(self) -> None:
         """Report to the manager which tiers cannot be read for now."""
+        pairs = self._engine.out_of_service()
+        if not pairs and not self._out_of_service:
+            return
         suspended = frozenset(
             self._numbers[source]
-            for source, destination in self._engine.out_of_service()
+            for source, destination in pairs
             if source in self._numbers
             and (destination not in self._numbers or destination == source)
         )
@@ -114,19 +123,6 @@ class TierJobs:
             self.take_results()
         self.forget_corrupt()
 
-    def _apply(self, result: TransferResult) -> None:
-        try:
-            self._manager.apply(result)
-        except Exception as error:  # noqa: BLE001 - the other results must not be lost
-            self._report_error("apply", error)
-
-    def _record_transfer(self, result: TransferResult) -> None:
-        if not result.settled:
-            return
-        route = self._routes.pop(result.job_id, None)
-        if route is not None and result.nbytes:
-            self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
-
     def _fail(self, jobs: Sequence[Job]) -> None:
         """Report to the manager and to waiting workers that the unsubmitted ``jobs`` failed."""
         for job in jobs:
@@ -135,4 +131,9 @@ class TierJobs:
                 self._engine.abandon(job)
             except Exception as error:  # noqa: BLE001 - the other jobs must fail as well
                 self._report_error("abandon", error)
-            self._apply(TransferResult(job.job_id, [Outcome.FAILED] * len(job.keys)))
+            try:
+                self._manager.apply(
+                    TransferResult(job.job_id, [Outcome.FAILED] * len(job.keys))
+                )
+            except Exception as error:  # noqa: BLE001 - the other jobs must fail as well
+                self._report_error("apply", error)

@@ -240,6 +240,41 @@ class CostModel:
         cause = candidate.cause(best) if proven == best else SkipCause.UNPROVEN
         return candidate.choice(kept, tokens_per_chunk, cause)
 
+    def would_load(self, tier: int, chunks: int, *, counted: int, now: float) -> bool:
+        """Return whether :meth:`choose` would load any of ``chunks`` chunks, all in ``tier``.
+
+        The time of this method does not depend on the number of chunks.
+
+        Args:
+            tier: Index of the tier.
+            chunks: Number of chunks of a hit.
+            counted: Number of these chunks in the counting group; at least 1.
+            now: Seconds on a monotonic clock.
+        """
+        s_per_token = self.recompute_s_per_token
+        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+            return True
+        estimate, queued_nbytes = self._loads[tier], self._queued_nbytes[tier]
+        cost, optimistic = estimate.cost(), estimate.optimistic_cost(now)
+        if cost is None or optimistic is None:
+            return True
+        saved_s = self._chunk_tokens * counted / chunks * s_per_token
+        saved_s *= self._margin * self._computing.sharing_factor(now)
+
+        def pays(cost: LoadCost) -> bool:
+            chunk_s, start_s = cost.s_per_byte * self._chunk_nbytes, cost.seconds(queued_nbytes)
+            left_s = self._max_load_s - start_s
+            if left_s < chunk_s:
+                return False
+            most = chunks
+            if chunks * chunk_s > left_s:
+                most = int(left_s // chunk_s) if counted == chunks else 0
+            return most * (saved_s - chunk_s) > start_s
+
+        if queued_nbytes:
+            return pays(cost) and not estimate.is_bound
+        return pays(cost) or pays(optimistic)
+
     def record_skip(self, choice: LoadChoice | None) -> None:
         """Count the chunks that ``choice`` skips, unless ``choice`` is None."""
         if choice is None:

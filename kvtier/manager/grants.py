@@ -73,6 +73,8 @@ class SharedAccess:
     """The tier has some of the request's chunks."""
     NONE: ClassVar[int] = 3
     """The request reads no chunk from the tier."""
+    NOWHERE: ClassVar[int] = 4
+    """No tier has the request's first chunk, so its next lookup is a miss."""
 
 
 class RequestState:

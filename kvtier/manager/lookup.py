@@ -59,27 +59,16 @@ class HitLookup:
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now; None to look up again in the next step."""
+        if request.shared == SharedAccess.NOWHERE:
+            request.shared = SharedAccess.NONE  # a later lookup searches again
+            self._record_missing(request, prompt, prompt.local_tokens)
+            return 0
         self._grants.record_lookup(request)
         if request.phase in DEFERRED or request.shared == SharedAccess.ASKED:
             return None
         if request.phase == LookupPhase.FAILED:
             return 0
-        presence, readable = self._presence_for(request)
-        if (
-            self._stack.shared is not None
-            and request.shared == SharedAccess.UNKNOWN
-            and request.phase == LookupPhase.OPEN
-            and self._questions.ask(request, prompt, presence.lead)
-        ):
-            return None
-        end = self._rules.longest(prompt, presence)
-        if end + self._rules.alignment_tokens <= prompt.limit_tokens:
-            self._record_missing(request, prompt, end)
-        if end == prompt.local_tokens:
-            return 0
-        needed = self._rules.needed(prompt, end)
-        can_load = self._promoter.prepare(request, needed, readable)
-        return end - prompt.local_tokens if can_load else None
+        return self._search(request, prompt)
 
     def residence(self, request: RequestState, key: ChunkKey) -> int | None:
         """Return the index of the fastest tier that can serve ``key``; None for a miss.
@@ -103,6 +92,24 @@ class HitLookup:
         self._ram.restore((copy,), self._stack.ctx)
         return 0 if copy.state == _RESIDENT else 1
 
+    def _search(self, request: RequestState, prompt: Prompt) -> int | None:
+        """Search the tiers, or ask the shared tier first; see :meth:`lookup`."""
+        presence, readable = self._presence_for(request)
+        if (
+            self._stack.shared is not None
+            and request.shared == SharedAccess.UNKNOWN
+            and request.phase == LookupPhase.OPEN
+            and self._questions.ask(request, prompt, presence.lead)
+        ):
+            return None
+        end = self._rules.longest(prompt, presence)
+        self._record_missing(request, prompt, end)
+        if end == prompt.local_tokens:
+            return 0
+        needed = self._rules.needed(prompt, end)
+        can_load = self._promoter.prepare(request, needed, readable)
+        return end - prompt.local_tokens if can_load else None
+
     def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
         """Return the chunks that ``request`` may load, and its readable slower tiers."""
         allowed = request.terms.load_tiers
@@ -113,6 +120,8 @@ class HitLookup:
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
         """Record a lookup of each group's first chunk after ``end``, the end of the hit."""
+        if end + self._rules.alignment_tokens > prompt.limit_tokens:
+            return
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
             first = end // group.chunk_tokens
             self._stack.record_wanted(keys[first : first + 1])

@@ -31,6 +31,9 @@ class Quarantine:
         self._jobs = jobs
         self._held: list[ChunkCopy] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
     def __len__(self) -> int:
         return len({copy.slot for copy in self._held})
 

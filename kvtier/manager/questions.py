@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey
@@ -41,9 +41,6 @@ _ABSENT_S: Final = 1.0
 """Seconds to wait after a negative answer before a question asks for the missing key again."""
 _MAX_ABSENT: Final = 1 << 14
 _ANSWERS: Final = (Outcome.DONE, Outcome.MISSING)
-_MAX_PRICED: Final = 256
-"""Largest number of chunks that the cost model considers before a question. If the model would
-load none of these chunks, it would load none of a longer hit."""
 
 
 class _Part(NamedTuple):
@@ -52,25 +49,24 @@ class _Part(NamedTuple):
     Attributes:
         keys: Consecutive chunks.
         parent: The chunk before these chunks; None at the start of a prompt.
-        depth: Number of chunks before these chunks.
-        chunk_tokens: Tokens of a chunk.
-        is_prefix: Whether a hit needs all of the group's chunks.
+        question: The description of these keys that the shared tier receives.
+        is_head: Whether a hit needs all of the group's chunks, and no tier has the first one.
     """
 
     keys: Sequence[ChunkKey]
     parent: ChunkKey | None
-    depth: int
-    chunk_tokens: int
-    is_prefix: bool
-
-    @property
-    def question(self) -> QuestionPart:
-        """The description of these keys that the shared tier receives."""
-        first_token = self.depth * self.chunk_tokens
-        return QuestionPart(len(self.keys), first_token, self.chunk_tokens, self.is_prefix)
+    question: QuestionPart
+    is_head: bool
 
 
 class _Question(NamedTuple):
+    """A question without an answer.
+
+    Attributes:
+        request: The request that waits.
+        parts: The keys.
+    """
+
     request: RequestState
     parts: Sequence[_Part]
 
@@ -90,10 +86,6 @@ class Questions:
         self._rules = rules
         self._pending: dict[JobId, _Question] = {}
         self._absent: OrderedDict[ChunkKey, float] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        """Return whether a question has no answer yet."""
-        return bool(self._pending)
 
     def ask(
         self,
@@ -118,8 +110,9 @@ class Questions:
         parts = self._parts(prompt, lead)
         if not parts or not self._is_worthwhile(tier, parts):
             return False
-        (first, *others) = parts
-        keys = [*first.keys, *chain.from_iterable(part.keys for part in others)]
+        keys = parts[0].keys
+        if len(parts) > 1:
+            keys = list(chain.from_iterable(part.keys for part in parts))
         job_id = self._jobs.plan_question(tier, keys, [part.question for part in parts])
         self._pending[job_id] = _Question(request, parts)
         request.shared = SharedAccess.ASKED
@@ -132,20 +125,14 @@ class Questions:
             return False
         request, parts = question
         request.shared = SharedAccess.NONE
-        if result.outcomes[0] not in _ANSWERS:  # a question fails as a whole
-            return True
-        at = 0
-        for part in parts:
-            end = at + len(part.keys)
-            if self._remember(part, result.outcomes[at:end]):
-                request.shared = SharedAccess.READABLE
-            at = end
+        if result.outcomes[0] in _ANSWERS:  # a question fails as a whole
+            request.shared = self._remember_all(parts, result.outcomes)
         return True
 
     def clear(self) -> None:
         """Forget all questions after a reset of the cache; their answers are ignored."""
-        for question in self._pending.values():
-            question.request.shared = SharedAccess.NONE
+        for request, _ in self._pending.values():
+            request.shared = SharedAccess.NONE
         self._pending.clear()
         self._absent.clear()
 
@@ -157,41 +144,60 @@ class Questions:
         now = self._stack.ctx.now
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
             size, is_prefix = group.chunk_tokens, group.reach is Reach.PREFIX
-            first, end = prompt.local_tokens // size, prompt.limit_tokens // size
-            first += lead(keys[first:end])
-            rest = keys[first:end]
-            if is_prefix and rest and now - self._absent.get(rest[0], -_ABSENT_S) < _ABSENT_S:
+            first = prompt.local_tokens // size
+            rest = keys[first : prompt.limit_tokens // size]
+            found = lead(rest)
+            if found:
+                first += found
+                rest = rest[found:]
+            if not rest:
+                continue
+            if is_prefix and now - self._absent.get(rest[0], -_ABSENT_S) < _ABSENT_S:
                 return ()
-            if rest:
-                parent = keys[first - 1] if first else None
-                parts.append(_Part(rest, parent, first, size, is_prefix))
+            parent = keys[first - 1] if first else None
+            question = QuestionPart(len(rest), first * size, size, is_prefix)
+            parts.append(_Part(rest, parent, question, is_prefix and not found))
         return parts
 
     def _is_worthwhile(self, tier: TierState, parts: Sequence[_Part]) -> bool:
         """Return whether the cost model would load any of the chunks if the tier had them."""
         stack = self._stack
-        chunks = sum(len(part.keys) for part in parts)
-        counted = sum(len(part.keys) for part in parts if stack.is_counted(part.keys[0]))
+        chunks = counted = 0
+        for part in parts:
+            chunks += len(part.keys)
+            if stack.is_counted(part.keys[0]):
+                counted += len(part.keys)
         if not counted:
             return True  # only chunks of other groups are missing
-        if chunks > _MAX_PRICED:
-            counted = max(counted * _MAX_PRICED // chunks, 1)
-            chunks = _MAX_PRICED
-        sources = [tier.index] * chunks
-        choice = stack.cost_model.choose(sources, counted=counted, now=stack.ctx.now)
-        return choice is None or choice.kept > 0
+        return stack.cost_model.would_load(
+            tier.index, chunks, counted=counted, now=stack.ctx.now
+        )
+
+    def _remember_all(self, parts: Sequence[_Part], outcomes: Sequence[Outcome]) -> int:
+        """Record which chunks the tier has; return what the request may do.
+
+        Without the first chunk of a prompt the others are of no use, and are not looked at.
+        """
+        at, is_found = 0, False
+        for part in parts:
+            end = at + len(part.keys)
+            if part.is_head and outcomes[at] is Outcome.MISSING:
+                self._record_end(part.keys, 0)
+                return SharedAccess.NOWHERE
+            is_found |= self._remember(part, outcomes[at:end])
+            at = end
+        return SharedAccess.READABLE if is_found else SharedAccess.NONE
 
     def _remember(self, part: _Part, outcomes: Sequence[Outcome]) -> bool:
         """Record which chunks of ``part`` the tier has; return whether the tier has any."""
         stack, tier = self._stack, self._stack.shared
         assert tier is not None
         keys: Sequence[ChunkKey] = part.keys
-        if part.is_prefix and Outcome.MISSING in outcomes:
-            # Chunks behind the first missing one are of no use, but may be remembered wrongly.
+        depth = part.question.first_token // part.question.chunk_tokens
+        if part.question.is_prefix and Outcome.MISSING in outcomes:
             end = list(outcomes).index(Outcome.MISSING)
-            self._record_absent(keys[end])
-            if not tier.copies or tier.copies.keys().isdisjoint(keys[end:]):
-                keys, outcomes = keys[:end], outcomes[:end]
+            self._record_end(keys, end)
+            keys, outcomes = keys[:end], outcomes[:end]
         found: list[int] = []
         for at, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
             copy = tier.copies.get(key)
@@ -204,15 +210,30 @@ class Questions:
         if found:
             slots, _ = stack.take_slots(tier, [keys[at] for at in found])
             copies = [
-                ChunkCopy(keys[at], slot, keys[at - 1] if at else part.parent, part.depth + at)
+                ChunkCopy(keys[at], slot, keys[at - 1] if at else part.parent, depth + at)
                 for at, slot in zip(found, slots, strict=True)
             ]
             tier.add_resident(copies[::-1], stack.ctx)  # a prompt is forgotten from its end
             stack.events.add(tier.index, [copy.key for copy in copies], removed=False)
         return Outcome.DONE in outcomes
 
-    def _record_absent(self, key: ChunkKey) -> None:
-        self._absent[key] = self._stack.ctx.now
-        self._absent.move_to_end(key)
-        if len(self._absent) > _MAX_ABSENT:
-            self._absent.popitem(last=False)
+    def _record_end(self, keys: Sequence[ChunkKey], end: int) -> None:
+        """Record that the tier lacks ``keys[end]``, the first missing chunk of a prompt.
+
+        The chunks behind it are of no use. The copies remembered there are dropped, so that the
+        chunks are put again.
+        """
+        stack, tier = self._stack, self._stack.shared
+        assert tier is not None
+        for key in islice(keys, end, None):
+            copy = tier.copies.get(key)
+            if copy is None:  # a prompt is forgotten from its end, so nothing follows
+                break
+            stack.drop_missing(tier, copy)
+        if keys[end] in tier.copies:
+            return  # the chunk is being put
+        absent = self._absent
+        absent[keys[end]] = stack.ctx.now
+        absent.move_to_end(keys[end])
+        if len(absent) > _MAX_ABSENT:
+            absent.popitem(last=False)

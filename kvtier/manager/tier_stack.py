@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Protocol
 
 from kvtier.keys import ChunkKey, group_filter
@@ -160,6 +161,7 @@ class TierStack:
         self.ram = self.tiers[0]
         self.slower = self.tiers[1:]
         self.shared = self.tiers[-1] if self.tiers[-1].is_shared else None
+        self._local = self.slower if self.shared is None else self.slower[:-1]
         self.placement = placement
         self.limits = limits
         self.slot_status = slot_status
@@ -216,14 +218,13 @@ class TierStack:
             allowed: Indices of the tiers to choose from; None for all.
             with_shared: Whether the shared tier, if any, may be read.
         """
-        with_shared = with_shared or self.shared is None
-        if allowed is None and with_shared and not self.out_of_service:
-            return self.slower
+        if allowed is None and not self.out_of_service:
+            return self.slower if with_shared else self._local
         return [
             tier
             for tier in self.slower
             if tier.index not in self.out_of_service
-            and (with_shared or tier is not self.shared)
+            and (with_shared or tier in self._local)
             and (allowed is None or tier.index in allowed)
         ]
 
@@ -238,11 +239,16 @@ class TierStack:
         ram = self.ram
         copies = ram.leading(keys)
         tiers = [0] * len(copies)
-        rest = keys[len(copies) :]
-        if readable and ram.copies.keys().isdisjoint(rest):
+        rest = keys[len(copies) :] if copies else keys
+        if (
+            readable
+            and rest
+            and rest[0] in readable[0].copies
+            and ram.copies.keys().isdisjoint(rest)
+        ):
             copies += readable[0].leading(rest)
             tiers += [readable[0].index] * (len(copies) - len(tiers))
-        for key in keys[len(copies) :]:
+        for key in islice(keys, len(copies), None):
             copy = ram.copies.get(key)
             if copy is None:
                 found = first_resident(readable, key)

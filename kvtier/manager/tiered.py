@@ -22,7 +22,13 @@ from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
 from kvtier.manager.gds import GdsSource
-from kvtier.manager.grants import DEFERRED, Grants, LookupPhase, RequestState
+from kvtier.manager.grants import (
+    DEFERRED,
+    Grants,
+    LookupPhase,
+    RequestState,
+    SharedAccess,
+)
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.load import Loader, LoadPlan, ReadFailures
 from kvtier.manager.lookup import HitLookup
@@ -118,6 +124,7 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             self._grants.fail(request)
+            request.shared = SharedAccess.NONE
 
     # -- lookup and load --------------------------------------------------------------------
 
@@ -148,6 +155,11 @@ class TieredOffloadingManager:
         """Return whether the request waits for chunks. If so, a lookup has no result yet."""
         request = self._requests.get(req_id)
         return request is not None and request.phase in DEFERRED
+
+    def is_asking(self, req_id: str) -> bool:
+        """Return whether the request waits for an answer of the shared tier."""
+        request = self._requests.get(req_id)
+        return request is not None and request.shared == SharedAccess.ASKED
 
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
         """Defer a request until all chunks of its hit, ``keys``, are in RAM."""
@@ -278,12 +290,12 @@ class TieredOffloadingManager:
         """Whether :meth:`end_step` has no work until another method is called.
 
         Expired retained chunks do not count as work, because any later step can release them.
+        A question does not count either, because nothing happens until its result is applied.
         """
         stack = self._stack
         return not (
             self._demoter.queued
             or len(self._jobs)  # late jobs too: their slots become free when they end
-            or self._questions
             or self._quarantine
             or self.has_output
             or self._grants

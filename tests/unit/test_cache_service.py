@@ -57,11 +57,11 @@ class Never(Lru):
         return []
 
 
-def make_cache(*, direct_loads: bool = False) -> SteppedCache:
+def make_cache(*, direct_loads: bool = False, shared: bool = False) -> SteppedCache:
     limits = ManagerLimits(
         pin_budget=8, reserve=0.0, queue=1024, retained=4, direct_loads=direct_loads
     )
-    return SteppedCache(8, 16, limits=limits)
+    return SteppedCache(8, 16, limits=limits, shared=shared)
 
 
 def store(cache: SteppedCache, context: Context, chunks: int, *, ends_first: bool) -> None:
@@ -81,6 +81,10 @@ def store(cache: SteppedCache, context: Context, chunks: int, *, ends_first: boo
 def look(cache: SteppedCache, chunks: int, req_id: str) -> int | None:
     """Return how many of a prompt's chunks can be loaded now, None if it has to wait."""
     return cache.service.lookup(req_id, Prompt([prefix(chunks)], 0, chunks))
+
+
+def is_idle(cache: SteppedCache) -> bool:
+    return cache.service.is_idle
 
 
 def step(cache: SteppedCache) -> None:
@@ -134,6 +138,45 @@ def test_a_retained_chunk_needs_one_step_a_second_only() -> None:
     assert service.is_idle, "so most steps that only generate are passed over"
     assert retained(cache) == 2
     assert not service.is_idle, "the engine has asked for figures, as it does once a second"
+
+
+def test_a_wait_for_the_shared_tier_needs_no_step() -> None:
+    cache = make_cache(shared=True)
+    step(cache)
+    cache.engine.hangs = True
+    for _ in range(3):
+        assert look(cache, 2, "a") is None
+        assert is_idle(cache)
+    cache.engine.hangs = False
+    cache.tick()
+    assert look(cache, 2, "a") is None, "the found chunks are being promoted"
+    assert not is_idle(cache)
+    step(cache)
+    assert look(cache, 2, "a") == 2
+
+
+def test_a_question_of_a_later_lookup_in_a_step_leaves_the_steps_work() -> None:
+    cache = make_cache(shared=True)
+    store(cache, Context("writer"), 2, ends_first=True)
+    step(cache)
+    step(cache)
+    assert look(cache, 2, "a") == 2
+    assert cache.service.lookup("b", Prompt([prefix(2, of=1)], 0, 2)) is None
+    assert not is_idle(cache), "the hit of this step ends with it"
+
+
+def test_a_request_does_not_wait_for_a_question_that_could_not_be_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache(shared=True)
+
+    def fail(*_: Job) -> None:
+        raise ZeroDivisionError("a bug of the transfer engine")
+
+    monkeypatch.setattr(cache.engine, "submit", fail)
+    assert look(cache, 2, "a") == 0
+    assert look(cache, 2, "a") == 0
+    assert cache.service.statistics().internal_errors == 1
 
 
 def hold_in_nvme(cache: SteppedCache, chunks: int) -> None:
@@ -370,7 +413,6 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     service = cache.service
     cache.bench.manager.recover(1, [(prefix(1)[0], 0)])
     jobs: list[Job] = []
-    results: list[TransferResult] = []
     done: list[tuple[str, list[int]]] = []
 
     def submit(*given: Job) -> None:
@@ -381,7 +423,6 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
         done.append(("forget", list(slots)))
 
     monkeypatch.setattr(cache.engine, "submit", submit)
-    monkeypatch.setattr(cache.engine, "poll", lambda: [results.pop()] if results else [])
     monkeypatch.setattr(cache.tiers[0], "forget", forget)
     service.begin_request(Context("reader"))
     assert look(cache, 1, "reader") is None
@@ -390,7 +431,7 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     assert plan is not None
     cache.finish(plan.slots, stored=plan.generation)
     service.complete_store(plan.keys, Context("writer"))
-    results.append(TransferResult(jobs[0].job_id, [Outcome.CORRUPT]))
+    cache.engine.posted.append(TransferResult(jobs[0].job_id, [Outcome.CORRUPT]))
     step(cache)
     assert done[1:] == [("forget", [0]), ("DEMOTE", [0])]
 

@@ -79,3 +79,21 @@ def test_a_choice_keeps_a_head_and_accounts_for_the_rest(
     assert choice.tokens == len(tail) * TOKENS
     leading = next((at for at, tier in enumerate(sources) if tier), len(sources))
     assert choice.kept >= leading, "what is in RAM costs nothing"
+
+
+@given(
+    loads=LOADS,
+    chunks=st.integers(1, 400),
+    counted=st.integers(1, 400),
+    queued=st.integers(0, 64),
+    now=st.floats(0, 1e4),
+)
+def test_a_load_is_foreseen_if_any_chunk_would_be_loaded(
+    loads: list[tuple[int, int, float]], chunks: int, counted: int, queued: int, now: float
+) -> None:
+    gate = measured(loads)
+    counted = min(counted, chunks)
+    gate.record_job(100, 1, queued)
+    choice = gate.choose([1] * chunks, counted=counted, now=now)
+    foreseen = gate.would_load(1, chunks, counted=counted, now=now)
+    assert foreseen == (choice is None or choice.kept > 0)

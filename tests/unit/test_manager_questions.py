@@ -52,7 +52,7 @@ def test_a_request_asks_once_for_the_chunks_that_the_other_tiers_lack() -> None:
     assert (question.source, question.destination) == ("nvme", "nvme")
     assert question.timeout_s == 0.07
     assert bench.look(prefix(5)) is None, "the answer has not arrived"
-    assert not bench.manager.is_idle
+    assert bench.manager.is_idle, "no step has work before the answer"
     bench.finish(question, DONE, DONE, MISSING)
     assert bench.look(prefix(5)) is None, "the chunks are being promoted"
     (promotion,) = bench.step()
@@ -110,6 +110,18 @@ def test_a_late_answer_is_ignored() -> None:
     bench.finish(question, DONE)
     assert bench.look(prefix(3)) == 0
     assert bench.manager.is_idle is False or bench.step() == []
+
+
+def test_an_answer_older_than_a_put_does_not_hide_the_chunk() -> None:
+    bench = make_bench(2, 16)
+    question = ask(bench, prefix(1))
+    bench.store(prefix(1))
+    (put,) = bench.step()
+    bench.finish(question, MISSING)
+    bench.finish(put)
+    bench.store(prefix(2, of=1))  # evicts the chunk from RAM
+    bench.settle()
+    assert ask(bench, prefix(1), "second").keys == prefix(1)
 
 
 def test_a_chunk_that_is_gone_when_it_is_read_is_a_miss_and_is_forgotten() -> None:
