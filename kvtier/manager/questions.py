@@ -63,11 +63,11 @@ class _Question(NamedTuple):
     """A question without an answer.
 
     Attributes:
-        request: The request that waits.
+        request: The request that waits; None once the deadline has passed.
         parts: The keys.
     """
 
-    request: RequestState
+    request: RequestState | None
     parts: Sequence[_Part]
 
 
@@ -119,20 +119,29 @@ class Questions:
         return True
 
     def apply(self, result: TransferResult) -> bool:
-        """Apply the answer to a question; return False if ``result`` is of another job."""
+        """Apply the answer to a question; return False if ``result`` is of another job.
+
+        An answer after the deadline is remembered for later requests. The request of the
+        question no longer waits, and reads nothing from the tier.
+        """
         question = self._pending.pop(result.job_id, None)
         if question is None:
             return False
         request, parts = question
-        request.shared = SharedAccess.NONE
+        if not result.settled:  # the deadline passed; the answer may still arrive
+            self._pending[result.job_id] = question._replace(request=None)
+        access = SharedAccess.NONE
         if result.outcomes[0] in _ANSWERS:  # a question fails as a whole
-            request.shared = self._remember_all(parts, result.outcomes)
+            access = self._remember_all(parts, result.outcomes)
+        if request is not None:
+            request.shared = access
         return True
 
     def clear(self) -> None:
         """Forget all questions after a reset of the cache; their answers are ignored."""
         for request, _ in self._pending.values():
-            request.shared = SharedAccess.NONE
+            if request is not None:
+                request.shared = SharedAccess.NONE
         self._pending.clear()
         self._absent.clear()
 

@@ -102,14 +102,62 @@ def test_a_request_without_an_answer_reads_nothing_from_the_tier(outcome: Outcom
     assert bench.look(prefix(2)) == 0
 
 
-def test_a_late_answer_is_ignored() -> None:
-    bench = make_bench(8, 16)
-    question = ask(bench, prefix(3))
+def expire(bench: Workbench, question: Job) -> None:
+    """Let the deadline of a request's question pass."""
     bench.finish(question, Outcome.EXPIRED, settled=False)
     assert bench.look(prefix(3)) == 0
+
+
+def test_a_request_does_not_use_an_answer_after_its_deadline() -> None:
+    bench = make_bench(8, 16)
+    question = ask(bench, prefix(3))
+    expire(bench, question)
     bench.finish(question, DONE)
     assert bench.look(prefix(3)) == 0
-    assert bench.manager.is_idle is False or bench.step() == []
+    assert bench.step() == []
+
+
+def test_chunks_found_too_late_are_not_put_again() -> None:
+    bench = make_bench(8, 16)
+    question = ask(bench, prefix(3))
+    expire(bench, question)
+    bench.finish(question, DONE, DONE, MISSING)
+    assert bench.resident(1) == set(prefix(2))
+    bench.store(prefix(3))
+    (demotion,) = bench.step()
+    assert demotion.keys == prefix(3)[2:]
+
+
+def test_a_chunk_reported_missing_too_late_is_not_asked_for_again() -> None:
+    bench = make_bench(8, 16)
+    question = ask(bench, prefix(3))
+    expire(bench, question)
+    bench.finish(question, MISSING)
+    assert bench.look(prefix(3), "second") == 0
+    assert bench.manager.take_jobs() == []
+
+
+def test_a_late_answer_leaves_the_next_question_of_its_request_open() -> None:
+    bench = make_bench(8, 16)
+    late = ask(bench, prefix(3))
+    expire(bench, late)
+    bench.manager.end_step(started=["reader"])
+    bench.manager.end_step(preempted=["reader"])
+    question = ask(bench, prefix(3))
+    bench.finish(late, DONE)
+    assert bench.look(prefix(3)) is None
+    bench.finish(question, DONE)
+    assert bench.look(prefix(3)) is None, "the chunks are being promoted"
+    assert bench.step() != []
+
+
+def test_a_late_answer_after_a_reset_is_ignored() -> None:
+    bench = make_bench(8, 16)
+    question = ask(bench, prefix(3))
+    expire(bench, question)
+    bench.manager.reset()
+    bench.finish(question, DONE)
+    assert bench.resident(1) == set()
 
 
 def test_an_answer_older_than_a_put_does_not_hide_the_chunk() -> None:
