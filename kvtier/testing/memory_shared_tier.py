@@ -129,6 +129,14 @@ class MemorySharedTier(SharedTier):
         return [self._get(key, value) for key, value in zip(keys, into, strict=True)]
 
     @override
+    async def add(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        await self._begin("add", keys)
+        return [
+            Outcome.DONE if key in self._service.values else self._put(key, value)
+            for key, value in zip(keys, values, strict=True)
+        ]
+
+    @override
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
         await self._begin("put", keys)
         return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
@@ -145,10 +153,12 @@ class MemorySharedTier(SharedTier):
     def _get(self, key: str, into: Value) -> Outcome:
         if key in self._service.failing:
             return Outcome.FAILED
-        value = self._service.values.get(key, b"")
+        value = self._service.values.get(key)
+        if value is None:
+            return Outcome.MISSING
         payload_nbytes = into.payload.nbytes
         if len(value) != payload_nbytes + into.proof.nbytes:
-            return Outcome.MISSING
+            return Outcome.CORRUPT
         into.payload[:] = value[:payload_nbytes]
         into.proof[:] = value[payload_nbytes:]
         return Outcome.DONE

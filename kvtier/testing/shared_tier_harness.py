@@ -148,13 +148,14 @@ class RecordingTier(SharedTier):
         tier: The tier that gets all calls. This object owns it.
 
     Attributes:
-        puts: The recorded keys, in the order of the calls.
+        puts: The keys that were added or put, in the order of the calls.
     """
 
     Options = SharedTierConfig
 
     def __init__(self, tier: SharedTier) -> None:
         self._tier = tier
+        self.asks_before_adding = tier.asks_before_adding
         self.puts: list[str] = []
 
     @classmethod
@@ -173,6 +174,11 @@ class RecordingTier(SharedTier):
     @override
     async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
         return await self._tier.get(keys, into)
+
+    @override
+    async def add(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        self.puts += keys
+        return await self._tier.add(keys, values)
 
     @override
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:

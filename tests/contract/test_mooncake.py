@@ -17,6 +17,7 @@ from kvtier.testing.tier_harness import Arena
 from kvtier.tiers.shared import SharedContext, SharedTier, mooncake
 from kvtier.tiers.shared.mooncake import MooncakeTier
 from kvtier.tiers.shared.mooncake_client import MooncakeClient
+from kvtier.types import Outcome
 
 pytest.importorskip("mooncake", reason="Mooncake has no wheel for this platform")
 
@@ -141,6 +142,15 @@ class TestMooncake(SharedTierContract):
     @override
     async def replace_stored(self, harness: SharedTierHarness, key: str, value: bytes) -> None:
         await harness.run(lambda: self.raw.replace(key, value))
+
+    async def test_add_leaves_the_value_of_another_engine(
+        self, harness: SharedTierHarness
+    ) -> None:
+        keys = harness.keys(range(20))
+        await harness.put(keys[5:], version=1)
+        values = harness.values(keys, version=2)
+        assert list(await harness.other.add(keys, values)) == [Outcome.DONE] * 20
+        assert await harness.get(keys) == [2] * 5 + [1] * 15
 
     @override
     async def test_a_value_is_whole_while_others_replace_it(

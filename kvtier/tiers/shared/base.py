@@ -82,6 +82,10 @@ class SharedTier(ABC):
     the tier's entry point in the group ``kvtier.shared_tiers``, or the tier's class as
     ``module:Class``."""
 
+    asks_before_adding: bool = True
+    """Whether kvtier calls :meth:`contains` before :meth:`add`. False if the question costs as
+    much as :meth:`add`, which finds stored values too."""
+
     @classmethod
     @abstractmethod
     def open(cls, options: SharedTierConfig, context: SharedContext) -> Self:
@@ -128,7 +132,8 @@ class SharedTier(ABC):
 
         Returns:
             For each key: DONE, MISSING if the service has no value of the buffers' size, or
-            FAILED. The content of a buffer is undefined unless its outcome is DONE.
+            FAILED. CORRUPT if it has a value of another size that :meth:`add` would keep. The
+            content of a buffer is undefined unless its outcome is DONE.
 
         Raises:
             Exception: The service did not answer; every chunk counts as failed.
@@ -136,6 +141,16 @@ class SharedTier(ABC):
         Cancellation:
             Deferred until nothing writes into the buffers.
         """
+
+    async def add(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        """Store the value of each key unless another engine has stored one.
+
+        Both values are good, so this method may keep the earlier value or replace it. Override
+        it if a replacement has a cost, for example for engines that read the earlier value.
+
+        See :meth:`put` for the rest.
+        """
+        return await self.put(keys, values)
 
     @abstractmethod
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:

@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 _DONE = Outcome.DONE
 _DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
 _MOST_DOUBTED: Final = 1 << 16
-"""Largest number of keys that count as missing until this engine has put them again."""
+"""Largest number of keys that count as missing until this engine has stored them again."""
 _MOST_LAST_CHUNKS: Final = 256
 """Largest number of chunks to ask for in a sliding window; longer windows are not found."""
 _BEFORE_READS: Final = min(Purpose) - 1
@@ -81,7 +81,7 @@ class KeyedTier(StorageTier, KeyFinder):
         self._keeps_epoch = options.keep_after_reset
         self._fingerprint = context.fingerprint.namespace()
         self._space = self._fingerprint
-        self._doubted: set[ChunkKey] = set()
+        self._doubted: dict[ChunkKey, Outcome] = {}
         self._closed = False
         if context.was_reset:
             self._begin_epoch()
@@ -151,25 +151,27 @@ class KeyedTier(StorageTier, KeyFinder):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Put the chunks that the service lacks, and replace values with wrong bytes.
+        """Add the chunks that the service lacks, and replace values with wrong bytes.
 
         See :meth:`kvtier.tiers.base.StorageTier.write`; a service may evict accepted chunks.
         """
         self._require_open()
         check_batch(self, keys, slots, sources)
-        found = await self._reach(self._shared.contains(self._names(keys)))
+        found: Iterable[bool] = [False] * len(keys)
+        if self._shared.asks_before_adding:
+            found = await self._reach(self._shared.contains(self._names(keys)))
         lacking = [
             not is_there or key in self._doubted
             for key, is_there in zip(keys, found, strict=True)
         ]
         if not any(lacking):
             return SlotOutcomes([_DONE] * len(keys))
-        put = iter(
-            await self._put(
+        stored = iter(
+            await self._store(
                 list(compress(keys, lacking)), list(compress(sources, lacking)), purpose
             )
         )
-        outcomes = [next(put) if is_lacking else _DONE for is_lacking in lacking]
+        outcomes = [next(stored) if is_lacking else _DONE for is_lacking in lacking]
         return _with_error(outcomes, "the service did not store a value")
 
     @override
@@ -197,7 +199,7 @@ class KeyedTier(StorageTier, KeyFinder):
         for key, outcome in zip(keys, outcomes, strict=True):
             # MISSING too: a service may report a value of another size, and never return it.
             if outcome in _DOUBTFUL and len(self._doubted) < _MOST_DOUBTED:
-                self._doubted.add(key)
+                self._doubted[key] = outcome
         return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
 
     @override
@@ -218,9 +220,10 @@ class KeyedTier(StorageTier, KeyFinder):
         self._closed = True
         await self._shared.aclose()
 
-    async def _put(
+    async def _store(
         self, keys: Sequence[ChunkKey], sources: Sequence[memoryview], purpose: Purpose
     ) -> Sequence[Outcome]:
+        """Add values, but put those of which this engine has seen wrong bytes."""
         names, values = self._names(keys), with_proof_buffers(sources)
 
         def prove(name: str, value: Value) -> None:
@@ -228,9 +231,18 @@ class KeyedTier(StorageTier, KeyFinder):
 
         proofs = map(functools.partial, repeat(prove), names, values)
         await self._pool.run_all(list(proofs), priority=int(purpose))
-        outcomes = await self._reach(self._shared.put(names, values))
-        stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is _DONE]
-        self._doubted.difference_update(stored)
+        outcomes = [Outcome.FAILED] * len(keys)
+        damaged = [self._doubted.get(key) is Outcome.CORRUPT for key in keys]
+        for is_damaged, send in ((False, self._shared.add), (True, self._shared.put)):
+            sent = [at for at in range(len(keys)) if damaged[at] is is_damaged]
+            if sent:
+                answers = await self._reach(
+                    send([names[at] for at in sent], [values[at] for at in sent])
+                )
+                for at, outcome in zip(sent, answers, strict=True):
+                    outcomes[at] = outcome
+        for key in compress(keys, (outcome is _DONE for outcome in outcomes)):
+            self._doubted.pop(key, None)
         return outcomes
 
     async def _reach(self, calling: Awaitable[_T]) -> _T:

@@ -13,6 +13,7 @@ and the proof detects the mixture.
 from __future__ import annotations
 
 import asyncio
+import functools
 import mmap
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -131,9 +132,16 @@ class MooncakeTier(SharedTier):
         return await self._move(self._get, keys, into, self._gets, Purpose.LOAD)
 
     @override
+    async def add(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        self._require_open()
+        send = functools.partial(self._send, self._client.add)
+        return await self._move(send, keys, values, self._puts, Purpose.STORE)
+
+    @override
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
         self._require_open()
-        return await self._move(self._put, keys, values, self._puts, Purpose.STORE)
+        send = functools.partial(self._send, self._client.put)
+        return await self._move(send, keys, values, self._puts, Purpose.STORE)
 
     @override
     async def aclose(self) -> None:
@@ -185,11 +193,16 @@ class MooncakeTier(SharedTier):
                 value.proof[:] = proof
         return outcomes
 
-    def _put(self, part: _Part, arena: memoryview) -> Sequence[Outcome]:
+    @staticmethod
+    def _send(
+        call: Callable[[list[str], list[list[int]], list[list[int]]], Sequence[Outcome]],
+        part: _Part,
+        arena: memoryview,
+    ) -> Sequence[Outcome]:
         proofs = _proofs_in(arena, part)
         for value, proof in zip(part.values, proofs, strict=True):
             proof[:] = value.proof
-        return self._client.put(part.keys, *_buffers(part, proofs))
+        return call(part.keys, *_buffers(part, proofs))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -40,9 +40,9 @@ a transfer after 60 s."""
 
 _TRANSFER_FAILED: Final = -800
 _WRONG_SIZE: Final = -600
+"""The stored value is larger than the buffers."""
 _ABSENT: Final = frozenset(
     {
-        _WRONG_SIZE,  # the stored value is larger than the buffers
         -702,  # no usable replica
         -703,  # being stored
         -704,  # no such key
@@ -137,22 +137,34 @@ class MooncakeClient:
 
         return [_got(code, value_nbytes) for code in self._transfer(get)]
 
+    def add(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[Outcome]:
+        """Store the values of ``keys``; the library leaves an earlier value as it is.
+
+        Raises:
+            TierUnavailableError: The service did not answer.
+        """
+
+        def add(store: Store) -> list[int]:
+            return store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicas)
+
+        return [_put(code) for code in self._transfer(add)]
+
     def put(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[Outcome]:
-        """Store the values of ``keys``, and replace earlier values.
+        """Store the values of ``keys``, after removing earlier values.
 
         Raises:
             TierUnavailableError: The service did not answer.
         """
 
         def put(store: Store) -> list[int]:
-            stored = [
-                key
-                for key, code in zip(keys, store.batch_is_exist(keys), strict=True)
-                if code == 1
-            ]
-            if stored:  # the library leaves an earlier value as it is
+            # A master that does not answer must not remove values later.
+            found = zip(keys, store.batch_is_exist(keys), strict=True)
+            stored = [key for key, code in found if code == 1]
+            if stored:
                 store.batch_remove(stored, force=True)
             return store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicas)
 
@@ -269,7 +281,9 @@ def _nbytes(replica: Replica) -> int | None:
 def _got(code: int, value_nbytes: int) -> Outcome:
     if code == value_nbytes:
         return Outcome.DONE
-    return Outcome.MISSING if code >= 0 or code in _ABSENT else Outcome.FAILED
+    if code >= 0 or code == _WRONG_SIZE:
+        return Outcome.CORRUPT
+    return Outcome.MISSING if code in _ABSENT else Outcome.FAILED
 
 
 def _put(code: int) -> Outcome:
