@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import obstore
 import pytest
+from typing_extensions import override
 
 from kvtier.config import ObjectTierConfig, parse_tier
 from kvtier.errors import ConfigError, TierUnavailableError
@@ -279,6 +280,62 @@ async def test_an_object_of_another_size_is_missing_and_can_be_replaced(
         assert list(await harness.tier.contains(keys)) == [True, False, True]
         await harness.put(keys[1:2])
         assert await harness.get(keys) == [0, 0, 0]
+
+
+async def test_an_object_of_another_engine_stays(
+    server: S3Server, pool: IoPool, arena: Arena
+) -> None:
+    async with clients(options_of(server.settings), pool, arena) as harness:
+        keys = harness.keys(range(3))
+        await harness.put(keys[:1], version=1)
+        await obstore.put_async(server.store("x"), keys[1], b"of another size")
+        values = harness.values(keys, version=2)
+        assert not harness.tier.asks_before_adding
+        assert list(await harness.tier.add(keys, values)) == [Outcome.DONE] * 3
+        assert await harness.get(keys) == [1, 2, 2]
+
+
+class WithoutConditions(Stub):
+    """An HTTP server that stores all objects, and knows no conditional requests.
+
+    Attributes:
+        writes: For each write, whether it had a condition.
+    """
+
+    def __init__(self, listing: str) -> None:
+        super().__init__(listing)
+        self.writes: list[bool] = []
+
+    @override
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if size := re.search(r"content-length: (\d+)", head):
+            await reader.readexactly(int(size[1]))
+        text = self._listing
+        if head.startswith("put "):
+            has_condition = "if-none-match" in head
+            self.writes.append(has_condition)
+            text = answer("501 Not Implemented" if has_condition else "200 OK")
+            text = text.replace("\r\n", '\r\nETag: "a"\r\n', 1)
+        writer.write(text.encode())
+        await writer.drain()
+        writer.close()
+
+
+async def test_a_service_without_conditional_requests_is_asked_from_then_on(
+    pool: IoPool, arena: Arena
+) -> None:
+    empty = '<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>'
+    service = WithoutConditions(answer("200 OK", empty))
+    async with service.serving() as settings:
+        options = options_of(settings, "connections: 1\nrequest_timeout: 2s")
+        async with clients(options, pool, arena) as harness:
+            keys = harness.keys(range(3))
+            values = harness.values(keys)
+            assert list(await harness.tier.add(keys, values)) == [Outcome.DONE] * 3
+            assert harness.tier.asks_before_adding
+    assert service.writes[-3:] == [False] * 3
+    assert set(service.writes[:-3]) == {True}
 
 
 @pytest.mark.parametrize("method", ["contains", "get", "put"])

@@ -3,6 +3,10 @@
 Each object has one value. Objects are read and written whole, many at the same time. A
 lifecycle rule or a time to live of the bucket removes old objects; kvtier deletes no object.
 
+**Writes.** A conditional request (If-None-Match) stores an object only if there is none. So no
+question precedes it, which would take as long as a small write. A service that does not have
+conditional requests is asked before each write.
+
 **Time.** Each request ends within ``request_timeout``: an attempt may take 3/4 of that time,
 and errors are retried in the first 1/5. After a failed request, a batch starts no further
 request. So a batch ends about one timeout after the service stops answering.
@@ -18,7 +22,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self, TypeVar
 
 from typing_extensions import override
 
@@ -57,6 +61,8 @@ _CREDENTIALS: Final = {
 """Environment variables with the credentials, by scheme of the bucket's URL."""
 _DENIED: Final = re.compile(r"status code: 40[13]|Permission denied")
 _REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|configured region")
+_NO_CONDITIONS: Final = re.compile(r"status code: 501|NotImplemented|not (yet )?implemented")
+"""Errors of services without conditional writes (If-None-Match)."""
 _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk quota")
 
 
@@ -84,6 +90,7 @@ class ObjectTier(SharedTier):
         self._questions = asyncio.Semaphore(options.connections)
         self._gets = asyncio.Semaphore(options.connections)
         self._puts = asyncio.Semaphore(options.connections)
+        self.asks_before_adding = False
         self._closed = False
 
     @classmethod
@@ -128,6 +135,13 @@ class ObjectTier(SharedTier):
         )
 
     @override
+    async def add(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
+        self._require_open()
+        return await self._move(
+            len(keys), self._puts, lambda number: self._add(keys[number], values[number])
+        )
+
+    @override
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
         self._require_open()
         return await self._move(
@@ -164,11 +178,33 @@ class ObjectTier(SharedTier):
         into.proof[:] = value[into.payload.nbytes :]
         return Outcome.DONE
 
-    async def _put(self, key: str, value: Value) -> Outcome:
+    async def _add(self, key: str, value: Value) -> Outcome:
+        """Store an object unless there is one of the right size."""
+        from obstore.exceptions import AlreadyExistsError  # noqa: PLC0415 - an optional extra
+
+        if self.asks_before_adding:
+            return await self._put(key, value)
+        try:
+            return await self._put(key, value, mode="create")
+        except AlreadyExistsError:
+            if await self._has(key):
+                return Outcome.DONE
+        except _errors() as error:
+            if not _NO_CONDITIONS.search(str(error)):
+                raise
+            logger.info("tier %s: no conditional writes; it is asked before each", self._name)
+            self.asks_before_adding = True
+        return await self._put(key, value)
+
+    async def _put(
+        self, key: str, value: Value, *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> Outcome:
         import obstore  # noqa: PLC0415 - an optional extra
 
         try:
-            await _whole(obstore.put_async(self._store, key, value, use_multipart=False))
+            await _whole(
+                obstore.put_async(self._store, key, value, mode=mode, use_multipart=False)
+            )
         except _errors() as error:
             if _NO_ROOM.search(str(error)):
                 return Outcome.REFUSED
