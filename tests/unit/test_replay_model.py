@@ -8,6 +8,7 @@ forward. What is left of the prediction's error is then the machine's time alone
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +67,8 @@ class InstantService(CacheService):
         super().__init__(*args, **options)
         self._engine = self._storage.engine
         self._poll = self._engine.poll
-        self._settled: list[TransferResult] = []
+        self._settled: deque[TransferResult] = deque()
+        self._results = self._settled  # what the service looks at before it polls
         vars(self._engine)["poll"] = self._take_settled
 
     def settle(self) -> None:
@@ -75,7 +77,8 @@ class InstantService(CacheService):
         self._settled += sorted(self._poll(), key=lambda result: result.job_id)
 
     def _take_settled(self) -> list[TransferResult]:
-        settled, self._settled = self._settled, []
+        settled = list(self._settled)
+        self._settled.clear()
         if self._is_closed:  # no later sleep ends them
             settled += self._poll()
         return settled
