@@ -81,7 +81,7 @@ class TierConfig(Section):
         json_schema_extra={"examples": ["64GiB"]},
     )
     """Largest total size of the chunks in the tier. The index takes additional space."""
-    eviction: str = "hedged-lhd"
+    eviction: str = "lhd"
     """Policy that chooses which chunk to evict, by name or as `module:Class`."""
 
     @field_validator("capacity_bytes")

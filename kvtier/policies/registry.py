@@ -107,7 +107,7 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
         "2q": "kvtier.policies.eviction.two_q:TwoQ",
         "arc": "kvtier.policies.eviction.arc:Arc",
         "fifo": "kvtier.policies.eviction.lru:Fifo",
-        "hedged-lhd": "kvtier.policies.eviction.hedged_lhd:HedgedLhd",
+        "lhd": "kvtier.policies.eviction.lhd:Lhd",
         "lirs": "kvtier.policies.eviction.lirs:Lirs",
         "lru": "kvtier.policies.eviction.lru:Lru",
         "s3-fifo": "kvtier.policies.eviction.s3_fifo:S3Fifo",

@@ -31,7 +31,7 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 
 T = TypeVar("T")
 
-CANDIDATES: Final = ("hedged-lhd", "lru", "arc", "2q", "s3-fifo")
+CANDIDATES: Final = ("lhd", "lru", "arc", "2q", "s3-fifo")
 """Names of the eviction policies to try."""
 
 _DEFAULT: Final = CANDIDATES[0]

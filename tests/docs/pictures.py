@@ -29,7 +29,7 @@ engine: {blocks_per_chunk: 4}
 GENERATE: Final = "trace generate agents --sessions 200 --per-s 0.1 --seed 1 -o agents.jsonl"
 COMMANDS: Final = {
     "doctor": "doctor kvtier.yaml",
-    "sweep": "sim sweep agents.jsonl --policies lru,s3-fifo,hedged-lhd --capacities 1%,5%,10% "
+    "sweep": "sim sweep agents.jsonl --policies lru,s3-fifo,lhd --capacities 1%,5%,10% "
     "--csv curves.csv",
 }
 

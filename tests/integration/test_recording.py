@@ -56,7 +56,7 @@ def assert_traffic_is_recorded(requests: Path, report: Report) -> Trace:
 
 
 def assert_shadows_saw(trace: Trace, report: Report) -> None:
-    for tier, policy in itertools.product(("ram", "nvme"), ("hedged-lhd", "arc")):
+    for tier, policy in itertools.product(("ram", "nvme"), ("lhd", "arc")):
         asked = report.count("kvtier_shadow_asked_chunks", tier=tier, policy=policy)
         hits = report.count("kvtier_shadow_hit_chunks", tier=tier, policy=policy)
         assert 0 < hits < asked == trace.refs

@@ -305,7 +305,7 @@ class BytesWorld:
 
     def _make_manager(self, capacities: Sequence[int]) -> TieredOffloadingManager:
         draw = self._draw
-        eviction = draw.choice(["lru", "hedged-lhd"])
+        eviction = draw.choice(["lru", "lhd"])
         names = ["ram", *(disk.name for disk in self._disks)]
         tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))

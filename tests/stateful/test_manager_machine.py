@@ -97,7 +97,7 @@ class ManagerMachine(RuleBasedStateMachine):
         direct_loads=st.sampled_from([True, False]),
         gds=st.booleans(),
         shared=st.booleans(),
-        eviction=st.sampled_from(["lru", "hedged-lhd"]),
+        eviction=st.sampled_from(["lru", "lhd"]),
         other=st.sampled_from(OTHERS),
     )
     def start(

@@ -11,7 +11,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.policies import PolicyContext
 from tests.support.workbench import Workbench, prefix
 
-LEAF_FIRST = ["arc", "fifo", "hedged-lhd", "lru", "slru"]
+LEAF_FIRST = ["arc", "fifo", "lhd", "lru", "slru"]
 """Policies that treat chunks alike that came together, and take the first they were told of."""
 
 

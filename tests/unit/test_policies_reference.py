@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def test_every_policy_is_compared_with_something() -> None:
-    others = {"hedged-lhd"}  # tested in test_hedged_lhd
+    others = {"lhd"}  # tested in test_lhd
     assert set(TEXTBOOK) == set(NAMES.values()) == {*EVICTIONS.built_in, BELADY} - others
 
 

@@ -95,7 +95,7 @@ def without_torch(config: str, store: Store, files: Path) -> list[list[str]]:
     coverage = ["cache", "coverage", str(store.root), "--prompts", str(prompts)]
     return [
         [*coverage, "--model", "some/model"],
-        ["sim", "run", trace, "--policy", "hedged-lhd", "--capacity", "10%"],
+        ["sim", "run", trace, "--policy", "lhd", "--capacity", "10%"],
         ["sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB"],
         ["sim", "sweep", trace, *capacities, "--csv", f"{files}/curves"],
         ["sim", "recommend", trace, "--ram", "1GiB", "--nvme", "2GiB"],

@@ -39,13 +39,13 @@ BARS = {
     "s3-fifo": 500_000,
     "slru": 500_000,
     "2q": 500_000,
-    "hedged-lhd": 500_000,
+    "lhd": 500_000,
 }
 ORDERS: Final[tuple[TouchOrder, ...]] = ("forward", "reverse")
 TIERS_BAR = 250_000
 SWEEP_BAR_S = 60.0
 SWEPT = (
-    *(policy for policy in BARS if policy != "hedged-lhd"),
+    *(policy for policy in BARS if policy != "lhd"),
     "lirs",
     "w-tinylfu",
 )

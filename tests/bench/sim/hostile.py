@@ -23,8 +23,8 @@ __all__ = ["FLOOR_POINTS", "Row", "rows"]
 
 Prompt: TypeAlias = list[tuple[object, int]]
 
-POLICY: Final = "hedged-lhd"
-FLOOR_POINTS: Final = -0.3
+POLICY: Final = "lhd"
+FLOOR_POINTS: Final = -0.5
 """The most that the default may lose, in points of prefix hit ratio."""
 SHARES: Final = (0.01, 0.05, 0.1, 0.2)
 TINY_CHUNKS: Final = (20, 50, 100, 200)
