@@ -1,4 +1,4 @@
-"""The models of tiers: the base that custom tiers derive from, RAM and NVMe."""
+"""Models of the RAM and NVMe tiers, and their base class, which custom tiers also use."""
 
 from __future__ import annotations
 

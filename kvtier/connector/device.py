@@ -270,7 +270,7 @@ class DeviceEngine:
         self._engine.submit(job if gds is None else job._replace(source=_GDS))
 
     def _reads_of(self, gds: GdsSpec) -> GdsReads:
-        """Convert ``gds`` to this rank's GDS reads, with the hashes of the rank's parts."""
+        """Build this rank's GDS reads; of a chunk's hashes, keep only that of its part."""
         if self._gds is None:
             raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
         hashes = np.frombuffer(gds.hashes, np.uint64).reshape(len(gds.slots), -1)
@@ -405,7 +405,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StoreRequest]) -> None:
-        """Submit several stores as one job, with the id of the first store."""
+        """Submit several store requests as one job, with the id of the first."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:

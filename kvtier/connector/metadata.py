@@ -34,7 +34,7 @@ RequestId = str
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """The engine's blocks of a job, group after group.
+    """The engine blocks that a job copies, one KV cache group after another.
 
     Attributes:
         block_ids: Block numbers in the engine's memory.

@@ -113,7 +113,7 @@ class Demoter:
         self.end_step()
 
     def waiting(self) -> Iterator[ChunkCopy]:
-        """Yield the copies that wait for a demotion job, including dropped ones."""
+        """Yield the copies that wait for a demotion job, even if RAM has dropped them since."""
         return chain.from_iterable(listed.copies for queue in self._queues for listed in queue)
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:

@@ -312,7 +312,7 @@ class Promoter:
     # -- granting ---------------------------------------------------------------------------
 
     def _start(self, request: RequestState, *, may_wait: bool) -> bool:
-        """Grant a queued request its chunks; return whether the request left the queue.
+        """Pin or promote the chunks of a queued request; return False if it stays queued.
 
         Args:
             request: The request.

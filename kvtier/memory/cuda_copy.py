@@ -183,7 +183,7 @@ class _Lane:
 
 
 def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fragments:
-    """Return the fragments of some blocks of the first KV cache group in the first slots.
+    """Return fragments between the first slots and some blocks of KV cache group 0.
 
     Adjacent blocks in ascending order would make one fragment, but engines rarely use such
     blocks. So the blocks are in reverse order.

@@ -32,7 +32,7 @@ _HASH_NBYTES: Final = 4
 
 
 class ShadowTier:
-    """The shadows of one tier, one for each policy.
+    """Simulates one tier under several eviction policies, with one shadow for each policy.
 
     Args:
         capacity: Number of slots of the tier.

@@ -88,7 +88,7 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return the size in percent; compute it if the user gave another unit."""
+    """Return the size in percent of distinct chunks; keep a percentage as it was given."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 

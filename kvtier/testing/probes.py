@@ -160,7 +160,7 @@ class _Counter:
             yield item
 
     def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
-        """Return a replacement for ``walking`` that counts each iterated item as a step.
+        """Return a stand-in for a built-in such as ``sum`` that counts each iterated item.
 
         ``walking`` is one of :data:`_WALKING`.
         """
@@ -182,7 +182,7 @@ class _Counter:
 def _stand_in_for(
     kind: type[Any], charge: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> type[Any]:
-    """Return a replacement for class ``kind`` that calls ``charge`` for each argument."""
+    """Return a stand-in for class ``kind`` that passes its arguments through ``charge``."""
 
     class Meta(type):
         @override

@@ -47,7 +47,7 @@ _KEY_LENGTH = 200
 
 
 class EngineHarness(TierHarness[KeyedTier]):
-    """One engine's view of the service.
+    """The tier as one engine opens it; several engines share the service.
 
     Attributes:
         recorder: The client, which records the keys that the engine puts.
@@ -180,7 +180,7 @@ class SharedTierContract(ABC):
     async def make_engine(
         self, text: str, pool: IoPool, arena: Arena
     ) -> AsyncIterator[MakeEngine]:
-        """A function that opens an engine's view of the service."""
+        """A function that opens the tier as one more engine."""
         engines: list[EngineHarness] = []
         test_id = secrets.token_hex(6)
 

@@ -131,7 +131,7 @@ class _HeldExecutor(ThreadPoolExecutor):
 
 
 class HeldThreads:
-    """Stops the threads of ``pool`` and the loop's executor from starting calls.
+    """Keeps the threads of ``pool`` and of the loop's executor from starting any call.
 
     The threads are held in a ``with`` block. The end of this block releases the threads and
     waits until they are idle.

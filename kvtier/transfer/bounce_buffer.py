@@ -108,7 +108,7 @@ class BetweenTiers(Route):
         return [part_of(job, slice(at, at + step)) for at in range(0, len(job.keys), step)]
 
     async def _move(self, part: Job) -> SlotOutcomes:
-        """Move the chunks of one smaller job through a lane."""
+        """Move the chunks of one part of a job through a lane of bounce slots."""
         async with self._buffer.lane(len(part.keys)) as views:
             try:
                 return await self._copy(part, views)

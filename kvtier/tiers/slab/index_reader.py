@@ -309,7 +309,7 @@ class IndexReader:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return the number of chunks that the next start finds in an idle namespace.
+    """Return how many chunks the next engine start would find; nobody may use the namespace.
 
     Returns:
         The number of chunks; 0 if the index is missing or records a reset; None if the index
