@@ -82,7 +82,11 @@ class SimulatedTier:
         if leading:
             for copy in leading:
                 copy.hits += 1
-            self.eviction.on_hit_many(leading[::-1] if self._is_reverse else leading, ctx)
+            if self._is_reverse:
+                self.eviction.on_hit_many(leading[::-1], ctx)
+            else:  # a batch would be taken for one from leaf to root
+                for copy in leading:
+                    self.eviction.on_hit(copy, ctx)
         stranded = self._access(chain, range(lead, len(chain)))
         return lead, lead + stranded, stranded
 

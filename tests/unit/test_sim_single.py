@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
@@ -62,6 +62,9 @@ CHAINS = st.composite(trees)().filter(any)
 
 
 @given(chains=CHAINS, capacity=st.integers(1, 20), backwards=st.booleans())
+@example(  # a batch that a shorter one joined
+    chains=[[200, 201], [200], [200, 201], list(range(8)), [200]], capacity=9, backwards=False
+)
 def test_lru_hits_what_the_definition_says(
     chains: list[list[int]], capacity: int, backwards: bool
 ) -> None:
