@@ -41,6 +41,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome
 from tests.support.faulty_io import Fault, FaultyIo
+from tests.support.open_files import assert_closed_again, descriptors
 from tests.unit.ram_directory import ram_directory
 
 logger = logging.getLogger(__name__)
@@ -322,11 +323,7 @@ class Bench:
             self._runner.run(asyncio.wait_for(life.run(), HANG_S))
         finally:
             shutil.rmtree(life.root, ignore_errors=True)
-        assert descriptors() == before, "a descriptor is left open"
-
-
-def descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+        assert_closed_again(before, "by the tier")
 
 
 @pytest.fixture

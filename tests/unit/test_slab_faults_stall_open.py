@@ -26,9 +26,10 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import FaultyIo
+from tests.support.open_files import assert_closed_again, descriptors
 from tests.unit.ram_directory import ram_directory
 from tests.unit.stall_rig import SLOT, read_and_close
-from tests.unit.test_slab_faults_matrix import WAYS, descriptors
+from tests.unit.test_slab_faults_matrix import WAYS
 
 SLOTS = 4
 HANG_S = 60.0
@@ -153,7 +154,7 @@ class Bench:
         before = descriptors()
         with self.copy() as place:
             open_late(place, call, number)
-        assert descriptors() == before, f"a descriptor is left open at {call} {number}"
+        assert_closed_again(before, f"at {call} {number}")
 
 
 @pytest.fixture(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import random
@@ -27,6 +26,7 @@ from kvtier.tiers.shared.shared_dir import SharedDirTier
 from kvtier.types import Outcome
 from tests.support.faulty_dir import FaultyDirIo
 from tests.support.faulty_io import Fault
+from tests.support.open_files import assert_closed_again, descriptors
 from tests.unit.ram_directory import ram_directory
 from tests.unit.shared_dir.conftest import FILE, PAYLOAD, Directory
 
@@ -208,14 +208,8 @@ class Bench:
         finally:
             shutil.rmtree(life.path, ignore_errors=True)
         arena.close()
-        if descriptors() != before:
-            gc.collect()  # an error's traceback keeps the arena, which is a file
-        assert descriptors() == before, "a descriptor is left open"
+        assert_closed_again(before, "by the shared directory")
         return life.io
-
-
-def descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture

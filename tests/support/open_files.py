@@ -1,0 +1,28 @@
+"""Counts the files that this process has open."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+__all__ = ["assert_closed_again", "descriptors"]
+
+_GRACE_S = 10.0
+
+
+def descriptors() -> int:
+    """Return the number of open descriptors."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def assert_closed_again(before: int, where: str) -> None:
+    """Assert that at most ``before`` descriptors are open.
+
+    A thread drops its references to files a moment after it has posted its result, and an
+    error's traceback keeps files until it is collected.
+    """
+    deadline_s = time.monotonic() + _GRACE_S
+    while descriptors() > before and time.monotonic() < deadline_s:
+        gc.collect()
+    assert descriptors() <= before, f"a descriptor is left open {where}"
