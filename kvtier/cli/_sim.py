@@ -36,9 +36,16 @@ from kvtier.printable import printable
 from kvtier.sim.cache import default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.fleet import ROUTINGS, simulate_fleet
+from kvtier.sim.hybrid import ONE_GROUP
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
-from kvtier.sim.single import BELADY, SingleResult, TouchOrder, simulate_single
+from kvtier.sim.single import (
+    BELADY,
+    SingleResult,
+    TouchOrder,
+    distinct_chunks,
+    simulate_single,
+)
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.time_model import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
@@ -56,6 +63,14 @@ Order = Annotated[
         "--touch-order",
         metavar="ORDER",
         help="Order in which a request's chunks are used: forward, reverse, or the policy's.",
+    ),
+]
+Groups = Annotated[
+    str,
+    typer.Option(
+        metavar="KINDS",
+        help="KV cache groups of the model, separated by commas: prefix, window:TOKENS, "
+        "local:TOKENS or state.",
     ),
 ]
 ChunkBytes = Annotated[
@@ -87,7 +102,7 @@ Speeds = Annotated[
 
 
 _OF_TRACES = frozenset({"trace", "format_name", "tokens_per_id", "chunk_bytes"})
-_BY_POLICY = _OF_TRACES | {"policy", "capacity", "touch_order"}
+_BY_POLICY = _OF_TRACES | {"policy", "capacity", "touch_order", "groups"}
 _BY_CONFIG = _OF_TRACES | {"config", "prefill_rate", "tier_speed"}
 """Parameters that a simulation of a whole configuration uses."""
 
@@ -116,6 +131,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
         ),
     ] = None,
     touch_order: Order = "policy",
+    groups: Groups = ONE_GROUP,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Configuration with all tiers.", readable=False),
@@ -152,8 +168,9 @@ def run(  # noqa: PLR0913 - each is an option of the command
         one = simulate_single(
             loaded,
             policy=policy or "",
-            capacity=_capacity(loaded, capacity, nbytes),
+            capacity=_capacity(loaded, capacity, groups, nbytes),
             touch_order=_order(touch_order),
+            groups=groups,
             progress=progress,
         )
     _show_single(one, loaded, as_json=as_json)
@@ -234,6 +251,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     format_name: FormatOption = "auto",
     tokens_per_id: TokensPerId = None,
     touch_order: Order = "policy",
+    groups: Groups = ONE_GROUP,
     chunk_bytes: ChunkBytes = None,
 ) -> None:
     """Simulate every TRACE with every policy at every size."""
@@ -249,6 +267,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
             _names("--capacities", capacities),
             chunk_bytes=[chunk_bytes_of(trace, chunk_bytes) for trace in loaded],
             touch_order=_order(touch_order),
+            groups=groups,
             jobs=jobs,
             progress=progress,
         )
@@ -321,10 +340,12 @@ def _refuse_others(
             raise ConfigError(f"{option} has no effect with {kind}; remove it, or {remedy}")
 
 
-def _capacity(trace: Trace, text: str | None, chunk_bytes: int) -> int:
+def _capacity(trace: Trace, text: str | None, groups: str, chunk_bytes: int) -> int:
     if text is None:
         raise ConfigError("--capacity is missing; write one such as --capacity 5%")
-    return parse_capacity(text, distinct=trace.distinct, chunk_bytes=chunk_bytes)
+    return parse_capacity(
+        text, distinct=distinct_chunks(trace, groups), chunk_bytes=chunk_bytes
+    )
 
 
 def _order(text: str) -> TouchOrder:

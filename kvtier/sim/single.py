@@ -1,14 +1,15 @@
 """Simulates one tier with an eviction policy or with Belady's optimal rule.
 
 As in other cache simulators, the cache starts empty, the whole trace counts, and all chunks
-have the same size.
-:class:`~kvtier.policies.simulated_tier.SimulatedTier` defines a hit.
+have the same size. :class:`~kvtier.policies.simulated_tier.SimulatedTier` defines a hit, or
+:mod:`.hybrid` for a model with several KV cache groups.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
@@ -16,10 +17,18 @@ from typing import ClassVar, Final, Literal
 import numpy as np
 from typing_extensions import override
 
+from kvtier.errors import ConfigError
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import Eviction, PolicyContext, build_eviction
 from kvtier.policies.base import ChunkCopy, Evictable
 from kvtier.policies.simulated_tier import SimulatedTier
+from kvtier.sim.hybrid import (
+    ONE_GROUP,
+    HybridTier,
+    PromptHits,
+    is_hybrid,
+    parse_group_list,
+)
 from kvtier.sim.traces import Trace
 
 __all__ = [
@@ -29,7 +38,9 @@ __all__ = [
     "Progress",
     "SingleResult",
     "TouchOrder",
+    "check_belady",
     "chunk_keys",
+    "distinct_chunks",
     "simulate_single",
 ]
 
@@ -54,17 +65,22 @@ class SingleResult:
         trace: The trace's name.
         policy: The policy's name.
         touch_order: The order of touches: forward or reverse.
-        capacity_chunks: Number of chunks that the tier can hold.
+        groups: The model's KV cache groups.
+        capacity_chunks: Number of chunks that the tier can hold. This number and the next ones
+            are sums over all groups.
         refs: Number of chunk references.
         hits: Number of references to resident chunks.
         block_hit_ratio: ``hits / refs``.
         prefix_hit_ratio: Prompt tokens in leading hits, as a share of all prompt tokens. A
             request's leading hits are the hits before its first miss. A partial last chunk
             counts only the tokens that it has.
-        lead_chunks: Number of leading hits.
+        lead_chunks: Number of leading hits; with several groups, the number of chunks that the
+            hits need.
         stranded_hits: Number of resident chunks behind a missing ancestor. In forward order,
             this is ``hits - lead_chunks``. In reverse order, chunks count if they are resident
-            when their request arrives; some may be evicted before they are accessed.
+            when their request arrives; some may be evicted before they are accessed. With
+            several groups, chunks behind the hit's end count if they are resident when their
+            request arrives.
         seconds: Real duration of the simulation in seconds, without reading the trace.
         refs_per_second: ``refs / seconds``.
     """
@@ -72,6 +88,7 @@ class SingleResult:
     trace: str
     policy: str
     touch_order: str
+    groups: str
     capacity_chunks: int
     refs: int
     hits: int
@@ -132,12 +149,45 @@ class Belady(Eviction):
         return None
 
 
-def chunk_keys(distinct: int) -> list[ChunkKey]:
+def chunk_keys(distinct: int, group: int = 0) -> list[ChunkKey]:
     """Return one key per chunk number. Reuse of these objects avoids hashing keys again."""
     keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
     keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
+    keys[:, 8:] = list(group.to_bytes(GROUP_NBYTES, "big"))
     chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
     return chunks
+
+
+def check_belady(groups: str) -> None:
+    """Check that Belady's rule applies to a model with these KV cache groups.
+
+    Raises:
+        ConfigError: The next uses of chunks depend on the hits, or ``groups`` is invalid.
+    """
+    if is_hybrid(parse_group_list(groups, chunk_tokens=1)):
+        raise ConfigError(
+            f"--groups {groups}: the uses of a chunk depend on the hits, so {BELADY} cannot "
+            f"know the next one; leave out {BELADY}, or write --groups {ONE_GROUP}"
+        )
+
+
+def distinct_chunks(trace: Trace, groups: str = ONE_GROUP) -> int:
+    """Return the number of chunks, at least 1, that a tier without evictions has in the end.
+
+    Args:
+        trace: The trace.
+        groups: The model's KV cache groups.
+
+    Raises:
+        ConfigError: ``groups`` is invalid.
+    """
+    parsed = parse_group_list(groups, chunk_tokens=trace.chunk_tokens)
+    if not is_hybrid(parsed):
+        return trace.distinct
+    endless = build_eviction("fifo", capacity=trace.distinct * len(parsed))
+    tier = HybridTier(endless, parsed)
+    deque(_serve(trace, tier, len(parsed)), maxlen=0)
+    return max(len(tier.members), 1)
 
 
 def simulate_single(
@@ -146,6 +196,7 @@ def simulate_single(
     policy: str,
     capacity: int,
     touch_order: TouchOrder = "policy",
+    groups: str = ONE_GROUP,
     progress: Progress | None = None,
 ) -> SingleResult:
     """Replay ``trace`` against one tier.
@@ -155,32 +206,34 @@ def simulate_single(
         policy: Name of an eviction policy, or :data:`BELADY`.
         capacity: Number of chunks that the tier can hold, at least 1.
         touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
+        groups: The model's KV cache groups, in a form that
+            :func:`~kvtier.sim.hybrid.parse_group_list` reads.
         progress: Called at intervals with the share of finished requests, 0 to 1.
 
     Raises:
-        ConfigError: The policy is unknown.
+        ConfigError: The policy is unknown, or ``groups`` is invalid.
     """
     begun = time.perf_counter()
+    parsed = parse_group_list(groups, chunk_tokens=trace.chunk_tokens)
+    if policy == BELADY:
+        check_belady(groups)
     eviction = _make_eviction(trace, policy, capacity, touch_order)
     order = eviction.touch_order if touch_order == "policy" else touch_order
     tier = SimulatedTier(eviction, touch_order=order)
-    tier.ctx.rng.seed(SEED)
-    key_of = chunk_keys(trace.distinct).__getitem__
+    if is_hybrid(parsed):
+        tier = HybridTier(eviction, parsed, touch_order=order)
+    served = _serve(trace, tier, len(parsed))
     inputs = trace.input_tokens.tolist()
-    requests = zip(
-        trace.chains(), trace.timestamps_s.tolist(), inputs, trace.session_names(), strict=True
-    )
-    hits = leads = stranded = saved = 0
+    refs = hits = leads = stranded = saved = 0
     report_every = trace.requests // _REPORTS + 1
-    for number, (chain, now, tokens, session) in enumerate(requests):
-        keys = list(map(key_of, chain))
-        lead, found, behind = tier.serve(keys, now, request=str(number), session=session)
-        hits += found
-        leads += lead
-        stranded += behind
-        saved += min(lead * trace.chunk_tokens, tokens)
-        if progress is not None and not (number + 1) % report_every:
-            progress((number + 1) / trace.requests)
+    for number, (one, tokens) in enumerate(zip(served, inputs, strict=True), start=1):
+        refs += one.refs
+        hits += one.hits
+        leads += one.loaded
+        stranded += one.stranded
+        saved += min(one.depth * trace.chunk_tokens, tokens)
+        if progress is not None and not number % report_every:
+            progress(number / trace.requests)
     if progress is not None:
         progress(1.0)
     seconds = time.perf_counter() - begun
@@ -188,16 +241,42 @@ def simulate_single(
         trace=trace.name,
         policy=policy,
         touch_order=order,
+        groups=groups,
         capacity_chunks=capacity,
-        refs=trace.refs,
+        refs=refs,
         hits=hits,
-        block_hit_ratio=hits / trace.refs,
+        block_hit_ratio=hits / max(refs, 1),
         prefix_hit_ratio=saved / max(sum(inputs), 1),
         lead_chunks=leads,
         stranded_hits=stranded,
         seconds=seconds,
-        refs_per_second=trace.refs / seconds,
+        refs_per_second=refs / seconds,
     )
+
+
+def _serve(trace: Trace, tier: SimulatedTier, groups: int = 1) -> Iterator[PromptHits]:
+    """Serve every request of ``trace`` for a model with ``groups`` KV cache groups."""
+    tier.ctx.rng.seed(SEED)
+    keys_of = [chunk_keys(trace.distinct, group).__getitem__ for group in range(groups)]
+    whole_chunks = (trace.input_tokens // trace.chunk_tokens).tolist()
+    times, names = trace.timestamps_s.tolist(), trace.session_names()
+    requests = zip(trace.chains(), whole_chunks, times, names, strict=True)
+    for number, (chain, whole, now, session) in enumerate(requests):
+        if isinstance(tier, HybridTier):
+            # A chunk that occurs twice in a prompt is stored once.
+            chunks = list(dict.fromkeys(chain))
+            groups_keys = [list(map(key_of, chunks)) for key_of in keys_of]
+            yield tier.serve_groups(
+                groups_keys,
+                min(whole, len(chunks)),
+                now,
+                request=str(number),
+                session=session,
+            )
+        else:
+            keys = list(map(keys_of[0], chain))
+            lead, hits, behind = tier.serve(keys, now, request=str(number), session=session)
+            yield PromptHits(lead, lead, hits, len(keys), behind)
 
 
 def _make_eviction(

@@ -24,7 +24,16 @@ from typing import Any, Final
 import kvtier
 from kvtier.policies import build_eviction
 from kvtier.sim.capacity import parse_capacity
-from kvtier.sim.single import BELADY, SEED, Progress, TouchOrder, simulate_single
+from kvtier.sim.hybrid import ONE_GROUP
+from kvtier.sim.single import (
+    BELADY,
+    SEED,
+    Progress,
+    TouchOrder,
+    check_belady,
+    distinct_chunks,
+    simulate_single,
+)
 from kvtier.sim.traces import Trace
 
 __all__ = ["COLUMNS", "Cell", "SweepResult", "sweep", "write_csv"]
@@ -36,12 +45,14 @@ class Cell:
 
     Attributes:
         trace: Index of the trace.
+        distinct: Number of distinct chunks of the trace, in all KV cache groups.
         policy: The policy's name.
         capacity: The size as the user wrote it.
         capacity_chunks: The size as a number of chunks of this trace.
     """
 
     trace: int
+    distinct: int
     policy: str
     capacity: str
     capacity_chunks: int
@@ -52,7 +63,8 @@ class SweepResult:
     """One row of a sweep; the fields are the columns of its CSV file.
 
     :class:`~kvtier.sim.single.SingleResult` documents the fields that both classes have.
-    ``capacity`` is the size as the user wrote it. ``assumed`` and ``warnings`` are the
+    ``capacity`` is the size as the user wrote it. ``distinct`` is the number of chunks that a
+    tier without evictions has in the end. ``assumed`` and ``warnings`` are the
     attributes of the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
     """
 
@@ -63,6 +75,7 @@ class SweepResult:
     distinct: int
     policy: str
     touch_order: str
+    groups: str
     capacity: str
     capacity_chunks: int
     capacity_share: float
@@ -95,6 +108,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
     *,
     chunk_bytes: Sequence[int],
     touch_order: TouchOrder = "policy",
+    groups: str = ONE_GROUP,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> list[SweepResult]:
@@ -106,6 +120,8 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         capacities: Sizes in a form that :func:`~kvtier.sim.capacity.parse_capacity` reads.
         chunk_bytes: Size in bytes of a chunk of each trace.
         touch_order: The order of touches in every simulation.
+        groups: The model's KV cache groups, in a form that
+            :func:`~kvtier.sim.hybrid.parse_group_list` reads.
         jobs: Number of processes. With 1, the sweep runs in this process.
         progress: Called with the share of finished simulations after each simulation.
 
@@ -113,24 +129,28 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         One result per cell, in the given order of traces, policies and sizes.
 
     Raises:
-        ConfigError: A policy does not exist, or a size is invalid.
+        ConfigError: A policy does not exist, or a size or ``groups`` is invalid.
     """
     for name in policies:
-        if name != BELADY:
+        if name == BELADY:
+            check_belady(groups)
+        else:
             build_eviction(name, capacity=1)
+    distinct = [distinct_chunks(trace, groups) for trace in traces]
     cells = [
         Cell(
             number,
+            distinct[number],
             policy,
             capacity,
             parse_capacity(
-                capacity, distinct=traces[number].distinct, chunk_bytes=chunk_bytes[number]
+                capacity, distinct=distinct[number], chunk_bytes=chunk_bytes[number]
             ),
         )
         for number, policy, capacity in product(range(len(traces)), policies, capacities)
     ]
     results: dict[Cell, SweepResult] = {}
-    with _runner(traces, touch_order, min(jobs, len(cells))) as run:
+    with _runner(traces, touch_order, groups, min(jobs, len(cells))) as run:
         for cell, result in run(cells):
             results[cell] = result
             if progress is not None:
@@ -151,12 +171,16 @@ def write_csv(results: Sequence[SweepResult], path: Path) -> None:
 
 
 def _run(
-    traces: Sequence[Trace], touch_order: TouchOrder, cell: Cell
+    traces: Sequence[Trace], touch_order: TouchOrder, groups: str, cell: Cell
 ) -> tuple[Cell, SweepResult]:
     """Simulate one cell."""
     trace = traces[cell.trace]
     result = simulate_single(
-        trace, policy=cell.policy, capacity=cell.capacity_chunks, touch_order=touch_order
+        trace,
+        policy=cell.policy,
+        capacity=cell.capacity_chunks,
+        touch_order=touch_order,
+        groups=groups,
     )
     return cell, SweepResult(
         **asdict(result),
@@ -165,18 +189,20 @@ def _run(
         chunk_tokens=trace.chunk_tokens,
         assumed="; ".join(trace.assumed),
         warnings="; ".join(trace.warnings),
-        distinct=trace.distinct,
+        distinct=cell.distinct,
         capacity=cell.capacity,
-        capacity_share=cell.capacity_chunks / trace.distinct,
+        capacity_share=cell.capacity_chunks / cell.distinct,
         seed=SEED,
         kvtier_version=kvtier.__version__,
     )
 
 
 @contextmanager
-def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
+def _runner(
+    traces: Sequence[Trace], touch_order: TouchOrder, groups: str, jobs: int
+) -> Iterator[Any]:
     """Yield a function that simulates cells and yields (cell, result) pairs in any order."""
-    run = partial(_run, traces, touch_order)
+    run = partial(_run, traces, touch_order, groups)
     if jobs <= 1:
         yield partial(map, run)
         return

@@ -15,6 +15,7 @@ SINGLE_KEYS = [
     "trace",
     "policy",
     "touch_order",
+    "groups",
     "capacity_chunks",
     "refs",
     "hits",
@@ -166,6 +167,7 @@ POLICY = ("--policy", "lru", "--capacity", "5%")
     [
         ("--capacity", "5%", "--config"),
         ("--touch-order", "policy", "--config"),
+        ("--groups", "prefix,state", "--config"),
         ("--prefill-rate", "5000", "--policy"),
         ("--tier-speed", "ram=1GB/s,1GB/s,1ms", "--policy"),
     ],

@@ -41,6 +41,19 @@ def test_a_sweep_writes_what_single_runs_say_and_how_to_repeat_them(
     assert printed.endswith(f"\nwrote {trace.with_suffix('.csv')}\n")
 
 
+def test_a_sweep_and_a_run_take_the_groups_of_a_hybrid_model(trace: Path) -> None:
+    groups = ("--groups", "prefix,window:1024,state")
+    sweep(trace, *groups)
+    with trace.with_suffix(".csv").open() as file:
+        row = next(csv.DictReader(file))
+    cell = ("--policy", row["policy"], "--capacity", row["capacity"], "--json")
+    single = json.loads(kvtier("sim", "run", trace, *cell, *groups))
+    assert single["groups"] == row["groups"] == groups[1]
+    assert str(single["capacity_chunks"]) == row["capacity_chunks"]
+    assert str(single["prefix_hit_ratio"]) == row["prefix_hit_ratio"]
+    assert "--groups full: " in refusal("sim", "run", trace, *cell, "--groups", "full")
+
+
 def test_two_traces_of_one_name_are_two(trace: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / trace.name
     other.parent.mkdir()
