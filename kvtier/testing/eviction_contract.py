@@ -103,6 +103,9 @@ class EvictionContract(ABC):
 
         assert eviction.pick(refuse, ctx) is None
         assert len(asked) <= len(copies)
+        asked.clear()
+        assert eviction.pick_many(len(copies), refuse, ctx) == []
+        assert len(asked) <= 2 * len(copies)  # some ask before they pick one by one
 
     def test_a_removed_copy_is_never_picked(self) -> None:
         eviction, copies, ctx = self._filled(8)

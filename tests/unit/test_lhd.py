@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from kvtier.sim.single import BELADY, simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
 from tests.unit.sim_traces import TRACES, needs_traces
 
+NUMBERS = itertools.count()
 MOST_LOST = 0.0075
 """Points that are lost at most, as a share: an allowance is spent before LRU is followed."""
 
@@ -116,7 +118,7 @@ def serve(rivalry: Rivalry, ours: int, theirs: int, *, times: int, length: int =
     for _ in range(times):
         for depth in reversed(range(length)):
             rivalry.record(depth, depth, missed=depth >= ours, lru_missed=depth >= theirs)
-        rivalry.end_request(0)
+        rivalry.go_on(f"{next(NUMBERS)}", 0)
 
 
 def test_it_follows_lru_once_the_allowance_is_lost() -> None:
@@ -141,7 +143,7 @@ def test_hits_behind_a_missing_chunk_do_not_count() -> None:
     for _ in range(1000):
         rivalry.record(9, 1, missed=False, lru_missed=True)
         rivalry.record(0, 0, missed=True, lru_missed=True)
-        rivalry.end_request(0)
+        rivalry.go_on(f"{next(NUMBERS)}", 0)
     serve(rivalry, 5, 6, times=60)
     assert rivalry.follows_lru
 
@@ -149,4 +151,15 @@ def test_hits_behind_a_missing_chunk_do_not_count() -> None:
 def test_a_tier_of_less_than_half_a_prompt_evicts_like_lru() -> None:
     rivalry = Rivalry(10)
     serve(rivalry, 10, 0, times=1, length=21)
+    assert rivalry.follows_lru
+
+
+def test_prompts_that_come_in_parts_by_turns_are_compared_whole() -> None:
+    rivalry = Rivalry(100)
+    for turn in range(1000):
+        for depth in (8, 4, 0):  # both requests miss the first chunk; the others do not help
+            for request in ("a", "b"):
+                rivalry.go_on(f"{request}{turn}", 0)
+                rivalry.record(depth + 3, depth, count=4, missed=depth == 0, lru_missed=False)
+    rivalry.go_on("", 0)
     assert rivalry.follows_lru

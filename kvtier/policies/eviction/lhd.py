@@ -60,6 +60,10 @@ _MOST_TIERS: Final = 2.0
 _KEEP: Final = 0.9986
 """Share of the lead that survives a renewal of the densities: half after 250 turns."""
 _DEEP: Final = 1 << 62
+_SLACK: Final = 8
+"""Number of stale entries that a run may always have."""
+_MOST_OPEN: Final = 1024
+"""Requests that may come in parts, about as many as an engine runs at a time."""
 _PRESENT: Final = 0
 _ROBBED: Final = 1
 """The request evicted the chunk itself, after it began and before it used the chunk."""
@@ -90,11 +94,30 @@ class Run:
         self.robbed_by: str | None = None
 
 
+class _Request:
+    """The chunks that one request used so far.
+
+    Attributes:
+        reach: LRU held the chunks used since this number of uses when the request began.
+        end: Number of chunks up to the deepest one that was used.
+        missed: Least depth of the chunks that were absent when the request began.
+        lru_missed: Least depth of the chunks that LRU did not hold then.
+        won: Leading hits minus those of LRU, as they were last counted.
+    """
+
+    __slots__ = ("end", "lru_missed", "missed", "reach", "won")
+
+    def __init__(self, reach: int) -> None:
+        self.reach = reach
+        self.end = self.won = 0
+        self.missed = self.lru_missed = _DEEP
+
+
 class Rivalry:
     """Compares the policy's leading hits with LRU's, request by request.
 
     Only chunks before a request's first miss are useful. Their number is the least depth of the
-    missed chunks, in whatever order the chunks come.
+    missed chunks, in whatever order the chunks come. Requests may come in parts by turns.
 
     Attributes:
         follows_lru: Whether the policy must evict what LRU would evict.
@@ -104,34 +127,48 @@ class Rivalry:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lead = self._uses = self._requests = 0.0
-        self._end = 0
-        self._missed = self._lru_missed = _DEEP
+        self._open: dict[str, _Request] = {}  # the last ones, by id
+        self._now = _Request(0)
         self.follows_lru = False
-        self.reach = 0
 
-    def record(self, first: int, last: int, *, missed: bool, lru_missed: bool) -> None:
-        """Record uses of the request's chunks between the depths ``first`` and ``last``."""
+    @property
+    def reach(self) -> int:  # noqa: D102 - documented above
+        return self._now.reach
+
+    def record(
+        self, first: int, last: int, *, count: int = 1, missed: bool, lru_missed: bool
+    ) -> None:
+        """Record ``count`` uses of the request's chunks between two depths."""
+        now = self._now
+        if not now.end:
+            self._requests += 1.0
+        self._uses += count
         if first > last:
             first, last = last, first
-        if last >= self._end:
-            self._end = last + 1
-        if missed and first < self._missed:
-            self._missed = first
-        if lru_missed and first < self._lru_missed:
-            self._lru_missed = first
+        if last >= now.end:
+            now.end = last + 1
+        if missed and first < now.missed:
+            now.missed = first
+        if lru_missed and first < now.lru_missed:
+            now.lru_missed = first
 
-    def end_request(self, reach: int) -> None:
-        """Add the request's hits to the lead, and choose whom to follow."""
-        self.reach = reach
-        if not self._end:
+    def go_on(self, request: str, reach: int) -> None:
+        """Add the hits of the present request to the lead, and go on with ``request``."""
+        now = self._now
+        again = self._open.pop(request, None)
+        self._now = _Request(reach) if again is None else again
+        if request:
+            self._open[request] = self._now
+            if len(self._open) > _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+        if not now.end:
             return
-        self._uses += self._end
-        self._requests += 1.0
+        won = min(now.missed, now.end) - min(now.lru_missed, now.end)
         length = self._uses / self._requests
         allowance = _PROMPTS * length + _SLOTS * self._capacity
-        won = min(self._missed, self._end) - min(self._lru_missed, self._end)
-        self._lead = min(self._lead + won, allowance)  # old wins must not pay for long losses
-        self._end, self._missed, self._lru_missed = 0, _DEEP, _DEEP
+        # Old wins must not pay for long losses.
+        self._lead = min(self._lead + won - now.won, allowance)
+        now.won = won
         budget = _SHARE * self._uses + self._lead
         if not self.follows_lru:
             budget += allowance
@@ -271,10 +308,11 @@ class Lhd(Eviction):
                 self._drop(going, evicted=True)
                 picked += going
             else:
-                victims = [self.pick(evictable, ctx) for _ in going]
-                picked += filter(None, victims)
-                if not victims[-1]:
-                    break
+                for _ in going:
+                    victim = self.pick(evictable, ctx)
+                    if victim is None:
+                        return picked
+                    picked.append(victim)
         return picked
 
     def _peek(self, count: int, *, by_age: bool = False) -> list[ChunkCopy]:
@@ -311,7 +349,7 @@ class Lhd(Eviction):
         self._request = ctx.request
         self._new_depth = -1
         self._victims = None
-        self._rivalry.end_request(self._density.reach)
+        self._rivalry.go_on(ctx.request, self._density.reach)
 
     def _kind_of_new(self, depth: int) -> int:
         """Return the class of a new chunk; a prompt's new chunks come leaf to root."""
@@ -356,7 +394,9 @@ class Lhd(Eviction):
         source, how, density = self._source, self._how, self._density
         lru_missed = source.since < self._rivalry.reach
         last = newest.copies[-1].depth
-        self._rivalry.record(self._depth, last, missed=how == _MISSED, lru_missed=lru_missed)
+        self._rivalry.record(
+            self._depth, last, count=count, missed=how == _MISSED, lru_missed=lru_missed
+        )
         if source is not self._outside:
             density.record_uses(source.kind, source.since, self._clock, count)
             if how == _PRESENT:
@@ -378,9 +418,14 @@ class Lhd(Eviction):
     def _leave(self, run: Run, count: int) -> None:
         """Record that ``count`` copies left ``run``."""
         run.live -= count
-        if not run.live and run is not self._newest:
+        if run is self._newest:
+            return
+        if not run.live:
             run.copies, run.first = [], 0
             self._queues[run.kind].pop(run, None)
+        elif len(run.copies) > 2 * run.live + _SLACK:
+            run.copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
+            run.first = 0
 
     def _requeue(self, copy: ChunkCopy) -> None:
         """Make ``copy``, which has left its run, the youngest, without counting a use."""
