@@ -172,8 +172,9 @@ class CacheService:
                 self._waits.begin(req_id)
                 if manager.is_asking(req_id):
                     self._jobs.submit()  # now, because the request waits for the answer
-                    # If no other request was looked up, the step has no other work.
-                    self._step_begins = self.is_idle = was_idle
+                    if manager.is_asking(req_id):
+                        # If no other request was looked up, the step has no other work.
+                        self._step_begins = self.is_idle = was_idle
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.report_error("lookup", error)
             self._fail_request(req_id)  # else it might wait for a question that nobody got

@@ -10,10 +10,14 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvtier.logs import get_logger
 from kvtier.transfer.channel import Channel
+from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
-__all__ = ["JobQueue", "JobResults", "Pair", "Pending"]
+__all__ = ["JobQueue", "JobResults", "Pair", "Pending", "abandon"]
+
+logger = get_logger(__name__)
 
 Pair: TypeAlias = tuple[str, str]
 """Source and destination tier."""
@@ -133,7 +137,7 @@ class JobResults:
     def post_expired(self, pending: Pending, error: str) -> None:
         """Post the result of a job that has expired while its slots are still in use."""
         job = pending.job
-        pending.channel.route.abandon(job)
+        abandon(pending.channel.route, job)
         outcomes = [Outcome.EXPIRED] * len(job.source_slots)
         with self.changed:
             self.posted.append(TransferResult(job.job_id, outcomes, settled=False, error=error))
@@ -141,7 +145,7 @@ class JobResults:
 
     def drop(self, pending: Pending, outcome: Outcome, *, error: str) -> None:
         """Settle a job that never ran; count it as refused if ``outcome`` is REFUSED."""
-        pending.channel.route.abandon(pending.job)
+        abandon(pending.channel.route, pending.job)
         if outcome is Outcome.REFUSED:
             with self.changed:
                 pending.channel.refused += 1
@@ -169,3 +173,14 @@ class JobResults:
             self.posted.append(result)
             self._unsettled.discard(pending.job.job_id)
             self.changed.notify_all()
+
+
+def abandon(route: Route, job: Job) -> None:
+    """Release the workers that wait for the chunks of ``job``, which will not run.
+
+    An error of the route is logged, because the job and those after it need a result.
+    """
+    try:
+        route.abandon(job)
+    except Exception:
+        logger.exception("a route cannot release the workers of job %d", job.job_id)

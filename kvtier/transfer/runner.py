@@ -16,7 +16,7 @@ from kvtier.logs import get_logger
 from kvtier.os.wakeups import LoopWaker
 from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.channel import Channel, EngineLimits
-from kvtier.transfer.jobs import JobQueue, JobResults, Pair, Pending
+from kvtier.transfer.jobs import JobQueue, JobResults, Pair, Pending, abandon
 from kvtier.transfer.routes import raise_later
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
@@ -101,7 +101,7 @@ class Runner:
         for job in chain.from_iterable(jobs for jobs, _ in self._inbox):
             channel = self._channels.get((job.source, job.destination))
             if channel is not None:
-                channel.route.abandon(job)
+                abandon(channel.route, job)
             self._results.fail(job, error=error)
 
     # -- on the loop ---------------------------------------------------------------------------
@@ -186,12 +186,14 @@ class Runner:
 
     def _admit(self) -> None:
         """Queue submitted jobs and drop cancelled ones."""
+        # First, because a job may be submitted and cancelled while the inbox is emptied.
+        cancels = [self._cancels.popleft() for _ in range(len(self._cancels))]
         while self._inbox:
             jobs, submitted_s = self._inbox.popleft()
             for job in jobs:
                 self._accept(job, submitted_s)
-        while self._cancels:
-            cancelled = self._queue.get(self._cancels.popleft())
+        for job_id in cancels:
+            cancelled = self._queue.get(job_id)
             if cancelled is not None:
                 self._drop(cancelled, Outcome.CANCELLED, "no longer needed")
 

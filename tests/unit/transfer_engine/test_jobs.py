@@ -157,6 +157,25 @@ def test_a_cancelled_job_that_waits_is_dropped_and_one_that_runs_is_not(
     assert wait_for(engine, running) == {running.job_id: ([Outcome.DONE], True)}
 
 
+def test_a_route_that_cannot_release_workers_loses_no_result(
+    make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Job) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(route, "abandon", fail)
+    engine = make_engine(queued_bytes=2 * CHUNK_NBYTES)
+    held, waiting, refused, beside = job(), job(), job(), job()
+    gate = route.hold(held)
+    engine.submit(held)
+    engine.submit(waiting, refused, beside)
+    expected = ([Outcome.REFUSED], True)
+    seen = wait_for(engine, refused, beside)
+    assert seen == {refused.job_id: expected, beside.job_id: expected}
+    gate.set()
+    wait_for(engine, held, waiting)
+
+
 def test_a_tier_that_keeps_failing_is_taken_out_of_service(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
