@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from kvtier.config import MooncakeTierConfig, SharedTierConfig
 from kvtier.testing.shared_tier_contract import SharedTierContract
 from kvtier.testing.shared_tier_harness import SharedTierHarness
 from kvtier.testing.tier_harness import Arena
-from kvtier.tiers.shared import SharedContext, SharedTier, mooncake
+from kvtier.tiers.shared import SharedContext, SharedTier
 from kvtier.tiers.shared.mooncake import MooncakeTier
 from kvtier.tiers.shared.mooncake_client import MooncakeClient
 from kvtier.types import Outcome
@@ -23,7 +22,6 @@ pytest.importorskip("mooncake", reason="Mooncake has no wheel for this platform"
 
 from tests.support.mooncake_service import MooncakeService, RawClient, running_service
 
-PROOFS_NBYTES = (mooncake._GETS + mooncake._PUTS) * mooncake._ARENA_NBYTES
 CLOSING = {
     SharedTierContract.test_a_value_stays_when_its_client_is_closed.__name__,
     SharedTierContract.test_nothing_blocks_the_loop.__name__,
@@ -45,6 +43,33 @@ def raw(service: MooncakeService) -> Iterator[RawClient]:
     client.close()
 
 
+class LentTier(MooncakeTier):
+    """A tier whose client is used again.
+
+    Attributes:
+        lent: The client and its memory for proofs.
+        returned: Gets both when the tier is closed.
+    """
+
+    returned: list[tuple[MooncakeClient, memoryview]]
+
+    def __init__(
+        self,
+        options: MooncakeTierConfig,
+        context: SharedContext,
+        client: MooncakeClient,
+        proofs: memoryview,
+    ) -> None:
+        super().__init__(options, context, client, proofs)
+        self.lent = client, proofs
+
+    @override
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.returned.append(self.lent)
+
+
 class Clients:
     """Connected clients to use again: the library takes a second to close one.
 
@@ -60,41 +85,19 @@ class Clients:
     def open(self, options: MooncakeTierConfig, context: SharedContext) -> MooncakeTier:
         """Open a tier that gives its client back when it is closed."""
         if self._free:
-            client, proofs = self._free.pop()
+            tier = LentTier(options, context, *self._free.pop())
         else:
-            proofs = memoryview(mmap.mmap(-1, PROOFS_NBYTES))
-            client = MooncakeClient(options, [proofs, self.arena.view])
-            client.connect()
-            self._all.append(client)
-        return LentTier(
-            options, context, client, proofs, lambda: self._free.append((client, proofs))
-        )
+            opened = LentTier.open(options, context)
+            assert isinstance(opened, LentTier)
+            tier = opened
+            self._all.append(tier.lent[0])
+        tier.returned = self._free
+        return tier
 
     def close(self) -> None:
         for client in self._all:
             client.close()
         self.arena.close()
-
-
-class LentTier(MooncakeTier):
-    """A tier whose client is used again."""
-
-    def __init__(
-        self,
-        options: MooncakeTierConfig,
-        context: SharedContext,
-        client: MooncakeClient,
-        proofs: memoryview,
-        give_back: Callable[[], None],
-    ) -> None:
-        super().__init__(options, context, client, proofs)
-        self._give_back = give_back
-
-    @override
-    async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._give_back()
 
 
 @pytest.fixture(scope="module")
