@@ -52,10 +52,7 @@ class TierJobs:
                 route = self._routes.pop(result.job_id, None)
                 if route is not None and result.nbytes:
                     self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
-            try:
-                self._manager.apply(result)
-            except Exception as error:  # noqa: BLE001 - the other results must not be lost
-                self._report_error("apply", error)
+            self._apply(result)
 
     def submit(self) -> list[Job]:
         """Submit the jobs planned since the last call; return the submitted jobs."""
@@ -123,6 +120,12 @@ class TierJobs:
             self.take_results()
         self.forget_corrupt()
 
+    def _apply(self, result: TransferResult) -> None:
+        try:
+            self._manager.apply(result)
+        except Exception as error:  # noqa: BLE001 - the other results must not be lost
+            self._report_error("apply", error)
+
     def _fail(self, jobs: Sequence[Job]) -> None:
         """Report to the manager and to waiting workers that the unsubmitted ``jobs`` failed."""
         for job in jobs:
@@ -131,9 +134,4 @@ class TierJobs:
                 self._engine.abandon(job)
             except Exception as error:  # noqa: BLE001 - the other jobs must fail as well
                 self._report_error("abandon", error)
-            try:
-                self._manager.apply(
-                    TransferResult(job.job_id, [Outcome.FAILED] * len(job.keys))
-                )
-            except Exception as error:  # noqa: BLE001 - the other jobs must fail as well
-                self._report_error("apply", error)
+            self._apply(TransferResult(job.job_id, [Outcome.FAILED] * len(job.keys)))
