@@ -64,6 +64,7 @@ _SLACK: Final = 8
 """Number of stale entries that a run may always have."""
 _MOST_OPEN: Final = 1024
 """Requests that may come in parts, about as many as an engine runs at a time."""
+# How a request found a chunk that it uses.
 _PRESENT: Final = 0
 _ROBBED: Final = 1
 """The request evicted the chunk itself, after it began and before it used the chunk."""
@@ -121,7 +122,6 @@ class Rivalry:
 
     Attributes:
         follows_lru: Whether the policy must evict what LRU would evict.
-        reach: LRU held the chunks used since this number of uses when the request began.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -132,7 +132,8 @@ class Rivalry:
         self.follows_lru = False
 
     @property
-    def reach(self) -> int:  # noqa: D102 - documented above
+    def reach(self) -> int:
+        """LRU held the chunks used since this number of uses when the request began."""
         return self._now.reach
 
     def record(
@@ -431,12 +432,11 @@ class Lhd(Eviction):
         """Make ``copy``, which has left its run, the youngest, without counting a use."""
         self._flush()
         before: Run = copy.policy
-        run, density = self._newest, self._density
-        if run.kind != before.kind or len(run.copies) >= self._span:
+        if self._newest.kind != before.kind or len(self._newest.copies) >= self._span:
             self._open(before.kind)
         run = self._newest
-        density.remove(before.kind, before.since, 1)
-        density.add(run.kind, run.since, 1)
+        self._density.remove(before.kind, before.since, 1)
+        self._density.add(run.kind, run.since, 1)
         self._append((copy,))
         run.live += 1
         self._counted = len(run.copies)
