@@ -217,7 +217,7 @@ class EventLog:
 
     def end_step(self) -> None:
         """Without a listener, free some of the copies that a reset removed."""
-        if self._events and not self.has_listener:
+        if self.is_freeing:
             self._take()
 
     def _take(self) -> list[ResidencyEvent]:
