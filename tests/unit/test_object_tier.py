@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import re
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import obstore
 import pytest
@@ -18,7 +20,7 @@ from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.shared_tier_harness import SharedTierHarness
 from kvtier.testing.tier_harness import Arena
-from kvtier.tiers.shared import SharedContext
+from kvtier.tiers.shared import SharedContext, with_proof_buffers
 from kvtier.tiers.shared.object_store import ObjectTier
 from kvtier.types import Outcome
 from tests.support.s3_server import BUCKET, MotoServer, S3Server
@@ -266,6 +268,25 @@ async def test_a_service_that_was_killed_is_used_again_when_it_is_back(
         assert await harness.get(keys) == [MISSING] * 3
         await harness.put(keys)
         assert await harness.get(keys) == [0, 0, 0]
+
+
+async def test_errors_that_obstore_keeps_do_not_keep_the_buffers(
+    server: S3Server, pool: IoPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[asyncio.Future[Any]] = []
+
+    def keep(*args: Any) -> Any:
+        kept.append(asyncio.ensure_future(get_async(*args)))
+        return kept[-1]
+
+    get_async = obstore.get_async
+    monkeypatch.setattr(obstore, "get_async", keep)
+    tier = await pool.run(lambda: open_tier(options_of(server.settings), pool), priority=0)
+    memory = mmap.mmap(-1, PAYLOAD_NBYTES)
+    assert await tier.get(["absent"], with_proof_buffers([memoryview(memory)])) == [MISSING]
+    assert isinstance(kept[0].exception(), FileNotFoundError)
+    memory.close()  # fails while there is a view of it
+    await tier.aclose()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAYLOAD_NBYTES, 1 << 20])

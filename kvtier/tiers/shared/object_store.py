@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self, TypeVar
 
@@ -278,6 +279,10 @@ async def _in_parallel(
 async def _whole(answer: Awaitable[T]) -> T:
     """Wait for obstore's answer. Until then, the request uses the caller's buffers.
 
+    Raises:
+        Exception: A copy of obstore's error. obstore may keep its own error longer, with a
+            traceback that would keep the caller's buffers.
+
     Cancellation:
         Deferred until the request has ended.
     """
@@ -290,6 +295,9 @@ async def _whole(answer: Awaitable[T]) -> T:
 
     future.add_done_callback(end)
     await wait_uncancelled(whole)
+    error = future.exception()
+    if error is not None:
+        raise copy(error)
     return future.result()
 
 
