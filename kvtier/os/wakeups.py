@@ -19,7 +19,8 @@ class LoopWaker:
     waits for something else. This class writes without releasing the lock.
 
     Args:
-        callback: The function. It is called at least once after each call of :meth:`wake`.
+        callback: The function. It is called at least once after each call of :meth:`wake`, and
+            once after :meth:`attach`.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:
@@ -27,12 +28,18 @@ class LoopWaker:
         self._is_waking = False
         self._write = ctypes.PyDLL(None).eventfd_write
         self._one = ctypes.c_uint64(1)
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Closed only when no thread can call `wake`, which would write to another file.
-        weakref.finalize(self, os.close, self._event).atexit = False
+        self._event = -1
 
     def attach(self) -> None:
-        """Call the function on the running loop, also for an earlier :meth:`wake`."""
+        """Call the function on the running loop, also for an earlier :meth:`wake`.
+
+        Raises:
+            OSError: The process or the machine has no file descriptor left.
+        """
+        # The count begins at 1, because an earlier wake-up was written to no file.
+        self._event = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Closed only when no thread can call `wake`, which would write to another file.
+        weakref.finalize(self, os.close, self._event).atexit = False
         asyncio.get_running_loop().add_reader(self._event, self._run)
 
     def wake(self) -> None:

@@ -106,7 +106,9 @@ class TransferEngine:
                 "its tiers did not get ready; look for disk errors in the kernel's log"
             )
         if self._death is not None:
-            raise ClosedError(f"transfer engine {name} cannot start") from self._death
+            raise ClosedError(
+                f"transfer engine {name} cannot start: {self._death}"
+            ) from self._death
 
     # -- called from any one thread; none of these blocks -------------------------------------
 

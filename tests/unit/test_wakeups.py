@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import threading
@@ -90,6 +91,22 @@ def ended() -> tuple[LoopWaker, int]:
 def test_a_wake_up_after_the_loop_has_ended_does_nothing() -> None:
     waker, _ = ended()
     waker.wake()
+
+
+def test_a_loop_without_a_free_descriptor_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    end = asyncio.Event()
+    waker = LoopWaker(end.set)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            run(waker, end, began=nothing)
+    waker.wake()
+    run(waker, end, began=nothing)
 
 
 def test_the_descriptor_is_open_as_long_as_the_object_exists() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from types import SimpleNamespace
@@ -187,6 +188,15 @@ def test_an_engine_whose_loop_cannot_start_says_so(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ClosedError, match="cannot start") as raised:
         engine_of(Scripted())
     assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_an_engine_without_a_free_descriptor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "eventfd", fail)
+    with pytest.raises(ClosedError, match=r"engine test cannot start: .*Too many open files"):
+        engine_of(Scripted())
 
 
 def test_an_engine_does_not_wait_for_ever_until_its_tiers_are_ready(
