@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
+import os
 import re
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from typing_extensions import override
 
 from kvtier.config import ObjectTierConfig, parse_tier
@@ -357,6 +361,31 @@ async def test_a_service_without_conditional_requests_is_asked_from_then_on(
             assert harness.tier.asks_before_adding
     assert service.writes[-3:] == [False] * 3
     assert set(service.writes[:-3]) == {True}
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get
+)
+async def test_a_directory_without_hard_links_is_asked_from_then_on(
+    pool: IoPool, arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    put = obstore.put_async
+
+    async def put_without_links(*args: Any, mode: str, **options: Any) -> object:
+        if mode == "create":  # obstore links a temporary file to the object's name
+            raise GenericError(
+                "Generic LocalFileSystem error: Unable to rename file: "
+                f"{os.strerror(code)} (os error {code})\n\nDebug source:\n..."
+            )
+        return await put(*args, **options)
+
+    monkeypatch.setattr(obstore, "put_async", put_without_links)
+    async with clients(options_of(url=f"file://{tmp_path}"), pool, arena) as harness:
+        keys = harness.keys(range(3))
+        values = harness.values(keys)
+        assert list(await harness.tier.add(keys, values)) == [Outcome.DONE] * 3
+        assert harness.tier.asks_before_adding
+        assert await harness.get(keys) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["contains", "get", "put"])

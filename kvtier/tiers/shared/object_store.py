@@ -5,7 +5,7 @@ lifecycle rule or a time to live of the bucket removes old objects; kvtier delet
 
 **Writes.** A conditional request (If-None-Match) stores an object only if there is none. So no
 question precedes it, which would take as long as a small write. A service that does not have
-conditional requests is asked before each write.
+conditional requests is asked before each write. In a directory, the condition needs hard links.
 
 **Time.** Each request ends within ``request_timeout``: an attempt may take 3/4 of that time,
 and errors are retried in the first 1/5. After a failed request, a batch starts no further
@@ -62,8 +62,12 @@ _CREDENTIALS: Final = {
 """Environment variables with the credentials, by scheme of the bucket's URL."""
 _DENIED: Final = re.compile(r"status code: 40[13]|Permission denied")
 _REFUSED: Final = re.compile(r"status code: 4(?!08|29)\d\d|configured region")
-_NO_CONDITIONS: Final = re.compile(r"status code: 501|NotImplemented|not (yet )?implemented")
-"""Errors of services without conditional writes (If-None-Match)."""
+_NO_CONDITIONS: Final = re.compile(
+    r"status code: 501|NotImplemented|not (yet )?implemented"
+    r"|Unable to rename file: .*\(os error (1|31|95)\)"
+)
+"""Errors of services without conditional writes (If-None-Match), and of file systems without
+hard links: EPERM, EMLINK, EOPNOTSUPP and, by its text, ENOSYS."""
 _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk quota")
 
 
