@@ -198,7 +198,8 @@ class SharedTierContract(ABC):
             def open_keyed() -> KeyedTier:
                 shared = SharedContext(self.payload_nbytes, pool, arena.view)
                 engine.recorder = RecordingTier(self.open_tier(options, shared))
-                return KeyedTier(options, context, engine.recorder)
+                scratch = arena.take(self.payload_nbytes)
+                return KeyedTier(options, context, engine.recorder, scratch)
 
             engine = EngineHarness(open_keyed, pool, arena)
             await engine.open()
@@ -206,8 +207,8 @@ class SharedTierContract(ABC):
             return engine
 
         yield make
-        for engine in engines:
-            await engine.tier.aclose()
+        while engines:
+            await engines.pop().tier.aclose()
 
     def _parse(self, text: str) -> SharedTierConfig:
         return parse_tier(
@@ -483,6 +484,27 @@ class SharedTierContract(ABC):
         assert await engine.find(range(2)) == [DONE, MISSING]
         assert await engine.store(range(3)) == [DONE] * 3
         assert await engine.load(range(3)) == [DONE] * 3
+
+    async def test_a_value_that_another_engine_has_repaired_is_not_replaced(
+        self, make_engine: MakeEngine, harness: SharedTierHarness
+    ) -> None:
+        engine, other = await make_engine(), await make_engine()
+        await engine.store(range(3))
+        keys = engine.recorder.puts[:2]
+        for key in keys:
+            damaged = bytearray(await self.stored_bytes(harness, key))
+            damaged[0] ^= 1
+            await self.replace_stored(harness, key, bytes(damaged))
+        assert await engine.load(range(3)) == [CORRUPT, CORRUPT, DONE]
+        assert await other.load(range(3)) == [CORRUPT, CORRUPT, DONE]
+        assert await engine.store([0]) == [DONE]
+        assert await other.store(range(3)) == [DONE] * 3
+        assert await engine.store(range(3)) == [DONE] * 3
+        assert engine.recorder.replaced == keys[:1]
+        assert other.recorder.replaced == keys[1:]
+        for each in (engine, other):
+            assert await each.find(range(3)) == [DONE] * 3
+            assert await each.load(range(3)) == [DONE] * 3
 
     async def test_the_values_of_other_keys_are_misses(
         self, make_engine: MakeEngine, harness: SharedTierHarness

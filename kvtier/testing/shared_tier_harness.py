@@ -149,6 +149,7 @@ class RecordingTier(SharedTier):
 
     Attributes:
         puts: The keys that were added or put, in the order of the calls.
+        replaced: The keys that were put.
     """
 
     Options = SharedTierConfig
@@ -157,6 +158,7 @@ class RecordingTier(SharedTier):
         self._tier = tier
         self.asks_before_adding = tier.asks_before_adding
         self.puts: list[str] = []
+        self.replaced: list[str] = []
 
     @classmethod
     @override
@@ -183,6 +185,7 @@ class RecordingTier(SharedTier):
     @override
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
         self.puts += keys
+        self.replaced += keys
         return await self._tier.put(keys, values)
 
     @override

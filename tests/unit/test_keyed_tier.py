@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.config import parse_tier
+from kvtier.errors import TierUnavailableError
 from kvtier.keys import make_key
 from kvtier.os.iopool import IoPool
 from kvtier.testing.memory_shared_tier import MemoryService, MemorySharedTier
@@ -33,7 +34,8 @@ class Engine:
         self.service = MemoryService.named(service)
         self.shared = MemorySharedTier(self.service)
         context = TierContext(CHUNK_NBYTES, LayoutFingerprint({}), pool)
-        self.tier = KeyedTier(options, context, self.shared)
+        scratch = memoryview(bytearray(CHUNK_NBYTES))
+        self.tier = KeyedTier(options, context, self.shared, scratch)
 
     async def store(self, numbers: Sequence[int]) -> list[Outcome]:
         return await self._move("write", numbers)
@@ -42,8 +44,8 @@ class Engine:
         return await self._move("read", numbers)
 
     async def _move(self, name: str, numbers: Sequence[int]) -> list[Outcome]:
-        keys = [make_key(bytes([number]) * 32, 0) for number in numbers]
-        buffers = [memoryview(bytearray(CHUNK_NBYTES)) for _ in numbers]
+        keys = [make_key(number.to_bytes(32, "big"), 0) for number in numbers]
+        buffers = [memoryview(bytearray(CHUNK_NBYTES))] * len(numbers)  # all are equal
         move = getattr(self.tier, name)
         return list((await move(keys, numbers, buffers, purpose=Purpose.DEMOTE)).outcomes)
 
@@ -57,7 +59,7 @@ class Engine:
 @pytest.fixture
 def engines() -> Iterator[tuple[Engine, Engine]]:
     pool = IoPool(2, name="kvtier-test")
-    service = secrets.token_hex(6)
+    service = f"test-{secrets.token_hex(6)}"  # never a number in YAML
     yield Engine(pool, service), Engine(pool, service)
     assert pool.close(timeout_s=10)
 
@@ -102,5 +104,69 @@ async def test_only_values_with_wrong_bytes_are_replaced(
     assert await engine.load(range(3)) == [CORRUPT, CORRUPT, DONE]
     engine.calls()
     assert await engine.store(range(4)) == [DONE] * 4
-    assert engine.calls() == [("contains", 4), ("add", 1), ("put", 2)]
+    again = [("get", 1)] * 2
+    assert engine.calls() == [("contains", 4), *again, ("add", 1), ("put", 2)]
     assert await engine.load(range(4)) == [DONE] * 4
+
+
+async def test_a_value_that_another_engine_has_repaired_is_not_stored_again(
+    engines: tuple[Engine, Engine],
+) -> None:
+    engine, other = engines
+    await engine.store([0])
+    [key] = engine.service.values
+    engine.service.values[key] = b"short"
+    assert await engine.load([0]) == await other.load([0]) == [CORRUPT]
+    assert await other.store([0]) == [DONE]
+    engine.calls()
+    for calls in ([("contains", 1), ("get", 1)], [("contains", 1)]):
+        assert await engine.store([0]) == [DONE]
+        assert engine.calls() == calls
+
+
+async def test_a_value_with_wrong_bytes_that_is_gone_is_added(
+    engines: tuple[Engine, Engine],
+) -> None:
+    engine, _ = engines
+    await engine.store([0])
+    [key] = engine.service.values
+    engine.service.values[key] = b"short"
+    assert await engine.load([0]) == [CORRUPT]
+    engine.service.evict()
+    engine.calls()
+    assert await engine.store([0]) == [DONE]
+    assert engine.calls() == [("contains", 1), ("get", 1), ("add", 1)]
+
+
+async def test_a_wrong_value_is_replaced_after_any_number_of_misses(
+    engines: tuple[Engine, Engine],
+) -> None:
+    engine, _ = engines
+    await engine.store([0])
+    [key] = engine.service.values
+    engine.service.values[key] = b"short"
+    missing = range(1, (1 << 16) + 2)
+    assert await engine.load(missing) == [MISSING] * len(missing)
+    assert await engine.load([0]) == [CORRUPT]
+    engine.calls()
+    assert await engine.store([0]) == [DONE]
+    assert engine.calls() == [("contains", 1), ("get", 1), ("put", 1)]
+
+
+async def test_a_service_that_fails_before_a_repair_keeps_its_value(
+    engines: tuple[Engine, Engine],
+) -> None:
+    engine, _ = engines
+    engine.shared.asks_before_adding = False
+    await engine.store([0])
+    [key] = engine.service.values
+    engine.service.values[key] = b"short"
+    assert await engine.load([0]) == [CORRUPT]
+    engine.service.error = OSError("no answer")
+    engine.calls()
+    with pytest.raises(TierUnavailableError, match="no answer"):
+        await engine.store([0])
+    assert engine.calls() == [("get", 1)]
+    engine.service.error = None
+    assert await engine.store([0]) == [DONE]
+    assert engine.calls() == [("get", 1), ("put", 1)]

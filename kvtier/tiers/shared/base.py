@@ -57,6 +57,7 @@ class SharedContext:
         pool: The caller's threads, for the tier's blocking calls.
         memory: The memory that contains all payloads, as this process maps it; None if payloads
             may be anywhere. A client that must register memory does so when the tier opens.
+        scratch: Memory for one more payload, to register too; None if there is none.
         is_nbytes_known: Whether the engines' chunks are known to have ``payload_nbytes`` bytes.
             If not, ``contains`` also counts values of other sizes.
     """
@@ -64,6 +65,7 @@ class SharedContext:
     payload_nbytes: int
     pool: IoPool
     memory: memoryview | None = None
+    scratch: memoryview | None = None
     is_nbytes_known: bool = True
 
 

@@ -13,13 +13,19 @@ read. The chunk's outcome is then :attr:`Outcome.MISSING <kvtier.types.Outcome.M
 layout have other keys. After a reset, the weights may have changed. So, unless
 ``keep_after_reset`` is set, the engine then uses ``kv1-FINGERPRINT-EPOCH/GROUP-HASH``, with a
 random epoch that no other engine has.
+
+**Repairs.** An engine marks values with wrong bytes, and replaces such a value when it stores
+the chunk again. Another engine may have replaced the value since, and others may be reading
+it. So the tier reads the value once more, and keeps it if it is right.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
 import math
+import mmap
 import operator
 import secrets
 from collections.abc import Awaitable, Iterable, Sequence
@@ -50,7 +56,8 @@ _T = TypeVar("_T")
 _DONE = Outcome.DONE
 _DOUBTFUL: Final = (Outcome.CORRUPT, Outcome.MISSING)
 _MOST_DOUBTED: Final = 1 << 16
-"""Largest number of keys that count as missing until this engine has stored them again."""
+"""Largest number of keys that count as missing until this engine stores them again, or reads
+right bytes. The tier forgets the oldest."""
 _MOST_LAST_CHUNKS: Final = 256
 """Largest number of chunks to ask for in a sliding window; longer windows are not found."""
 _BEFORE_READS: Final = min(Purpose) - 1
@@ -65,18 +72,25 @@ class KeyedTier(StorageTier, KeyFinder):
         options: Options of the shared tier.
         context: The tier's context.
         shared: The client of the service; owned by this object.
+        scratch: Memory for one chunk that is read again before a repair.
     """
 
     Options: ClassVar[type[TierConfig]] = SharedTierConfig
     is_local = False
 
     def __init__(
-        self, options: SharedTierConfig, context: TierContext, shared: SharedTier
+        self,
+        options: SharedTierConfig,
+        context: TierContext,
+        shared: SharedTier,
+        scratch: memoryview,
     ) -> None:
         self.name = options.name
         self.capacity_slots = options.known_chunks
         self.slot_nbytes = context.slot_nbytes
         self._shared = shared
+        self._scratch = scratch
+        self._reading_again = asyncio.Lock()
         self._pool = context.pool
         self._keeps_epoch = options.keep_after_reset
         self._fingerprint = context.fingerprint.namespace()
@@ -95,8 +109,10 @@ class KeyedTier(StorageTier, KeyFinder):
         Raises:
             ConfigError: The options cannot work here.
         """
-        shared = SharedContext(context.slot_nbytes, context.pool, _memory_of(context))
-        return cls(options, context, kind.open(options, shared))
+        nbytes, memory = context.slot_nbytes, _memory_of(context)
+        scratch = memoryview(mmap.mmap(-1, nbytes))  # untouched pages take no memory
+        shared = SharedContext(nbytes, context.pool, memory, scratch=scratch)
+        return cls(options, context, kind.open(options, shared), scratch)
 
     @classmethod
     @override
@@ -160,6 +176,7 @@ class KeyedTier(StorageTier, KeyFinder):
         found: Iterable[bool] = [False] * len(keys)
         if self._shared.asks_before_adding:
             found = await self._reach(self._shared.contains(self._names(keys)))
+        await self._read_again(keys, purpose)
         lacking = [
             not is_there or key in self._doubted
             for key, is_there in zip(keys, found, strict=True)
@@ -197,9 +214,13 @@ class KeyedTier(StorageTier, KeyFinder):
         for at in compress(got, map(operator.not_, verified)):
             outcomes[at] = Outcome.CORRUPT
         for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome is not Outcome.FAILED:
+                self._doubted.pop(key, None)
             # MISSING too: a service may report a value of another size, and never return it.
-            if outcome in _DOUBTFUL and len(self._doubted) < _MOST_DOUBTED:
-                self._doubted[key] = outcome
+            if outcome in _DOUBTFUL:
+                self._doubted[key] = outcome  # the latest is the last
+                if len(self._doubted) > _MOST_DOUBTED:
+                    del self._doubted[next(iter(self._doubted))]
         return _with_error(outcomes, _WRONG if Outcome.CORRUPT in outcomes else "")
 
     @override
@@ -220,10 +241,17 @@ class KeyedTier(StorageTier, KeyFinder):
         self._closed = True
         await self._shared.aclose()
 
+    async def _read_again(self, keys: Sequence[ChunkKey], purpose: Purpose) -> None:
+        """Read the marked values of ``keys``; unmark those that others have repaired."""
+        for key in keys:
+            if self._doubted.get(key) is Outcome.CORRUPT:
+                async with self._reading_again:
+                    await self.read([key], [0], [self._scratch], purpose=purpose)
+
     async def _store(
         self, keys: Sequence[ChunkKey], sources: Sequence[memoryview], purpose: Purpose
     ) -> Sequence[Outcome]:
-        """Add values, but put those of which this engine has seen wrong bytes."""
+        """Add values, but put those whose stored bytes are wrong."""
         names, values = self._names(keys), with_proof_buffers(sources)
 
         def prove(name: str, value: Value) -> None:

@@ -108,8 +108,8 @@ class MooncakeTier(SharedTier):
                 "tcp`, or add a tier of kind ram"
             )
         proofs = memoryview(mmap.mmap(-1, (_GETS + _PUTS) * _ARENA_NBYTES))
-        memory = [] if context.memory is None else [context.memory]
-        client = MooncakeClient(options, [proofs, *memory])
+        regions = [each for each in (proofs, context.memory, context.scratch) if each]
+        client = MooncakeClient(options, regions)
         try:
             client.connect()
         except TierUnavailableError as error:
