@@ -10,7 +10,6 @@ impossible store without a scan.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
@@ -458,7 +457,8 @@ class TierState:
         for copy in copies:
             copy.state = _RESIDENT
             copy.pins = pins = copy.pins - 1
-            pinned += pins > 0
+            if pins:
+                pinned += 1
         return len(copies) - pinned
 
     def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
@@ -468,19 +468,20 @@ class TierState:
         attributes at the insertion of the copy; the caller sets all others.
         """
         at = self._copy_at
-        copies = [copy for copy in map(at.__getitem__, slots) if copy]
-        if len(copies) < len(slots):
-            copies = [at[slot] or ChunkCopy(b"", slot) for slot in slots]
-            for copy in copies:
-                at[copy.slot] = copy
-        return copies
+        return [at[slot] or self._new_copy(slot) for slot in slots]
+
+    def _new_copy(self, slot: int) -> ChunkCopy:
+        copy = self._copy_at[slot] = ChunkCopy(b"", slot)
+        return copy
 
     def _forget(self, keys: Sequence[ChunkKey]) -> None:
         """Make picked copies misses and count them as evicted.
 
         The next write into a victim's slot sets the state of the slot's copy object.
         """
-        deque(map(self.copies.__delitem__, keys), maxlen=0)
+        copies = self.copies
+        for key in keys:
+            del copies[key]
         self.counters.evicted += len(keys)
 
     def _pick(self, count: int, evictable: Evictable, ctx: PolicyContext) -> list[ChunkCopy]:
