@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
+_CLEARED = np.uint64(0)
 _LOST = np.uint64(1 << 63)
 """Flag in the generation of a failed write; workers that see the flag stop waiting."""
 
@@ -216,19 +217,19 @@ class ControlBlock:
     def clear_generations(self, slots: Sequence[int]) -> None:
         """Remove the generations of ``slots`` before their bytes change."""
         if slots:
-            self._generation[:, _index(slots)] = 0
+            self._generation[:, _index(slots)] = _CLEARED  # numpy converts an int slowly
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return for each slot whether all ranks have written the given generation."""
         if not slots:
             return []
-        return _in_every_rank(self._generation[:, _index(slots)] == _words(generations))
+        return _in_every_rank(np.equal, self._generation, slots, _words(generations))
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return for each slot whether all loads of the given generation succeeded."""
         if not slots:
             return []
-        return _in_every_rank(self._failed[:, _index(slots)] != _words(generations))
+        return _in_every_rank(np.not_equal, self._failed, slots, _words(generations))
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
         """Forget the failed loads of ``slots``, which no rank may be loading now.
@@ -243,8 +244,8 @@ class ControlBlock:
         """Return for each slot whether all ranks acknowledged all jobs on the slot."""
         if not slots:
             return []
-        index = _index(slots)
-        return _in_every_rank(self._acknowledged[:, index] == self._issued[index])
+        issued = self._issued[_index(slots)]
+        return _in_every_rank(np.equal, self._acknowledged, slots, issued)
 
     def pageable_ranks(self) -> int:
         """Return how many ranks could not page-lock the RAM tier."""
@@ -299,8 +300,18 @@ def _words(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
     return np.asarray(generations, np.uint64)
 
 
-def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each slot (column) whether the answers of all ranks (rows) are true."""
-    # For one row, the common case, the reduction would cost more than the comparison.
-    listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
+def _in_every_rank(
+    compare: np.ufunc,
+    words: npt.NDArray[Any],
+    slots: Sequence[int],
+    expected: np.uint64 | npt.NDArray[Any],
+) -> list[bool]:
+    """Return for each slot whether ``compare(word, expected)`` is true in every rank."""
+    index = _index(slots)
+    answers: npt.NDArray[np.bool_]
+    if len(words) == 1:  # the common case, and numpy is faster in one dimension
+        answers = compare(words[0][index], expected)
+    else:
+        answers = compare(words[:, index], expected).all(0)
+    listed: list[bool] = answers.tolist()
     return listed
