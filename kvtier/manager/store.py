@@ -206,9 +206,12 @@ class Storer:
         if fits is None:
             return None
         for gaps in stack.gaps:  # the engine computed these chunks, so a request needed them
-            stack.record_wanted(gaps.recently_evicted(new))
-        head = new if fits == len(new) else [new[at] for at in nearest_to_root(new, fits)]
-        self._count_refused(len(new) - fits)
+            if wanted := gaps.recently_evicted(new):
+                stack.record_wanted(wanted)
+        head = new
+        if fits < len(new):
+            head = [new[at] for at in nearest_to_root(new, fits)]
+            self._count_refused(len(new) - fits)
         if not head:
             return NOTHING_TO_STORE
         slots, evicted = stack.take_slots(ram, head)
