@@ -78,7 +78,7 @@ class GdsSlots:
         return answers
 
     def hashes(self, slots: Sequence[int]) -> bytes:
-        """Return the hashes of all parts of ``slots``, slot by slot."""
+        """Return the part hashes of ``slots`` as bytes, all of one slot before the next."""
         return self._hashes[slots].tobytes()
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:

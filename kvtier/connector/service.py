@@ -260,7 +260,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """Make a hit of each of ``keys`` whose bytes all workers recorded as whole.
+        """End a store: those of ``keys`` that every worker stored completely become hits.
 
         The request may have ended.
         """

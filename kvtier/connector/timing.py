@@ -19,8 +19,8 @@ class StepClock:
     A step begins when it is scheduled. If the engine schedules ahead, the step begins when the
     previous step ends. A step ends when its output arrives. Idle time is excluded.
 
-    Most steps have no prompt tokens. The end of such a step is measured only if the next step
-    is scheduled already, because the next step begins at that time.
+    Only steps with prompt tokens are reported; most steps have none. The end of a step without
+    prompt tokens is recorded only if it is the beginning of a step that is already scheduled.
 
     Args:
         clock: Returns seconds; monotonic.

@@ -25,7 +25,7 @@ class GdsSource(Protocol):
         """Return, for each of ``slots``, whether all workers can read and verify it now."""
 
     def hashes(self, slots: Sequence[int]) -> bytes:
-        """Return the hashes of all workers' parts of ``slots``, slot by slot."""
+        """Return the part hashes of ``slots`` as bytes, all of one slot before the next."""
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:
         """Forget the hashes of ``slots``, because other chunks will be written there."""
@@ -40,7 +40,7 @@ class GdsPlan(NamedTuple):
     Attributes:
         positions: Positions of the chunks in the load, ascending.
         slots: Slots of the chunks in the tier.
-        hashes: Hashes of all workers' parts of the chunks, chunk by chunk.
+        hashes: Part hashes of the chunks, all of one chunk before the next.
     """
 
     positions: Sequence[int]

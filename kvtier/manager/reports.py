@@ -207,7 +207,13 @@ class EventLog:
             at += room
 
     def add_reset(self, tier: int, resident: dict[ChunkKey, ChunkCopy]) -> None:
-        """Record that a reset removed ``resident`` copies of a tier; takes over the dict."""
+        """Record that a reset removed all resident copies of a tier.
+
+        Args:
+            tier: Index of the tier.
+            resident: The removed copies by key. This object empties the dict later, so the
+                caller must not use the dict again.
+        """
         if resident:
             self._events.append((tier, True, resident))
 

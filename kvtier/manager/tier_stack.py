@@ -307,7 +307,12 @@ class TierStack:
         return slots, evicted
 
     def evict_leaving(self, tier: TierState, listed: CopyList) -> None:
-        """Evict ``listed``, all in ``tier.leaving``, and record the evictions."""
+        """Evict the copies in ``listed`` and record the evictions.
+
+        Args:
+            tier: The tier.
+            listed: Unpinned copies in :attr:`TierState.leaving`, clean or dirty.
+        """
         tier.evict_leaving(listed)
         self._record_evicted(tier, listed.keys)
 

@@ -170,7 +170,7 @@ class AdapterContents:
         self._checked: dict[Path, _Files | None] = {}
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
-        """Return the content of the adapter of a new request."""
+        """Return the digest of a new request's adapter, and a check for later changes."""
         try:
             return self._of(request)
         except TimeoutError:

@@ -297,7 +297,10 @@ class _Manager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """End a store: chunks become hits if every worker recorded their bytes as complete."""
+        """End a store: chunks that every worker stored completely become hits.
+
+        The workers record this for each chunk, so ``success`` is not used.
+        """
         self._cache.complete_store(list(keys), req_context)
 
     @override

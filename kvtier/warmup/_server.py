@@ -139,7 +139,7 @@ class _Figures:
 
     @property
     def store_chunks(self) -> float:
-        """Number of slots of the largest tier with a directory; infinite if none has one."""
+        """Number of slots of the largest tier in ``stores``; infinite if that is empty."""
         return max((self.capacity.get(tier, 0) for tier in self.stores), default=math.inf)
 
 

@@ -59,7 +59,10 @@ def readable(path: Path) -> list[StoredNamespace]:
 
 
 def find_fitting(path: Path, identity: Fields) -> list[StoredNamespace]:
-    """Return the namespaces at ``path`` that fit the known fields of an engine's identity."""
+    """Return the namespaces at ``path`` whose settings match those in ``identity``.
+
+    ``identity`` may lack settings, such as those that only a running engine knows.
+    """
     return [space for space in readable(path) if not _difference(space, identity)]
 
 

@@ -204,7 +204,7 @@ class Lru(Eviction):
         self._prompts.clear()
 
     def _turn(self) -> bool:
-        """Refill the empty list for removals; return whether the list has entries now."""
+        """Refill ``_older``, which is empty; return False if there are no more entries."""
         if self._newer or not self._prompts:
             self._older, self._newer = self._newer, self._older
             self._older.reverse()

@@ -112,7 +112,7 @@ def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]
 
 
 def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, str]:
-    """Return the number of tokens per id, and a text that says where it comes from."""
+    """Return the number of tokens per hash id, and a description of the number's source."""
     if given is not None:
         return given, "given"
     if trace.chunk_tokens:

@@ -207,7 +207,10 @@ def last_opened(directory: Path) -> int:
 
 
 def _is_alive(holder: str) -> bool:
-    """Return whether the named holder may still run; True if the text cannot be parsed."""
+    """Return whether the process named in ``holder``, a lock file's text, may still run.
+
+    The result is False only if the process was on this host and has ended.
+    """
     named = _HOLDER.match(holder)
     if named is None or named[2] != socket.gethostname():
         return True
