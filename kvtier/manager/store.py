@@ -50,6 +50,13 @@ class StorePlan(NamedTuple):
 NOTHING_TO_STORE: Final = StorePlan((), (), NO_GENERATION, ())
 
 
+class _Write(NamedTuple):
+    """A store in flight: the id of its request, and its copies."""
+
+    req_id: str
+    listed: CopyList
+
+
 class Storer:
     """Plans stores into RAM and completes them."""
 
@@ -58,7 +65,7 @@ class Storer:
         self._ram = stack.ram
         self._grants = grants
         self._demoter = demoter
-        self._writes: dict[int, CopyList] = {}  # in flight, by generation
+        self._writes: dict[int, _Write] = {}  # in flight, by generation
 
     def __bool__(self) -> bool:
         return bool(self._writes)
@@ -93,10 +100,12 @@ class Storer:
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Complete a store of ``keys``; see :meth:`TieredOffloadingManager.complete_store`."""
         first = self._ram.copies.get(next(iter(keys), b""))
-        listed = None if first is None else self._writes.get(first.generation)
-        if first is not None and listed is not None and self._is_whole_store(listed, keys):
+        write = None if first is None else self._writes.get(first.generation)
+        if first is not None and write is not None and self._is_whole_store(write.listed, keys):
             del self._writes[first.generation]
+            listed = write.listed
             generations = [first.generation] * len(listed.copies)
+            self._stack.set_request(write.req_id, first.terms)
         else:
             listed = self._listed(keys)
             generations = [copy.generation for copy in listed.copies]
@@ -117,7 +126,7 @@ class Storer:
             The copies that workers may be writing; each still has its writer's pin.
         """
         writes, self._writes = self._writes, {}
-        copies = chain.from_iterable(listed.copies for listed in writes.values())
+        copies = chain.from_iterable(write.listed.copies for write in writes.values())
         return list(filter(_is_being_stored, copies))
 
     def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
@@ -182,13 +191,13 @@ class Storer:
 
     def _end_writes(self, generation: int, ended: CopyList) -> None:
         """Remove the copies in ``ended`` from a store in flight."""
-        listed = self._writes.pop(generation, None)
-        if listed is None:
+        write = self._writes.pop(generation, None)
+        if write is None:
             return
         are_ended = set(ended.copies)
-        rest = [copy for copy in listed.copies if copy not in are_ended]
+        rest = [copy for copy in write.listed.copies if copy not in are_ended]
         if rest:
-            self._writes[generation] = listed.part(rest)
+            self._writes[generation] = _Write(write.req_id, write.listed.part(rest))
 
     def _abort(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop chunks with incomplete bytes."""
@@ -220,7 +229,8 @@ class Storer:
         parents, depths = _places(head, offered, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
         copies = ram.begin_writing(head, slots, parents, depths, generation, terms)
-        self._writes[generation] = CopyList(copies, head, slots, ram.drops)
+        listed = CopyList(copies, head, slots, ram.drops)
+        self._writes[generation] = _Write(stack.ctx.request, listed)
         stack.slot_status.issue(slots)
         return StorePlan(head, slots, generation, evicted)
 

@@ -182,7 +182,9 @@ class TieredOffloadingManager:
         if request is not None:
             request.has_kv = True
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
-        return self._loader.prepare(keys, req_id, request)
+        plan = self._loader.prepare(keys, req_id, request)
+        self._stack.set_request("", NO_TERMS)
+        return plan
 
     def complete_load(
         self,
@@ -224,7 +226,9 @@ class TieredOffloadingManager:
                 return NOTHING_TO_STORE
             request.has_kv = True
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
-        return self._storer.prepare(keys, request)
+        plan = self._storer.prepare(keys, request)
+        self._stack.set_request("", NO_TERMS)
+        return plan
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """Make a hit of each of ``keys`` whose bytes all workers recorded as whole.
@@ -232,6 +236,7 @@ class TieredOffloadingManager:
         Keys that are not being stored are ignored.
         """
         self._storer.complete(keys)
+        self._stack.set_request("", NO_TERMS)
 
     # -- retention --------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from kvtier.testing.probes import (
 
 __all__ = ["EvictionContract"]
 
-_ENTRIES_PER_SLOT = 8
+_ENTRIES_PER_SLOT = 16
 _ENTRIES_OF_EMPTY = 256
 _GHOSTS_PER_SLOT = 2
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5

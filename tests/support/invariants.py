@@ -58,7 +58,9 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     moving.update(reading)
     held[0].update(manager._demoter.waiting())
     stores = manager._storer._writes.values()
-    begun = sum(any(copy.state == CopyState.WRITING for copy in run.copies) for run in stores)
+    begun = sum(
+        any(copy.state == CopyState.WRITING for copy in each.listed.copies) for each in stores
+    )
     _expect("stores in flight", "ram", counted=begun, noted=len(stores))
     for tier in stack.tiers:
         _check_copies(tier, moving)

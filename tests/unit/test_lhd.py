@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 
-from kvtier.keys import make_key
+from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction.lhd import Lhd, Rivalry
 from kvtier.sim.single import BELADY, simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
+from tests.bench.sim.batching import lead_over_lru as lead_in_a_batching_engine
 from tests.unit.sim_traces import TRACES, needs_traces
 
-NUMBERS = itertools.count()
 MOST_LOST = 0.0075
 """Points that are lost at most, as a share: an allowance is spent before LRU is followed."""
 
@@ -113,53 +112,113 @@ def test_prompts_that_come_whole_or_in_chunks_leave_in_the_same_order() -> None:
     assert orders[0] == orders[1] == orders[2] != []
 
 
-def serve(rivalry: Rivalry, ours: int, theirs: int, *, times: int, length: int = 10) -> None:
-    """Let requests hit their first chunks: ``ours`` in the tier, ``theirs`` with LRU."""
-    for _ in range(times):
-        for depth in reversed(range(length)):
-            rivalry.record(depth, depth, missed=depth >= ours, lru_missed=depth >= theirs)
-        rivalry.go_on(f"{next(NUMBERS)}", 0)
-
-
 def test_it_follows_lru_once_the_allowance_is_lost() -> None:
-    rivalry = Rivalry(100)
-    serve(rivalry, 5, 6, times=40)
+    rivalry = Rivalry(100)  # allowance: four prompts of ten chunks, and five slots
+    for _ in range(45):
+        rivalry.record(1, 10, -1)
     assert not rivalry.follows_lru
-    serve(rivalry, 5, 6, times=10)
+    for _ in range(5):
+        rivalry.record(1, 10, -1)
     assert rivalry.follows_lru
 
 
 def test_what_was_won_may_be_lost_again_up_to_one_allowance() -> None:
     rivalry = Rivalry(100)
-    serve(rivalry, 6, 5, times=1000)
-    serve(rivalry, 5, 6, times=80)
-    assert not rivalry.follows_lru
-    serve(rivalry, 5, 6, times=20)
-    assert rivalry.follows_lru
-
-
-def test_hits_behind_a_missing_chunk_do_not_count() -> None:
-    rivalry = Rivalry(100)
     for _ in range(1000):
-        rivalry.record(9, 1, missed=False, lru_missed=True)
-        rivalry.record(0, 0, missed=True, lru_missed=True)
-        rivalry.go_on(f"{next(NUMBERS)}", 0)
-    serve(rivalry, 5, 6, times=60)
+        rivalry.record(1, 10, 1)
+    for _ in range(90):
+        rivalry.record(1, 10, -1)
+    assert not rivalry.follows_lru
+    for _ in range(10):
+        rivalry.record(1, 10, -1)
     assert rivalry.follows_lru
 
 
 def test_a_tier_of_less_than_half_a_prompt_evicts_like_lru() -> None:
     rivalry = Rivalry(10)
-    serve(rivalry, 10, 0, times=1, length=21)
+    rivalry.record(1, 21, 10)
     assert rivalry.follows_lru
 
 
-def test_prompts_that_come_in_parts_by_turns_are_compared_whole() -> None:
-    rivalry = Rivalry(100)
-    for turn in range(1000):
-        for depth in (8, 4, 0):  # both requests miss the first chunk; the others do not help
-            for request in ("a", "b"):
-                rivalry.go_on(f"{request}{turn}", 0)
-                rivalry.record(depth + 3, depth, count=4, missed=depth == 0, lru_missed=False)
-    rivalry.go_on("", 0)
-    assert rivalry.follows_lru
+@pytest.mark.untraced
+@pytest.mark.parametrize("share", [0.05, 0.1])
+def test_in_an_engine_that_batches_it_does_not_lose_to_lru(share: float) -> None:
+    agents = generate("agents", sessions=12, per_s=0.05, chunk_tokens=256, seed=1)
+    assert lead_in_a_batching_engine(agents, share) > -MOST_LOST
+    shared = generate("shared", sessions=600, per_s=4.0, chunk_tokens=256, seed=1)
+    assert lead_in_a_batching_engine(shared, share) > 0.03
+
+
+class LiveTier:
+    """A tier whose requests come in parts by turns, as in an engine that batches.
+
+    Args:
+        policy: The policy.
+        is_named: Whether the policy gets the id of the request with each part.
+    """
+
+    def __init__(self, policy: Lhd, *, is_named: bool = True) -> None:
+        self.policy = policy
+        self.members: dict[ChunkKey, ChunkCopy] = {}
+        self.evicted: list[ChunkKey] = []
+        self._is_named = is_named
+        self._ctx = PolicyContext()
+
+    def look_up(self, request: str, chunks: list[ChunkCopy]) -> int:
+        """Use the leading hits of ``chunks``, leaf to root; return their number."""
+        chain = chunks[::-1]
+        present = [self.members.get(chunk.key) for chunk in chain]
+        lead = present.index(None) if None in present else len(present)
+        self._ctx.request = request
+        self.policy.on_hit_many([copy for copy in present[:lead] if copy][::-1], self._ctx)
+        return lead
+
+    def store(self, request: str, chunks: list[ChunkCopy]) -> None:
+        """Store the part of a prompt, leaf to root, that the tier lacks."""
+        new = [chunk for chunk in chunks if chunk.key not in self.members]
+        self._ctx.request = request
+        short = len(self.members) + len(new) - self.policy.capacity
+        for victim in self.policy.pick_many(max(short, 0), lambda _: True, self._ctx):
+            del self.members[victim.key]
+            self.evicted.append(victim.key)
+        self._ctx.request = request if self._is_named else ""
+        self.members.update((chunk.key, chunk) for chunk in new)
+        self.policy.on_insert_many(new, self._ctx)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_prompts_in_parts_by_turns_leave_from_the_leaf_on(is_named: bool) -> None:
+    tier = LiveTier(Lhd(24), is_named=is_named)
+    prompts = [prompt(number, 12) for number in range(2)]
+    for end in (9, 6, 3, 0):
+        for number, chunks in enumerate(prompts):
+            tier.store(f"{number}", chunks[end : end + 3])
+    for number in range(2, 4):
+        tier.store(f"{number}", prompt(number, 12))
+    assert len(tier.evicted) == 24
+    for chunks in prompts:
+        keys = [chunk.key for chunk in chunks]
+        assert [key for key in tier.evicted if key in keys] == keys
+
+
+def test_a_rejected_victim_does_not_end_the_choice_by_density() -> None:
+    """Prompts share their beginning; the chunks behind it are never used again."""
+    policy = Lhd(64)
+    tier, pinned = LiveTier(policy), {0}
+    for number in range(400):
+        if number == 20:
+            ctx = PolicyContext()
+            victims = policy.pick_many(1, lambda copy: copy.slot not in pinned, ctx)
+            del tier.members[victims[0].key]
+        start = number % 8
+        chunks = prompt(start, 4) if number < 8 else []
+        beginning = prompt(start, 4)
+        rest = prompt(8 + number % 200, 12)[:8]
+        for at, chunk in enumerate(reversed(rest)):
+            chunk.depth = 4 + at
+        rest[-1].parent = beginning[0].key
+        request = f"{number}"
+        tier.store(request, chunks or beginning[: 4 - tier.look_up(request, beginning)])
+        tier.store(request, rest)
+    kept = sum(chunk.key in tier.members for start in range(8) for chunk in prompt(start, 4))
+    assert kept > 28

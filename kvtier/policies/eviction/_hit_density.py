@@ -6,25 +6,26 @@ from array import array
 from operator import add
 from typing import Final
 
-__all__ = ["AFTER", "KINDS", "NEW_KINDS", "TAIL", "HitDensity"]
+__all__ = ["AFTER", "KINDS", "NEW_KINDS", "TAIL", "USED", "HitDensity"]
 
 TAIL: Final = 0
 """The class of the last new chunk of a prompt."""
 _NEW: Final = 1
 _LENGTHS: Final = 5
-_USED: Final = _NEW + _LENGTHS
+USED: Final = _NEW + _LENGTHS
+"""The class of chunks that were used once more. Higher classes were used more often."""
 _MOST_USES: Final = 4
-KINDS: Final = _USED + _MOST_USES
+KINDS: Final = USED + _MOST_USES
 """Number of classes."""
 NEW_KINDS: Final = [_NEW + min(bits // 2, _LENGTHS - 1) for bits in range(64)]
 """The class of new chunks, except the last, by the bit length of the prompt's chunks."""
-AFTER: Final = [max(_USED, min(kind + 1, KINDS - 1)) for kind in range(KINDS)]
+AFTER: Final = [max(USED, min(kind + 1, KINDS - 1)) for kind in range(KINDS)]
 """The class of a chunk after a use, by its class before."""
 _BELOW: Final = [
     [],
-    *([TAIL] for _ in range(_NEW, _USED)),
-    list(range(_USED)),
-    *([kind - 1] for kind in range(_USED + 1, KINDS)),
+    *([TAIL] for _ in range(_NEW, USED)),
+    list(range(USED)),
+    *([kind - 1] for kind in range(USED + 1, KINDS)),
 ]
 """For each class, the classes whose density is a lower bound; bounds are transitive."""
 
@@ -54,6 +55,7 @@ class HitDensity:
 
     Attributes:
         table: Hit density by class and bit length of the age, as of the last renewal.
+        renewed: Number of the use at which the table was renewed last.
         due: Number of the use at which the next renewal is due.
         reach: LRU would hold the chunks used since this number of uses.
     """
@@ -71,9 +73,9 @@ class HitDensity:
         self._width = max(capacity // _PARTS, 1)
         self._parts = 2 * (self._starts[-1] + self._interval) // self._width + 4
         self._ring = array("q", bytes(8 * KINDS * self._parts))  # chunks by part and class
-        self._looked = self._held = 0
+        self._held = 0
         self._cleared = -1  # the newest part that the ring forgot
-        self.due = self.reach = 0
+        self.renewed = self.due = self.reach = 0
         self.table: list[array[float]] = []
         self.renew(0)
 
@@ -102,7 +104,7 @@ class HitDensity:
         octave = self._octaves[(now - since).bit_length()]
         self._uses[kind][octave] += count
         # The next renewal would have counted the octaves reached since the last.
-        age = self._looked - since
+        age = self.renewed - since
         seen = self._octaves[age.bit_length()] + 1 if age > 0 else 0
         for each in range(seen, octave + 1):
             self._times[kind][each] += count * self._lengths[each]
@@ -143,7 +145,7 @@ class HitDensity:
 
     def _count_survivors(self, now: int) -> None:
         """Count the unused chunks that reached an octave since the last call."""
-        width, looked = self._width, self._looked
+        width, looked = self._width, self.renewed
         for octave, start in enumerate(self._starts):
             for part in range(max((looked - start) // width, 0), (now - start) // width):
                 for kind, count in enumerate(self._counts(part)):
@@ -157,7 +159,7 @@ class HitDensity:
                 self.reach = (part + 1) * width
             place = part % self._parts * KINDS
             self._ring[place : place + KINDS] = array("q", bytes(8 * KINDS))
-        self._looked, self._cleared = now, max(self._cleared, last)
+        self.renewed, self._cleared = now, max(self._cleared, last)
 
 
 def _densities(gains: list[float], times: list[float]) -> list[float]:

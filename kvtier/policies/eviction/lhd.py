@@ -8,8 +8,7 @@ class the order is LRU.
 uses survives an eviction while the key is remembered (ARC: Megiddo and Modha, FAST 2003). New
 chunks are classed by the length of their prompt, in powers of four. A prompt's last chunk is
 hardly ever used again, because the next turn continues in the middle of it, so last chunks are
-a class of their own. A prefix is used whenever its continuation is used, so its class never
-earns less. Among equals the deepest chunk is evicted first.
+a class of their own.
 
 **Density.** An age is the number of uses of all chunks since a chunk's last use; an octave is a
 range of ages from one power of two to the next. The uses in an octave, divided by the chunks
@@ -18,31 +17,45 @@ a range of octaves from the present one on: the hits per slot and time until the
 (LHD: Beckmann, Chen and Cidon, NSDI 2018, takes the mean of all later ages). A prior of 1/age,
 like LRU, decides until there is data, first for all classes together, then for each.
 
-**The rival.** Where chunks are alike or the traffic changes, what was learned misleads. So
-:class:`Rivalry` counts the policy's leading hits and those of LRU. While the policy is behind
-by more than an allowance, it evicts the chunk used longest ago (choosing the better expert:
-LeCaR, Vietri et al., HotStorage 2018). Both order the same copies, so a switch moves nothing
-(Gramacy et al., NIPS 2002). LRU would hold the chunks used last, as many as there are slots, so
-counts by time of last use tell what LRU holds, and no ghost cache is needed.
+**Prompts.** A chunk is useless without the chunks before it. So a class never earns less than
+the classes of its continuations. From the prompt with the least density, the deepest chunk is
+evicted. An engine computes a prompt in parts, by turns with other prompts. A part that
+continues a prompt makes the prompt's earlier chunks as young as itself.
 
-**Runs.** A prompt's chunks are inserted, used and evicted together. So copies are kept in runs,
-and statistics are updated once per batch of moves. A copy that moves to another run leaves a
-stale entry behind. If many copies are pinned, a scan of a class at every pick would be slow:
-after a pick that rejected n copies, which are now the youngest, the next n go by age alone.
+**Comparison with LRU.** Where chunks are alike or the traffic changes, what was learned
+misleads. So :class:`Rivalry` compares the policy's leading hits with those of LRU. While the
+policy is behind by more than an allowance, it evicts from the prompt used longest ago (choosing
+the better expert: LeCaR, Vietri et al., HotStorage 2018). Both order the same copies, so a
+switch moves nothing (Gramacy et al., NIPS 2002). LRU would hold the chunks used last, as many
+as there are slots, so counts by time of last use tell what LRU holds, and no ghost cache is
+needed.
+
+**Pins.** If many copies are pinned, a scan of a class at every pick would be slow. So rejected
+copies become the youngest, and the next victims, as many as were rejected, are chosen by age
+alone.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from typing_extensions import override
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, hash_part
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext, is_idle
-from kvtier.policies.eviction._hit_density import AFTER, KINDS, NEW_KINDS, TAIL, HitDensity
+from kvtier.policies.eviction._hit_density import (
+    AFTER,
+    KINDS,
+    NEW_KINDS,
+    TAIL,
+    USED,
+    HitDensity,
+)
 
 __all__ = ["Lhd", "Rivalry"]
 
@@ -53,72 +66,95 @@ _SHARE: Final = 0.0005
 """Share of the uses that may be lost against LRU."""
 _PROMPTS: Final = 4.0
 """Number of prompts of mean length that may be lost, too."""
-_SLOTS: Final = 0.04
+_SLOTS: Final = 0.05
 """Share of the tier's slots that may be lost, too."""
 _MOST_TIERS: Final = 2.0
 """Tiers that a prompt of mean length may fill; above, the policy stays with LRU."""
 _KEEP: Final = 0.9986
 """Share of the lead that survives a renewal of the densities: half after 250 turns."""
 _DEEP: Final = 1 << 62
+_run_of = operator.attrgetter("policy")
 _SLACK: Final = 8
 """Number of stale entries that a run may always have."""
 _MOST_OPEN: Final = 1024
-"""Requests that may come in parts, about as many as an engine runs at a time."""
-# How a request found a chunk that it uses.
-_PRESENT: Final = 0
-_ROBBED: Final = 1
-"""The request evicted the chunk itself, after it began and before it used the chunk."""
-_MISSED: Final = 2
+"""Largest number of prompts that may go on, about as many as an engine runs at a time."""
 
 
-class Run:
-    """Copies of one class, used one after the other.
+class Prompt:
+    """The chunks that one request used, until other requests use them.
 
     Attributes:
-        kind: The class of the copies.
-        since: Number of the use that began the run.
-        copies: The copies, oldest use first. An entry is stale unless the copy's ``policy`` is
-            this run.
-        first: Index of the first entry that may be live.
-        live: Number of live entries.
-        robbed_by: The last request for which a copy of the run was evicted.
-    """
-
-    __slots__ = ("copies", "first", "kind", "live", "robbed_by", "since")
-
-    def __init__(self, kind: int, since: int) -> None:
-        self.kind = kind
-        self.since = since
-        self.copies: list[ChunkCopy] = []
-        self.first = 0
-        self.live = 0
-        self.robbed_by: str | None = None
-
-
-class _Request:
-    """The chunks that one request used so far.
-
-    Attributes:
+        request: The request's id; an empty string if unknown.
+        runs: The runs with the chunks, leaf to root.
+        at: Number of runs up to the last one that was added.
         reach: LRU held the chunks used since this number of uses when the request began.
-        end: Number of chunks up to the deepest one that was used.
+        end: Depth of the deepest chunk, plus 1.
         missed: Least depth of the chunks that were absent when the request began.
         lru_missed: Least depth of the chunks that LRU did not hold then.
         won: Leading hits minus those of LRU, as they were last counted.
     """
 
-    __slots__ = ("end", "lru_missed", "missed", "reach", "won")
+    __slots__ = ("at", "end", "lru_missed", "missed", "reach", "request", "runs", "won")
 
-    def __init__(self, reach: int) -> None:
+    def __init__(self, request: str, reach: int) -> None:
+        self.request = request
+        self.runs: list[Run] = []
+        self.at = 0
         self.reach = reach
-        self.end = self.won = 0
+        self.end = 0
         self.missed = self.lru_missed = _DEEP
+        self.won: int | None = None
+
+    def remove(self, run: Run) -> None:
+        """Remove ``run``, which has no copies."""
+        at = self.runs.index(run)
+        del self.runs[at]
+        self.at -= at < self.at
+
+
+class Run:
+    """Chunks of one class that a prompt used one after the other.
+
+    Attributes:
+        kind: The class.
+        since: Number of the use that began the run.
+        prompt: The prompt.
+        copies: The copies, leaf to root. An entry is stale unless the copy's ``policy`` is this
+            run.
+        first: Index of the first entry that may be live.
+        live: Number of live entries.
+        evicted_for: The last request for which a copy of the run was evicted; None if all
+            copies are there.
+    """
+
+    __slots__ = ("copies", "evicted_for", "first", "kind", "live", "prompt", "since")
+
+    def __init__(self, kind: int, since: int, prompt: Prompt) -> None:
+        self.kind = kind
+        self.since = since
+        self.prompt = prompt
+        self.copies: list[ChunkCopy] = []
+        self.first = 0
+        self.live = 0
+        self.evicted_for: str | None = None
+
+
+class Part(NamedTuple):
+    """Successive chunks of a prompt that were last used together.
+
+    Attributes:
+        copies: The copies, leaf to root.
+        source: The run in which the copies were, or are remembered.
+        is_hit: Whether the copies were in the tier when the request began.
+    """
+
+    copies: Sequence[ChunkCopy]
+    source: Run
+    is_hit: bool
 
 
 class Rivalry:
     """Compares the policy's leading hits with LRU's, request by request.
-
-    Only chunks before a request's first miss are useful. Their number is the least depth of the
-    missed chunks, in whatever order the chunks come. Requests may come in parts by turns.
 
     Attributes:
         follows_lru: Whether the policy must evict what LRU would evict.
@@ -127,49 +163,16 @@ class Rivalry:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lead = self._uses = self._requests = 0.0
-        self._open: dict[str, _Request] = {}  # the last ones, by id
-        self._now = _Request(0)
         self.follows_lru = False
 
-    @property
-    def reach(self) -> int:
-        """LRU held the chunks used since this number of uses when the request began."""
-        return self._now.reach
-
-    def record(
-        self, first: int, last: int, *, count: int = 1, missed: bool, lru_missed: bool
-    ) -> None:
-        """Record ``count`` uses of the request's chunks between two depths."""
-        now = self._now
-        if not now.end:
-            self._requests += 1.0
-        self._uses += count
-        if first > last:
-            first, last = last, first
-        if last >= now.end:
-            now.end = last + 1
-        if missed and first < now.missed:
-            now.missed = first
-        if lru_missed and first < now.lru_missed:
-            now.lru_missed = first
-
-    def go_on(self, request: str, reach: int) -> None:
-        """Add the hits of the present request to the lead, and go on with ``request``."""
-        now = self._now
-        again = self._open.pop(request, None)
-        self._now = _Request(reach) if again is None else again
-        if request:
-            self._open[request] = self._now
-            if len(self._open) > _MOST_OPEN:
-                del self._open[next(iter(self._open))]
-        if not now.end:
-            return
-        won = min(now.missed, now.end) - min(now.lru_missed, now.end)
+    def record(self, requests: int, uses: int, won: int) -> None:
+        """Record new requests, uses, and ``won`` more leading hits than LRU has."""
+        self._requests += requests
+        self._uses += uses
         length = self._uses / self._requests
         allowance = _PROMPTS * length + _SLOTS * self._capacity
         # Old wins must not pay for long losses.
-        self._lead = min(self._lead + won - now.won, allowance)
-        now.won = won
+        self._lead = min(self._lead + won, allowance)
         budget = _SHARE * self._uses + self._lead
         if not self.follows_lru:
             budget += allowance
@@ -192,66 +195,38 @@ class Lhd(Eviction):
         super().__init__(capacity)
         self._density = HitDensity(capacity)
         self._rivalry = Rivalry(capacity)
-        self._span = min(max(capacity // _SPANS, 1), _MAX_SPAN)
         self._clock = 0
         self._queues: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(KINDS)]
         self._ghosts: dict[ChunkKey, Run] = {}
         self._ghosts_before: dict[ChunkKey, Run] = {}
-        self._outside = Run(TAIL, -1)  # stands for the last run of new chunks
+        self._prompt = Prompt("", 0)
+        self._outside = Run(TAIL, -1, self._prompt)  # stands for the last run of new chunks
+        # Prompts that may go on, by request or, if that is unknown, by last chunk.
+        self._open: dict[str | int, Prompt] = {}
+        self._most_open = min(max(capacity // 8, 8), _MOST_OPEN)
+        self._span = min(max(capacity // _SPANS, 1), _MAX_SPAN)
+        self._uses = 0  # of the prompt, since it was settled
         self._backoff = 0
         self._victims: Run | None = None
-        # The batch: moves from one run, from the entry ``_counted`` of the newest run on.
-        self._source, self._how = self._outside, _MISSED
-        self._counted = self._depth = 0
-        # The request.
-        self._request = ""
-        self._length = 0
-        self._new_depth = -1
-        self._newest = self._outside
-        self._open(TAIL)
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        if ctx.request != self._request:
-            self._begin(ctx)
-        key, depth = copy.key, copy.depth
-        source = self._ghosts.pop(key, None) or self._ghosts_before.pop(key, None)
-        if source is None:
-            self._move(self._outside, self._kind_of_new(depth), depth, _MISSED)
-        else:
-            how = _ROBBED if source.robbed_by == self._request else _MISSED
-            self._move(source, AFTER[source.kind], depth, how)
-        self._append((copy,))
+        self._use([self._arrived(copy, ctx)], ctx)
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        if ctx.request != self._request:
-            self._begin(ctx)
-        if copies and copies[0].depth < copies[-1].depth:
-            copies = copies[::-1]
-        keys = [copy.key for copy in copies]
-        is_chain = copies and copies[0].depth - copies[-1].depth == len(copies) - 1
-        ghosts, before = self._ghosts.keys(), self._ghosts_before.keys()
-        if not is_chain or not ghosts.isdisjoint(keys) or not before.isdisjoint(keys):
-            for copy in copies:
-                self.on_insert(copy, ctx)
-            return
-        at = 0
-        while at < len(copies):  # new chunks of a prompt, leaf to root
-            depth = copies[at].depth
-            kind = self._kind_of_new(depth)
-            self._move(self._outside, kind, depth, _MISSED)
-            room = 1 if kind == TAIL else self._span - len(self._newest.copies)
-            part = copies[at : at + room]
-            self._append(part)
-            self._new_depth = part[-1].depth
-            at += room
+        for chain in _chains(copies):
+            keys = [copy.key for copy in chain]
+            ghosts, before = self._ghosts.keys(), self._ghosts_before.keys()
+            if ghosts.isdisjoint(keys) and before.isdisjoint(keys):
+                self._use([Part(chain, self._outside, is_hit=False)], ctx)
+            else:
+                self._use([self._arrived(copy, ctx) for copy in chain], ctx)
 
     @override
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        for ghosts in (self._ghosts, self._ghosts_before):
-            ghosts.pop(copy.key, None)
-        self._requeue(copy)
+        copy.policy = self._forget(copy.key)
+        self._requeue((copy,))
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -259,21 +234,18 @@ class Lhd(Eviction):
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
-        if ctx.request != self._request:
-            self._begin(ctx)
-        source: Run | None = None
-        newest, span = self._newest, self._span
-        for copy in copies:
-            if copy.policy is not source or len(newest.copies) >= span:
-                source = copy.policy
-                self._move(source, AFTER[source.kind], copy.depth, _PRESENT)
-                newest = self._newest
-            copy.policy = newest
-            newest.copies.append(copy)
+        for chain in _chains(list(copies)):
+            parts: list[Part] = []
+            for source, used in groupby(chain, _run_of):
+                if not ctx.request or source.prompt.request != ctx.request:
+                    parts.append(Part(list(used), source, is_hit=True))
+            if parts:
+                self._use(parts, ctx)
+            for part in parts:
+                self._leave(part.source, len(part.copies))
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
-        self._flush()
         run: Run = copy.policy
         self._density.remove(run.kind, run.since, 1)
         copy.policy = None
@@ -281,19 +253,16 @@ class Lhd(Eviction):
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        if ctx.request != self._request:
-            self._begin(ctx)
         going = self._peek(1)
-        self._backoff = max(self._backoff - 1, 0)
         spared: list[ChunkCopy] = []
         while going and not evictable(going[0]):
-            self._drop(going, evicted=False)
+            self._drop(going)
             spared += going
             going = self._peek(1, by_age=True)
         if going:
-            self._drop(going, evicted=True)
-        for copy in spared:
-            self._requeue(copy)
+            self._evict(going, ctx)
+        if spared:
+            self._requeue(spared)
         self._backoff += len(spared)
         return going[0] if going else None
 
@@ -301,12 +270,10 @@ class Lhd(Eviction):
     def pick_many(
         self, count: int, evictable: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
-        if ctx.request != self._request:
-            self._begin(ctx)
         picked: list[ChunkCopy] = []
         while (left := count - len(picked)) > 0 and (going := self._peek(left)):
             if evictable is is_idle and not any(copy.pins or copy.dirty for copy in going):
-                self._drop(going, evicted=True)
+                self._evict(going, ctx)
                 picked += going
             else:
                 for _ in going:
@@ -316,12 +283,118 @@ class Lhd(Eviction):
                     picked.append(victim)
         return picked
 
+    # -- uses -------------------------------------------------------------------------------
+
+    def _arrived(self, copy: ChunkCopy, ctx: PolicyContext) -> Part:
+        """Return a new copy as a part."""
+        source = self._forget(copy.key)
+        return Part([copy], source, is_hit=source.evicted_for == ctx.request != "")
+
+    def _forget(self, key: ChunkKey) -> Run:
+        """Forget an evicted copy; return its last run."""
+        ghosts, before = self._ghosts, self._ghosts_before
+        return ghosts.pop(key, None) or before.pop(key, None) or self._outside
+
+    def _use(self, parts: Sequence[Part], ctx: PolicyContext) -> None:
+        """Count a use of successive ``parts`` of one prompt, leaf to root."""
+        self._begin(parts[0].copies[0], parts[-1].copies[-1], ctx)
+        prompt = self._prompt
+        for copies, source, is_hit in parts:
+            least = copies[-1].depth
+            if not is_hit and least < prompt.missed:
+                prompt.missed = least
+            if source.since < prompt.reach and least < prompt.lru_missed:
+                prompt.lru_missed = least
+            self._uses += len(copies)
+            if source is not self._outside:
+                self._place(copies, AFTER[source.kind], source)
+                continue
+            tails, end = 0, prompt.end - 1
+            while tails < len(copies) and copies[tails].depth == end:
+                tails += 1
+            self._place(copies[:tails], TAIL, source)
+            self._place(copies[tails:], NEW_KINDS[prompt.end.bit_length()], source)
+
+    def _begin(self, leaf: ChunkCopy, root: ChunkCopy, ctx: PolicyContext) -> None:
+        """Turn to the prompt that continues from ``leaf`` to ``root``, or begin one."""
+        last = self._prompt
+        if ctx.request and ctx.request == last.request and leaf.depth < last.end:
+            return
+        prompt = self._open.pop(ctx.request or hash(hash_part(root.parent or b"")), None)
+        if prompt is not last:
+            self._settle()
+        self._victims = None
+        if prompt is None:
+            prompt = Prompt(ctx.request, self._density.reach)
+        elif root.depth >= prompt.end:
+            self._refresh(prompt, leaf.depth + 1)
+        prompt.end = max(prompt.end, leaf.depth + 1)
+        self._prompt = self._open[ctx.request or hash(hash_part(leaf.key))] = prompt
+        if len(self._open) > self._most_open:
+            del self._open[next(iter(self._open))]
+
+    def _settle(self) -> None:
+        """Count the hits of the present prompt."""
+        prompt = self._prompt
+        if not self._uses:
+            return
+        won = min(prompt.missed, prompt.end) - min(prompt.lru_missed, prompt.end)
+        self._rivalry.record(prompt.won is None, self._uses, won - (prompt.won or 0))
+        prompt.won = won
+        self._uses = 0
+
+    def _refresh(self, prompt: Prompt, length: int) -> None:
+        """Make the chunks of ``prompt`` the youngest, because deeper ones follow.
+
+        This is not a use.
+        """
+        runs, prompt.runs, prompt.at = prompt.runs, [], 0
+        for run in runs:
+            copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
+            kind = run.kind if run.kind >= USED else NEW_KINDS[length.bit_length()]
+            self._density.remove(run.kind, run.since, len(copies))
+            self._queues[run.kind].pop(run, None)
+            run.copies, run.first, run.live = [], 0, 0
+            self._append(copies, kind, prompt)
+        prompt.at = 0
+
+    def _place(self, copies: Sequence[ChunkCopy], kind: int, source: Run) -> None:
+        """Count a use of ``copies`` from one run, and add them to runs of class ``kind``."""
+        density = self._density
+        for at in range(0, len(copies), self._span):
+            piece = copies[at : at + self._span]
+            if self._clock >= density.due:
+                density.renew(self._clock)
+                self._rivalry.renew()
+            if source is not self._outside:
+                density.record_uses(source.kind, source.since, self._clock, len(piece))
+            self._append(piece, kind, self._prompt)
+            self._clock += len(piece)
+
+    def _append(self, copies: Sequence[ChunkCopy], kind: int, prompt: Prompt) -> None:
+        """Add ``copies``, at most a span, to ``prompt`` after those that were added last."""
+        run = prompt.runs[prompt.at - 1] if prompt.at else self._outside
+        is_full = len(run.copies) + len(copies) > self._span
+        if run.kind != kind or is_full or run.since < self._density.renewed:
+            run = Run(kind, self._clock, prompt)
+            prompt.runs.insert(prompt.at, run)
+            prompt.at += 1
+            self._queues[kind][run] = None
+        run.copies += copies
+        for copy in copies:
+            copy.policy = run
+        run.live += len(copies)
+        self._density.add(kind, run.since, len(copies))
+
+    # -- runs -------------------------------------------------------------------------------
+
     def _peek(self, count: int, *, by_age: bool = False) -> list[ChunkCopy]:
         """Return up to ``count`` copies of one run, the next victim first."""
         by_age = by_age or self._backoff > 0
         run = self._victims
-        if by_age or run is None or not run.live or run is self._newest:
-            run = self._choose(by_age=by_age)
+        if by_age or run is None or not run.live or run.prompt is self._prompt:
+            chosen = self._choose(by_age=by_age)
+            run = None if chosen is None else chosen.prompt.runs[0]
         self._victims = None if by_age else run
         if run is None:
             return []
@@ -332,127 +405,70 @@ class Lhd(Eviction):
             return going
         return [copy for copy in going if copy.policy is run]
 
-    def _drop(self, copies: Sequence[ChunkCopy], *, evicted: bool) -> None:
-        """Remove ``copies`` of one run, the oldest; remember the keys of evicted copies."""
+    def _drop(self, copies: Sequence[ChunkCopy]) -> Run:
+        """Remove ``copies``, the first of one run, from that run; return the run."""
         run: Run = copies[0].policy
         run.first = run.copies.index(copies[-1], run.first) + 1
         self._leave(run, len(copies))
-        if evicted:
-            run.robbed_by = self._request
-            if len(self._ghosts) + len(copies) > self.capacity:
-                self._ghosts, self._ghosts_before = {}, self._ghosts
-            for copy in copies:
-                self._ghosts[copy.key] = run
+        return run
 
-    def _begin(self, ctx: PolicyContext) -> None:
-        """Begin the request of ``ctx``."""
-        self._flush()
-        self._request = ctx.request
-        self._new_depth = -1
-        self._victims = None
-        self._rivalry.go_on(ctx.request, self._density.reach)
-
-    def _kind_of_new(self, depth: int) -> int:
-        """Return the class of a new chunk; a prompt's new chunks come leaf to root."""
-        if depth > self._new_depth:
-            self._length = depth + 1
-        self._new_depth = depth
-        return TAIL if depth + 1 == self._length else NEW_KINDS[self._length.bit_length()]
-
-    def _move(self, source: Run, kind: int, depth: int, how: int) -> None:
-        """Begin a batch of moves from ``source`` to class ``kind``, unless it goes on.
-
-        ``depth`` is that of the first copy.
-        """
-        newest = self._newest
-        fits = newest.kind == kind and len(newest.copies) < self._span and newest is not source
-        goes_on = fits and source is self._source and how == self._how
-        if goes_on and self._counted < len(newest.copies):
-            return
-        self._flush()
-        if source is self._victims:
-            self._victims = None
-        if not fits:
-            self._open(kind)
-        self._source, self._how, self._depth = source, how, depth
-        self._counted = len(self._newest.copies)
-
-    def _append(self, copies: Sequence[ChunkCopy]) -> None:
-        """Append ``copies`` to the newest run; the next flush counts them."""
-        newest = self._newest
+    def _evict(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Remove ``copies``, the first of one run, and remember their keys."""
+        self._backoff = max(self._backoff - len(copies), 0)
+        run = self._drop(copies)
+        run.evicted_for = ctx.request
+        if len(self._ghosts) + len(copies) > self.capacity:
+            self._ghosts, self._ghosts_before = {}, self._ghosts
         for copy in copies:
-            copy.policy = newest
-        newest.copies += copies
-
-    def _flush(self) -> None:
-        """Count the copies that moved since the last call."""
-        newest = self._newest
-        count = len(newest.copies) - self._counted
-        if not count:
-            return
-        self._counted += count
-        newest.live += count
-        source, how, density = self._source, self._how, self._density
-        lru_missed = source.since < self._rivalry.reach
-        last = newest.copies[-1].depth
-        self._rivalry.record(
-            self._depth, last, count=count, missed=how == _MISSED, lru_missed=lru_missed
-        )
-        if source is not self._outside:
-            density.record_uses(source.kind, source.since, self._clock, count)
-            if how == _PRESENT:
-                self._leave(source, count)
-        density.add(newest.kind, newest.since, count)
-        self._clock += count
-
-    def _open(self, kind: int) -> None:
-        """Begin a new run, which becomes the newest."""
-        if self._clock >= self._density.due:
-            self._density.renew(self._clock)
-            self._rivalry.renew()
-        before, run = self._newest, Run(kind, self._clock)
-        self._newest = run
-        self._leave(before, 0)
-        self._queues[kind][run] = None
-        self._counted = 0
+            self._ghosts[copy.key] = run
 
     def _leave(self, run: Run, count: int) -> None:
         """Record that ``count`` copies left ``run``."""
         run.live -= count
-        if run is self._newest:
-            return
         if not run.live:
             run.copies, run.first = [], 0
-            self._queues[run.kind].pop(run, None)
+            if self._queues[run.kind].pop(run, self) is None:
+                run.prompt.remove(run)
+                run.prompt = self._outside.prompt  # not needed to remember the run
         elif len(run.copies) > 2 * run.live + _SLACK:
             run.copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
             run.first = 0
 
-    def _requeue(self, copy: ChunkCopy) -> None:
-        """Make ``copy``, which has left its run, the youngest, without counting a use."""
-        self._flush()
-        before: Run = copy.policy
-        if self._newest.kind != before.kind or len(self._newest.copies) >= self._span:
-            self._open(before.kind)
-        run = self._newest
-        self._density.remove(before.kind, before.since, 1)
-        self._density.add(run.kind, run.since, 1)
-        self._append((copy,))
-        run.live += 1
-        self._counted = len(run.copies)
+    def _requeue(self, copies: Sequence[ChunkCopy]) -> None:
+        """Make ``copies``, which have left their runs, the youngest. This is not a use."""
+        prompt = Prompt("", 0)
+        for copy in copies:
+            before: Run = copy.policy
+            self._density.remove(before.kind, before.since, 1)
+            self._append((copy,), before.kind, prompt)
 
     def _choose(self, *, by_age: bool) -> Run | None:
-        """Return the run with the next victim; None if there are no copies."""
-        self._flush()
+        """Return the run that earns least; None if there are no copies."""
         chosen: Run | None = None
         oldest, least = inf, inf
         by_age = by_age or self._rivalry.follows_lru
         clock, table = self._clock, self._density.table
         for kind, queue in enumerate(self._queues):
             run = next(iter(queue), None)
-            if run is None or not run.live:
+            if run is None:
                 continue
             earns = 0.0 if by_age else table[kind][(clock - run.since).bit_length()]
             if earns < least or (earns == least and run.since < oldest):
                 chosen, least, oldest = run, earns, run.since
         return chosen
+
+
+def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
+    """Split ``copies`` where another prompt begins; yield the parts, each leaf to root."""
+    if not copies:
+        return
+    if copies[0].depth < copies[-1].depth:
+        copies = copies[::-1]
+    begin = 0
+    if copies[0].depth - copies[-1].depth != len(copies) - 1:
+        for at, (before, copy) in enumerate(pairwise(copies), start=1):
+            # Chunks of different groups that end at the same token have the same hash.
+            if copy.depth >= before.depth and hash_part(copy.key) != hash_part(before.key):
+                yield copies[begin:at]
+                begin = at
+    yield copies[begin:]

@@ -4,7 +4,8 @@ Every figure is the best of a few runs in the processor time of this one process
 machine that does other things as well tells nothing by the wall; the sweep alone, which uses
 several, is timed by the wall. With ``--markdown`` they are the rows of the documentation's
 table. ``--only default`` compares the default policy with LRU on traffic made to mislead it,
-and ``--only replay`` the simulator with replays of real bytes; both are left out otherwise.
+``--only batching`` in an engine that batches, and ``--only replay`` compares the simulator with
+replays of real bytes; these three are left out otherwise.
 
 The trace is the conversation trace if there is one, in the directory ``KVTIER_TRACES`` names or
 in ``shared/traces`` beside the repository; else it is a generated one.
@@ -27,6 +28,7 @@ from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep
 from kvtier.sim.traces import Trace, generate, read_trace
+from tests.bench.sim.batching import compared
 from tests.bench.sim.hostile import FLOOR_POINTS, rows
 from tests.bench.sim.replayed import AIM, predictions
 from tests.unit.sim_traces import TRACES
@@ -160,6 +162,15 @@ def compare_default(console: Console) -> None:
         _row(console, row.traffic, str(row.cases), *points, met)
 
 
+def compare_batching(console: Console) -> None:
+    """Print the hits of the default and of LRU in an engine that batches."""
+    path = TRACES / "mooncake_synthetic.jsonl"
+    _rows(console, "traffic", "size", "lru", "lhd", "lead")
+    for row in compared(read_trace(path) if path.exists() else None):
+        points = (f"{row.lru:.2f}", f"{row.lhd:.2f}", f"{row.lhd - row.lru:+.2f}")
+        _row(console, row.traffic, f"{row.size:.0%}", *points)
+
+
 def compare_replay(console: Console, directory: Path) -> None:
     """Print how far predictions are from replays, as rows of a table."""
     _rows(console, "figure", "replayed", "predicted", "apart", f"within {AIM:.0%}")
@@ -187,7 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs per figure; the best counts"
     )
-    parts = ["singles", "tiers", "sweep", "default", "replay"]
+    parts = ["singles", "tiers", "sweep", "default", "batching", "replay"]
     parser.add_argument("--only", choices=parts, help="this part alone")
     parser.add_argument("--markdown", action="store_true", help="print rows of a table")
     parser.add_argument("--dir", type=Path, default=Path(), help="on the disk that replays use")
@@ -195,6 +206,8 @@ def main() -> None:
     console = Console(highlight=False, width=96)
     if options.only == "default":
         compare_default(console)
+    elif options.only == "batching":
+        compare_batching(console)
     elif options.only == "replay":
         compare_replay(console, options.dir.resolve())
     else:
