@@ -89,8 +89,10 @@ class Storer:
         stranded = self._count_stranded(keys, request)
         offered = [copy for key in keys if (copy := members.get(key)) is not None]
         self._ram.pin(offered)  # so that no prefix is evicted for its own tail
-        plan = self._store(new, keys, request)
-        self._ram.unpin(offered)
+        try:
+            plan = self._store(new, keys, request)
+        finally:
+            self._ram.unpin(offered)
         if plan is not None:  # else all are offered again
             self._record_stranded(stranded, request)
             if plan is not NOTHING_TO_STORE:

@@ -182,9 +182,10 @@ class TieredOffloadingManager:
         if request is not None:
             request.has_kv = True
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
-        plan = self._loader.prepare(keys, req_id, request)
-        self._stack.set_request("", NO_TERMS)
-        return plan
+        try:
+            return self._loader.prepare(keys, req_id, request)
+        finally:
+            self._stack.set_request("", NO_TERMS)
 
     def complete_load(
         self,
@@ -226,17 +227,20 @@ class TieredOffloadingManager:
                 return NOTHING_TO_STORE
             request.has_kv = True
         self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
-        plan = self._storer.prepare(keys, request)
-        self._stack.set_request("", NO_TERMS)
-        return plan
+        try:
+            return self._storer.prepare(keys, request)
+        finally:
+            self._stack.set_request("", NO_TERMS)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """Make a hit of each of ``keys`` whose bytes all workers recorded as whole.
 
         Keys that are not being stored are ignored.
         """
-        self._storer.complete(keys)
-        self._stack.set_request("", NO_TERMS)
+        try:
+            self._storer.complete(keys)
+        finally:
+            self._stack.set_request("", NO_TERMS)
 
     # -- retention --------------------------------------------------------------------------
 

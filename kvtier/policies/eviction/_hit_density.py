@@ -82,7 +82,8 @@ class HitDensity:
     def add(self, kind: int, since: int, count: int) -> None:
         """Add ``count`` chunks, last used at ``since``, to class ``kind``."""
         self._ring[since // self._width % self._parts * KINDS + kind] += count
-        self._held += count
+        if since >= self.reach:
+            self._held += count
         while self._held > self._capacity and self.reach + self._width <= since:
             left = self._held - sum(self._counts(self.reach // self._width))
             if left < self._capacity:
@@ -104,8 +105,8 @@ class HitDensity:
         octave = self._octaves[(now - since).bit_length()]
         self._uses[kind][octave] += count
         # The next renewal would have counted the octaves reached since the last.
-        age = self.renewed - since
-        seen = self._octaves[age.bit_length()] + 1 if age > 0 else 0
+        age = self.renewed - (since // self._width + 1) * self._width
+        seen = self._octaves[age.bit_length()] + 1 if age >= 0 else 0
         for each in range(seen, octave + 1):
             self._times[kind][each] += count * self._lengths[each]
         self._times[kind][octave] -= 0.5 * count * self._lengths[octave]

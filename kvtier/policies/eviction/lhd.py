@@ -73,6 +73,7 @@ _MOST_TIERS: Final = 2.0
 _KEEP: Final = 0.9986
 """Share of the lead that survives a renewal of the densities: half after 250 turns."""
 _DEEP: Final = 1 << 62
+"""Deeper than any chunk."""
 _run_of = operator.attrgetter("policy")
 _SLACK: Final = 8
 """Number of stale entries that a run may always have."""
@@ -86,7 +87,7 @@ class Prompt:
     Attributes:
         request: The request's id; an empty string if unknown.
         runs: The runs with the chunks, leaf to root.
-        at: Number of runs up to the last one that was added.
+        next_at: Index in ``runs`` at which the next run is inserted.
         reach: LRU held the chunks used since this number of uses when the request began.
         end: Depth of the deepest chunk, plus 1.
         missed: Least depth of the chunks that were absent when the request began.
@@ -94,12 +95,12 @@ class Prompt:
         won: Leading hits minus those of LRU, as they were last counted.
     """
 
-    __slots__ = ("at", "end", "lru_missed", "missed", "reach", "request", "runs", "won")
+    __slots__ = ("end", "lru_missed", "missed", "next_at", "reach", "request", "runs", "won")
 
     def __init__(self, request: str, reach: int) -> None:
         self.request = request
         self.runs: list[Run] = []
-        self.at = 0
+        self.next_at = 0
         self.reach = reach
         self.end = 0
         self.missed = self.lru_missed = _DEEP
@@ -109,7 +110,7 @@ class Prompt:
         """Remove ``run``, which has no copies."""
         at = self.runs.index(run)
         del self.runs[at]
-        self.at -= at < self.at
+        self.next_at -= at < self.next_at
 
 
 class Run:
@@ -123,8 +124,8 @@ class Run:
             run.
         first: Index of the first entry that may be live.
         live: Number of live entries.
-        evicted_for: The last request for which a copy of the run was evicted; None if all
-            copies are there.
+        evicted_for: The last request for which a copy of the run was evicted; None if no copy
+            was evicted.
     """
 
     __slots__ = ("copies", "evicted_for", "first", "kind", "live", "prompt", "since")
@@ -200,12 +201,12 @@ class Lhd(Eviction):
         self._ghosts: dict[ChunkKey, Run] = {}
         self._ghosts_before: dict[ChunkKey, Run] = {}
         self._prompt = Prompt("", 0)
-        self._outside = Run(TAIL, -1, self._prompt)  # stands for the last run of new chunks
+        self._outside = Run(TAIL, -1, self._prompt)  # the source of unknown chunks
         # Prompts that may go on, by request or, if that is unknown, by last chunk.
         self._open: dict[str | int, Prompt] = {}
         self._most_open = min(max(capacity // 8, 8), _MOST_OPEN)
         self._span = min(max(capacity // _SPANS, 1), _MAX_SPAN)
-        self._uses = 0  # of the prompt, since it was settled
+        self._unsettled = 0  # uses of the present prompt that were not compared yet
         self._backoff = 0
         self._victims: Run | None = None
 
@@ -263,7 +264,7 @@ class Lhd(Eviction):
             self._evict(going, ctx)
         if spared:
             self._requeue(spared)
-        self._backoff += len(spared)
+        self._backoff = max(self._backoff, len(spared))
         return going[0] if going else None
 
     @override
@@ -288,7 +289,8 @@ class Lhd(Eviction):
     def _arrived(self, copy: ChunkCopy, ctx: PolicyContext) -> Part:
         """Return a new copy as a part."""
         source = self._forget(copy.key)
-        return Part([copy], source, is_hit=source.evicted_for == ctx.request != "")
+        is_hit = bool(ctx.request) and source.evicted_for == ctx.request
+        return Part([copy], source, is_hit)
 
     def _forget(self, key: ChunkKey) -> Run:
         """Forget an evicted copy; return its last run."""
@@ -305,7 +307,7 @@ class Lhd(Eviction):
                 prompt.missed = least
             if source.since < prompt.reach and least < prompt.lru_missed:
                 prompt.lru_missed = least
-            self._uses += len(copies)
+            self._unsettled += len(copies)
             if source is not self._outside:
                 self._place(copies, AFTER[source.kind], source)
                 continue
@@ -316,47 +318,54 @@ class Lhd(Eviction):
             self._place(copies[tails:], NEW_KINDS[prompt.end.bit_length()], source)
 
     def _begin(self, leaf: ChunkCopy, root: ChunkCopy, ctx: PolicyContext) -> None:
-        """Turn to the prompt that continues from ``leaf`` to ``root``, or begin one."""
-        last = self._prompt
-        if ctx.request and ctx.request == last.request and leaf.depth < last.end:
+        """Make the prompt of the chunks from ``root`` to ``leaf`` the present one."""
+        name, last = ctx.request, self._prompt
+        if name and name == last.request and leaf.depth < last.end:
             return
-        prompt = self._open.pop(ctx.request or hash(hash_part(root.parent or b"")), None)
+        prompt = self._open.pop(name, None) or self._open.pop(_hash(root.parent), None)
         if prompt is not last:
             self._settle()
         self._victims = None
         if prompt is None:
-            prompt = Prompt(ctx.request, self._density.reach)
+            prompt = Prompt(name, self._density.reach)
         elif root.depth >= prompt.end:
             self._refresh(prompt, leaf.depth + 1)
+        prompt.request = name
         prompt.end = max(prompt.end, leaf.depth + 1)
-        self._prompt = self._open[ctx.request or hash(hash_part(leaf.key))] = prompt
+        self._prompt = self._open[name or _hash(leaf.key)] = prompt
         if len(self._open) > self._most_open:
             del self._open[next(iter(self._open))]
 
     def _settle(self) -> None:
         """Count the hits of the present prompt."""
         prompt = self._prompt
-        if not self._uses:
+        if not self._unsettled:
             return
         won = min(prompt.missed, prompt.end) - min(prompt.lru_missed, prompt.end)
-        self._rivalry.record(prompt.won is None, self._uses, won - (prompt.won or 0))
+        self._rivalry.record(prompt.won is None, self._unsettled, won - (prompt.won or 0))
         prompt.won = won
-        self._uses = 0
+        self._unsettled = 0
 
     def _refresh(self, prompt: Prompt, length: int) -> None:
         """Make the chunks of ``prompt`` the youngest, because deeper ones follow.
 
         This is not a use.
         """
-        runs, prompt.runs, prompt.at = prompt.runs, [], 0
+        runs, prompt.runs, prompt.next_at = prompt.runs, [], 0
         for run in runs:
-            copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
             kind = run.kind if run.kind >= USED else NEW_KINDS[length.bit_length()]
-            self._density.remove(run.kind, run.since, len(copies))
-            self._queues[run.kind].pop(run, None)
+            self._density.remove(run.kind, run.since, run.live)
+            del self._queues[run.kind][run]
+            if run.evicted_for is None and 2 * run.live > self._span:
+                run.kind, run.since = kind, self._clock
+                self._add_run(run)
+                self._density.add(kind, run.since, run.live)
+                continue
+            copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
             run.copies, run.first, run.live = [], 0, 0
+            run.prompt = self._outside.prompt
             self._append(copies, kind, prompt)
-        prompt.at = 0
+        prompt.next_at = 0
 
     def _place(self, copies: Sequence[ChunkCopy], kind: int, source: Run) -> None:
         """Count a use of ``copies`` from one run, and add them to runs of class ``kind``."""
@@ -373,18 +382,25 @@ class Lhd(Eviction):
 
     def _append(self, copies: Sequence[ChunkCopy], kind: int, prompt: Prompt) -> None:
         """Add ``copies``, at most a span, to ``prompt`` after those that were added last."""
-        run = prompt.runs[prompt.at - 1] if prompt.at else self._outside
+        run = prompt.runs[prompt.next_at - 1] if prompt.next_at else self._outside
         is_full = len(run.copies) + len(copies) > self._span
-        if run.kind != kind or is_full or run.since < self._density.renewed:
+        # A copy that came back to the run would make its own stale entry live again.
+        has_stale = run.live < len(run.copies) - run.first
+        if run.kind != kind or is_full or has_stale or run.since < self._density.renewed:
             run = Run(kind, self._clock, prompt)
-            prompt.runs.insert(prompt.at, run)
-            prompt.at += 1
-            self._queues[kind][run] = None
+            self._add_run(run)
         run.copies += copies
         for copy in copies:
             copy.policy = run
         run.live += len(copies)
         self._density.add(kind, run.since, len(copies))
+
+    def _add_run(self, run: Run) -> None:
+        """Add ``run`` to its prompt, and as the youngest to its class."""
+        prompt = run.prompt
+        prompt.runs.insert(prompt.next_at, run)
+        prompt.next_at += 1
+        self._queues[run.kind][run] = None
 
     # -- runs -------------------------------------------------------------------------------
 
@@ -427,20 +443,20 @@ class Lhd(Eviction):
         run.live -= count
         if not run.live:
             run.copies, run.first = [], 0
-            if self._queues[run.kind].pop(run, self) is None:
-                run.prompt.remove(run)
-                run.prompt = self._outside.prompt  # not needed to remember the run
+            del self._queues[run.kind][run]
+            run.prompt.remove(run)
+            run.prompt = self._outside.prompt  # not needed to remember the run
         elif len(run.copies) > 2 * run.live + _SLACK:
             run.copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
             run.first = 0
 
     def _requeue(self, copies: Sequence[ChunkCopy]) -> None:
         """Make ``copies``, which have left their runs, the youngest. This is not a use."""
-        prompt = Prompt("", 0)
-        for copy in copies:
-            before: Run = copy.policy
-            self._density.remove(before.kind, before.since, 1)
-            self._append((copy,), before.kind, prompt)
+        for source, part in groupby(copies, _run_of):
+            prompt = Prompt("", 0)
+            for copy in part:
+                self._density.remove(source.kind, source.since, 1)
+                self._append((copy,), source.kind, prompt)
 
     def _choose(self, *, by_age: bool) -> Run | None:
         """Return the run that earns least; None if there are no copies."""
@@ -462,13 +478,20 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
     """Split ``copies`` where another prompt begins; yield the parts, each leaf to root."""
     if not copies:
         return
-    if copies[0].depth < copies[-1].depth:
+    if len(copies) > 1 and copies[1].parent == copies[0].key:
         copies = copies[::-1]
     begin = 0
     if copies[0].depth - copies[-1].depth != len(copies) - 1:
         for at, (before, copy) in enumerate(pairwise(copies), start=1):
-            # Chunks of different groups that end at the same token have the same hash.
-            if copy.depth >= before.depth and hash_part(copy.key) != hash_part(before.key):
+            if copy.depth >= before.depth and _hash(copy.key) != _hash(before.key):
                 yield copies[begin:at]
                 begin = at
     yield copies[begin:]
+
+
+def _hash(key: ChunkKey | None) -> int:
+    """Hash a chunk; chunks of different groups that end at the same token have one hash.
+
+    As a number it is no key that the policy remembers.
+    """
+    return 0 if key is None else hash(hash_part(key))

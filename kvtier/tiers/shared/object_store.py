@@ -294,7 +294,8 @@ async def _whole(answer: Awaitable[T]) -> T:
     whole = UncancellableFuture[None](loop=future.get_loop())
 
     def end(ended: asyncio.Future[T]) -> None:
-        ended.exception()  # retrieved, so asyncio does not report it as lost
+        if not ended.cancelled():
+            ended.exception()  # retrieved, so asyncio does not report it as lost
         whole.set_result(None)
 
     future.add_done_callback(end)
