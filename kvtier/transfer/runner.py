@@ -155,7 +155,7 @@ class Runner:
         self._admit()
         self._cancel_queued("the cache was reset", pairs)
         for pending in self._running_on(pairs):
-            pending.channel.route.abandon(pending.job)
+            abandon(pending.channel.route, pending.job)
 
     async def _act(self, action: Action, pairs: Collection[Pair]) -> None:
         """Wait until no job runs on the channels of ``pairs``, then await ``action``."""
@@ -352,7 +352,7 @@ def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
     try:
         return pending.channel.route.run(pending.job)
     except Exception as raised:  # noqa: BLE001 - raised again where the job ends
-        pending.channel.route.abandon(pending.job)
+        abandon(pending.channel.route, pending.job)
         return raise_later(raised)
 
 

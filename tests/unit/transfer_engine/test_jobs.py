@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import NoReturn
+
 import pytest
 
 from kvtier.keys import make_key
@@ -174,6 +177,39 @@ def test_a_route_that_cannot_release_workers_loses_no_result(
     assert seen == {refused.job_id: expected, beside.job_id: expected}
     gate.set()
     wait_for(engine, held, waiting)
+
+    def run(_: Job) -> NoReturn:
+        raise RuntimeError("broken")
+
+    failing = job()
+    with monkeypatch.context() as patch:
+        patch.setattr(route, "run", run)
+        engine.submit(failing)
+        assert wait_for(engine, failing) == {failing.job_id: ([Outcome.FAILED], True)}
+
+
+def test_a_route_that_cannot_release_workers_keeps_no_tier_paused(
+    make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Job) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(route, "abandon", fail)
+    engine = make_engine()
+    held, later = job(), job()
+    acted = threading.Event()
+
+    async def act() -> None:
+        acted.set()
+
+    gate = route.hold(held)
+    engine.submit(held)
+    assert route.entered[held.job_id].wait(10)
+    assert not engine.exclusively_each({"ram": act}, timeout_s=0.01)
+    engine.submit(later)
+    gate.set()
+    wait_for(engine, held, later)
+    assert acted.is_set()
 
 
 def test_a_tier_that_keeps_failing_is_taken_out_of_service(
