@@ -30,6 +30,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import tier as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
+from kvtier.tiers.slab.slots import SlotFile
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.warned import warnings_in
@@ -443,6 +444,21 @@ async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
     io.heal()
     harness = await open_harness()  # and the lock was released
     assert await harness.put(KEYS, range(8)) == [DONE] * 8
+
+
+def test_a_file_without_status_is_closed_again(
+    io: FaultyIo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, "broken")
+
+    path = tmp_path / "slots.bin"
+    path.write_bytes(bytes(SLOT))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match="broken"):
+            SlotFile.open_to_read(path, SLOT, io)
+    assert io.calls == ["open", "close"]
 
 
 class Short(BlockIo):

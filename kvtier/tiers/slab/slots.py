@@ -118,7 +118,11 @@ class SlotFile:
             OSError: The file cannot be opened.
         """
         fd = io.open(path, os.O_RDONLY)
-        found_nbytes = os.fstat(fd).st_size
+        try:
+            found_nbytes = os.fstat(fd).st_size
+        except BaseException:
+            io.close(fd)
+            raise
         spec = SlotFileSpec("", path, found_nbytes // slot_nbytes, slot_nbytes, "auto")
         file = cls(spec, io, fd, found_nbytes=found_nbytes)
         with contextlib.suppress(OSError):
