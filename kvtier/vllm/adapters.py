@@ -166,6 +166,7 @@ class AdapterContents:
         self._adapters: dict[_Name, _Adapter] = {}
         self._owners: dict[int, _Name] = {}
         self._warned: set[str] = set()
+        self._logged: set[type[Exception]] = set()
         self._calls = TimedCalls(name="kvtier-adapters")
         self._checked: dict[Path, _Files | None] = {}
 
@@ -175,8 +176,16 @@ class AdapterContents:
             return self._of(request)
         except TimeoutError:
             self._warn(request.lora_name, _LATE)
-        except Exception:
-            logger.exception("a LoRA adapter: its request neither loads nor stores KV")
+        except Exception as error:
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.exception(
+                    "a LoRA adapter: its requests neither load nor store KV; each later %s is "
+                    "not logged",
+                    type(error).__name__,
+                )
+            # A failed look raises one error for every request, and its traceback would grow.
+            error.__traceback__ = None
         return AdapterContent(os.urandom(DIGEST_NBYTES), _never)
 
     def begin_step(self) -> None:

@@ -196,7 +196,24 @@ def test_a_request_of_an_unknown_kind_is_no_error(
     content = contents.of(strange)
     assert content.digest != contents.of(strange).digest
     assert not content.is_current()
-    assert "neither loads nor stores" in caplog.text
+    assert caplog.text.count("neither load nor store") == 1
+
+
+def test_an_unexpected_error_is_logged_once(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = ZeroDivisionError("a bug")
+
+    def fail(_: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(os, "scandir", fail)
+    contents = engine()
+    assert len({contents.of(asked("adapter")).digest for _ in range(3)}) == 3
+    assert caplog.text.count("ZeroDivisionError: a bug") == 1
+    contents.of(SimpleNamespace())
+    assert "AttributeError" in caplog.text
+    assert error.__traceback__ is None, "frames of requests are kept"
 
 
 @pytest.mark.parametrize("at", [0, 4095])
