@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -159,11 +160,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         options = _scheduler_options(self._vllm, engine, self._groups, settings)
         reaches = [layout.reach for layout in build_layouts(options)]
         self.cache = open_cache(engine, settings, reaches, chunk_positions)
-        self._scheduler = ConnectorScheduler(self.cache, options)
-        self._steps = StepReader(self._vllm, self._kv)
-        self._adapters = AdapterContents(self._vllm.lora_config)
-        self._reporter = Reporter(self.cache)
-        warn_of_restarts(self._vllm, settings)
+        with ExitStack() as opened:
+            opened.callback(self.cache.shutdown)
+            self._scheduler = ConnectorScheduler(self.cache, options)
+            self._steps = StepReader(self._vllm, self._kv)
+            self._adapters = AdapterContents(self._vllm.lora_config)
+            self._reporter = Reporter(self.cache)
+            warn_of_restarts(self._vllm, settings)
+            opened.pop_all()
         transfer = self._vllm.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy == "fail":
             logger.warning(
@@ -307,7 +311,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
         if self._worker is not None:
             _workers.pop(self._worker, None)
-            self._worker.shutdown()
+            try:
+                self._worker.shutdown()
+            except Exception:
+                # Not raised, because an engine in one process shuts its scheduler down next.
+                logger.exception("shutdown: a worker's memory may not be freed")
         if self.role is KVConnectorRole.SCHEDULER:
             self._adapters.close()
             self.cache.shutdown()

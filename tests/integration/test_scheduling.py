@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier.errors import UnsupportedError
 from kvtier.keys import group_of, make_key
+from kvtier.vllm import connector
 from tests.integration.engine_world import EngineWorld, arrange
 from tests.integration.odd_models import write_adapter
 from tests.integration.scheduler_setup import Setup, random_tokens
@@ -369,6 +370,45 @@ def test_groups_of_an_unknown_kind_are_refused_at_start(
     monkeypatch.setattr(Setup, "spec_of", lambda self, number: odd)
     with pytest.raises(UnsupportedError, match=r"layer0 keeps .*Evicting, a kind of KV cache"):
         make_world()
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["ConnectorScheduler", "StepReader", "AdapterContents", "Reporter", "warn_of_restarts"],
+)
+def test_a_scheduler_side_that_cannot_start_closes_its_cache(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    closed: list[str] = []
+    open_cache = EngineWorld.open_cache
+
+    def open_watched(world: EngineWorld, groups: Any) -> Any:
+        cache: Any = open_cache(world, groups)
+        cache.shutdown = lambda: closed.append("cache")
+        return cache
+
+    def fail(*_: object) -> NoReturn:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(EngineWorld, "open_cache", open_watched)
+    monkeypatch.setattr(connector, part, fail)
+    with pytest.raises(ZeroDivisionError):
+        make_world()
+    assert closed == ["cache"]
+
+
+def test_a_worker_that_cannot_shut_down_lets_its_engine_go_on(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine in one process shuts its scheduler down, which unlocks the cache, next."""
+    world = make_world()
+
+    def fail() -> NoReturn:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(world.device, "close", fail)
+    world.worker.shutdown()
+    assert "a worker's memory may not be freed" in caplog.text
 
 
 def test_stores_end_before_another_connector_loads_into_their_blocks(
