@@ -18,9 +18,11 @@ a range of octaves from the present one on: the hits per slot and time until the
 like LRU, decides until there is data, first for all classes together, then for each.
 
 **Prompts.** A chunk is useless without the chunks before it. So a class never earns less than
-the classes of its continuations. From the prompt with the least density, the deepest chunk is
-evicted. An engine computes a prompt in parts, by turns with other prompts. A part that
-continues a prompt makes the prompt's earlier chunks as young as itself.
+the classes of its continuations, and before a chunk that was used again, the deepest chunk of
+its prompt is evicted. New chunks leave in their own order: in models with several KV cache
+groups, the deepest may be the only chunk of a window, without which the prompt has no hit. An
+engine computes a prompt in parts, by turns with other prompts. A part that continues a prompt
+makes the prompt's earlier chunks as young as itself.
 
 **Comparison with LRU.** Where chunks are alike or the traffic changes, what was learned
 misleads. So :class:`Rivalry` compares the policy's leading hits with those of LRU. While the
@@ -328,7 +330,7 @@ class Lhd(Eviction):
         self._victims = None
         if prompt is None:
             prompt = Prompt(name, self._density.reach)
-        elif root.depth >= prompt.end:
+        elif leaf.depth >= prompt.end:
             self._refresh(prompt, leaf.depth + 1)
         prompt.request = name
         prompt.end = max(prompt.end, leaf.depth + 1)
@@ -410,7 +412,7 @@ class Lhd(Eviction):
         run = self._victims
         if by_age or run is None or not run.live or run.prompt is self._prompt:
             chosen = self._choose(by_age=by_age)
-            run = None if chosen is None else chosen.prompt.runs[0]
+            run = None if chosen is None else _deepest(chosen)
         self._victims = None if by_age else run
         if run is None:
             return []
@@ -478,8 +480,10 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
     """Split ``copies`` where another prompt begins; yield the parts, each leaf to root."""
     if not copies:
         return
-    if len(copies) > 1 and copies[1].parent == copies[0].key:
-        copies = copies[::-1]
+    if copies[0].depth < copies[-1].depth:
+        depths = [copy.depth for copy in copies]
+        if depths == sorted(depths):
+            copies = copies[::-1]
     begin = 0
     if copies[0].depth - copies[-1].depth != len(copies) - 1:
         for at, (before, copy) in enumerate(pairwise(copies), start=1):
@@ -487,6 +491,14 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
                 yield copies[begin:at]
                 begin = at
     yield copies[begin:]
+
+
+def _deepest(chosen: Run) -> Run:
+    """Return the run to evict from, if ``chosen`` earns least."""
+    runs = chosen.prompt.runs
+    if chosen.kind >= USED:
+        return runs[0]
+    return next(run for run in runs if run.kind == chosen.kind)
 
 
 def _hash(key: ChunkKey | None) -> int:
