@@ -233,7 +233,7 @@ class TieredOffloadingManager:
             self._stack.set_request("", NO_TERMS)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Make a hit of each of ``keys`` whose bytes all workers recorded as whole.
+        """End a store: those of ``keys`` that every worker stored completely become hits.
 
         Keys that are not being stored are ignored.
         """

@@ -29,7 +29,6 @@ from kvtier.testing.probes import (
 
 __all__ = ["EvictionContract"]
 
-_ENTRIES_PER_SLOT = 16
 _ENTRIES_OF_EMPTY = 256
 _GHOSTS_PER_SLOT = 2
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
@@ -40,7 +39,12 @@ class EvictionContract(ABC):
     """Tests that every eviction policy must pass.
 
     Inherit as ``TestX`` and implement :meth:`make_eviction`.
+
+    Attributes:
+        entries_per_slot: Largest number of references that the policy may keep for each slot.
     """
+
+    entries_per_slot = 8
 
     @abstractmethod
     def make_eviction(self, *, capacity: int) -> Eviction:
@@ -138,7 +142,7 @@ class EvictionContract(ABC):
         picked = _pick_all(eviction, ctx)
         assert set(picked) == set(copies)
         assert len(picked) == len(copies)
-        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * 8 + _ENTRIES_OF_EMPTY
+        assert count_entries(eviction) <= self.entries_per_slot * 8 + _ENTRIES_OF_EMPTY
 
     def test_the_same_key_in_a_new_copy_is_a_new_member(self) -> None:
         eviction, copies, ctx = self._filled(2)
@@ -256,7 +260,7 @@ class EvictionContract(ABC):
                 copies += _make_copies(1, start=capacity + round_number)
                 eviction.on_miss(copies[-1].key, ctx)
                 eviction.on_insert(copies[-1], ctx)
-        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * capacity + _ENTRIES_OF_EMPTY
+        assert count_entries(eviction) <= self.entries_per_slot * capacity + _ENTRIES_OF_EMPTY
 
     def test_memory_stays_in_proportion_when_copies_come_and_go_unused(self) -> None:
         capacity = 16
@@ -266,7 +270,7 @@ class EvictionContract(ABC):
             eviction.on_insert(copy, ctx)
             copy.state = CopyState.GONE
             eviction.on_remove(copy)
-        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * capacity + _ENTRIES_OF_EMPTY
+        assert count_entries(eviction) <= self.entries_per_slot * capacity + _ENTRIES_OF_EMPTY
         assert eviction.pick(_any, ctx) is None
 
     def test_the_right_victims_are_found_among_pins_that_come_and_go(self) -> None:

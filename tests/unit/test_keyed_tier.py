@@ -64,6 +64,13 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
     assert pool.close(timeout_s=10)
 
 
+async def store_and_damage(engine: Engine) -> None:
+    """Store the chunk 0 as the only value, and replace the value's bytes."""
+    assert await engine.store([0]) == [DONE]
+    [key] = engine.service.values
+    engine.service.values[key] = b"short"
+
+
 async def test_a_new_chunk_is_asked_for_once_and_added(engines: tuple[Engine, Engine]) -> None:
     engine, _ = engines
     assert await engine.store(range(3)) == [DONE] * 3
@@ -113,9 +120,7 @@ async def test_a_value_that_another_engine_has_repaired_is_not_stored_again(
     engines: tuple[Engine, Engine],
 ) -> None:
     engine, other = engines
-    await engine.store([0])
-    [key] = engine.service.values
-    engine.service.values[key] = b"short"
+    await store_and_damage(engine)
     assert await engine.load([0]) == await other.load([0]) == [CORRUPT]
     assert await other.store([0]) == [DONE]
     engine.calls()
@@ -128,9 +133,7 @@ async def test_a_value_with_wrong_bytes_that_is_gone_is_added(
     engines: tuple[Engine, Engine],
 ) -> None:
     engine, _ = engines
-    await engine.store([0])
-    [key] = engine.service.values
-    engine.service.values[key] = b"short"
+    await store_and_damage(engine)
     assert await engine.load([0]) == [CORRUPT]
     engine.service.evict()
     engine.calls()
@@ -142,9 +145,7 @@ async def test_a_wrong_value_is_replaced_after_any_number_of_misses(
     engines: tuple[Engine, Engine],
 ) -> None:
     engine, _ = engines
-    await engine.store([0])
-    [key] = engine.service.values
-    engine.service.values[key] = b"short"
+    await store_and_damage(engine)
     missing = range(1, (1 << 16) + 2)
     assert await engine.load(missing) == [MISSING] * len(missing)
     assert await engine.load([0]) == [CORRUPT]
@@ -158,9 +159,7 @@ async def test_a_service_that_fails_before_a_repair_keeps_its_value(
 ) -> None:
     engine, _ = engines
     engine.shared.asks_before_adding = False
-    await engine.store([0])
-    [key] = engine.service.values
-    engine.service.values[key] = b"short"
+    await store_and_damage(engine)
     assert await engine.load([0]) == [CORRUPT]
     engine.service.error = OSError("no answer")
     engine.calls()

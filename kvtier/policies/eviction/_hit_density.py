@@ -57,7 +57,7 @@ class HitDensity:
         table: Hit density by class and bit length of the age, as of the last renewal.
         renewed: Number of the use at which the table was renewed last.
         due: Number of the use at which the next renewal is due.
-        reach: LRU would hold the chunks used since this number of uses.
+        reach: Number of a use; LRU would hold the chunks used since then.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -76,11 +76,11 @@ _KEEP: Final = 0.9986
 """Share of the lead that survives a renewal of the densities: half after 250 turns."""
 _DEEP: Final = 1 << 62
 """Deeper than any chunk."""
-_run_of = operator.attrgetter("policy")
 _SLACK: Final = 8
 """Number of stale entries that a run may always have."""
 _MOST_OPEN: Final = 1024
 """Largest number of prompts that may go on, about as many as an engine runs at a time."""
+_run_of = operator.attrgetter("policy")
 
 
 class Prompt:
@@ -90,7 +90,7 @@ class Prompt:
         request: The request's id; an empty string if unknown.
         runs: The runs with the chunks, leaf to root.
         next_at: Index in ``runs`` at which the next run is inserted.
-        reach: LRU held the chunks used since this number of uses when the request began.
+        reach: Number of a use; when the request began, LRU held the chunks used since then.
         end: Depth of the deepest chunk, plus 1.
         missed: Least depth of the chunks that were absent when the request began.
         lru_missed: Least depth of the chunks that LRU did not hold then.
@@ -140,6 +140,10 @@ class Run:
         self.first = 0
         self.live = 0
         self.evicted_for: str | None = None
+
+    def live_copies(self) -> list[ChunkCopy]:
+        """Return the copies without stale entries."""
+        return [copy for copy in self.copies[self.first :] if copy.policy is self]
 
 
 class Part(NamedTuple):
@@ -363,7 +367,7 @@ class Lhd(Eviction):
                 self._add_run(run)
                 self._density.add(kind, run.since, run.live)
                 continue
-            copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
+            copies = run.live_copies()
             run.copies, run.first, run.live = [], 0, 0
             run.prompt = self._outside.prompt
             self._append(copies, kind, prompt)
@@ -449,8 +453,7 @@ class Lhd(Eviction):
             run.prompt.remove(run)
             run.prompt = self._outside.prompt  # not needed to remember the run
         elif len(run.copies) > 2 * run.live + _SLACK:
-            run.copies = [copy for copy in run.copies[run.first :] if copy.policy is run]
-            run.first = 0
+            run.copies, run.first = run.live_copies(), 0
 
     def _requeue(self, copies: Sequence[ChunkCopy]) -> None:
         """Make ``copies``, which have left their runs, the youngest. This is not a use."""

@@ -160,12 +160,13 @@ def test_a_cancelled_job_that_waits_is_dropped_and_one_that_runs_is_not(
     assert wait_for(engine, running) == {running.job_id: ([Outcome.DONE], True)}
 
 
+def fail(_: Job) -> NoReturn:
+    raise RuntimeError("broken")
+
+
 def test_a_route_that_cannot_release_workers_loses_no_result(
     make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Job) -> None:
-        raise RuntimeError("broken")
-
     monkeypatch.setattr(route, "abandon", fail)
     engine = make_engine(queued_bytes=2 * CHUNK_NBYTES)
     held, waiting, refused, beside = job(), job(), job(), job()
@@ -178,12 +179,9 @@ def test_a_route_that_cannot_release_workers_loses_no_result(
     gate.set()
     wait_for(engine, held, waiting)
 
-    def run(_: Job) -> NoReturn:
-        raise RuntimeError("broken")
-
     failing = job()
     with monkeypatch.context() as patch:
-        patch.setattr(route, "run", run)
+        patch.setattr(route, "run", fail)
         engine.submit(failing)
         assert wait_for(engine, failing) == {failing.job_id: ([Outcome.FAILED], True)}
 
@@ -191,9 +189,6 @@ def test_a_route_that_cannot_release_workers_loses_no_result(
 def test_a_route_that_cannot_release_workers_keeps_no_tier_paused(
     make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Job) -> None:
-        raise RuntimeError("broken")
-
     monkeypatch.setattr(route, "abandon", fail)
     engine = make_engine()
     held, later = job(), job()
