@@ -1,20 +1,21 @@
 """Tries the copy methods at the start, and chooses one for stores and one for loads.
 
 A *fragment* is a contiguous range to copy. The rate of a method depends on the size of the
-engine's fragments, the bus and the driver. So each method copies some MiB between a scratch
-buffer on the device and RAM slots, in fragments like the engine's. The slots are still empty,
-and KV memory is not touched. A method that fails or copies wrong bytes is left out.
+engine's fragments, the bus and the driver. So each method copies some MiB between scratch
+memory on the device and page-locked scratch memory of the host, in fragments like the engine's.
+KV memory and slots are not touched: another rank may already use the slots. A method that fails
+or copies wrong bytes is left out.
 
-Stores are copied in batches. Loads are copied by a kernel if fragments are short and the kernel
-is faster, else in batches.
+Copies in batches leave all multiprocessors to the model. So staged copies must be clearly
+faster to be chosen.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
+import mmap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -23,7 +24,14 @@ import torch
 
 from kvtier.errors import CudaError
 from kvtier.logs import get_logger
-from kvtier.memory.cuda_methods import BatchMethod, KernelMethod, Method
+from kvtier.memory.cuda_api import Addresses
+from kvtier.memory.cuda_methods import (
+    STAGING_NBYTES,
+    BatchMethod,
+    Method,
+    StagedMethod,
+    Streams,
+)
 from kvtier.memory.fragments import Fragments
 from kvtier.memory.streams import Driver
 from kvtier.units import approximate_size
@@ -32,12 +40,15 @@ __all__ = ["SCRATCH_NBYTES", "Choice", "choose_methods"]
 
 logger = get_logger(__name__)
 
-SCRATCH_NBYTES: Final = 16 << 20
-"""Device memory for a trial, freed afterwards."""
+SCRATCH_NBYTES: Final = 64 << 20
+"""Scratch memory on the device and on the host, freed after the trial."""
 _ROUNDS: Final = 3
-_LONGEST_FOR_KERNEL_NBYTES: Final = 64 << 10
-"""Length of fragments above which no kernel is compiled, because copy engines then reach the
+_LONGEST_TO_STAGE_NBYTES: Final = 1 << 20
+"""Length of fragments from which staging is not tried, because copy engines then reach the
 rate of the bus."""
+_LEAST_GAIN: Final = 1.1
+"""Rate of staged copies, divided by that of batches, from which they are chosen."""
+_LEAST_S: Final = 1e-9
 
 
 class Choice(NamedTuple):
@@ -58,72 +69,86 @@ class _Rated:
         return f"{self.method.name} at {self.bytes_per_s / 1e9:.1f} GB/s"
 
 
-def _rate_loads(trial: _Trial, driver: Driver, batch: BatchMethod) -> list[_Rated]:
-    """Return the methods that work for loads, fastest first."""
-    loads = trial.rate(batch.name, lambda: batch, stores=False)
-    rated = [loads] if loads else []
-    if loads and trial.suits_kernel:
-        by_kernel = trial.rate(
-            KernelMethod.name, lambda: KernelMethod(driver, batch), stores=False
-        )
-        rated += [by_kernel] if by_kernel else []
-    return sorted(rated, key=lambda each: -each.bytes_per_s)
-
-
-def choose_methods(driver: Driver, places: Fragments) -> Choice:
-    """Return the fastest methods for fragments like ``places``, and log the reasons.
+def choose_methods(driver: Driver, places: Fragments, edges: Addresses) -> Choice:
+    """Return the best methods for fragments like ``places``, and log the reasons.
 
     Args:
         driver: The GPU.
-        places: Fragments of empty slots; their device addresses are ignored.
+        places: Fragments like those of jobs; their addresses are ignored.
+        edges: Host addresses at which one page-locked piece of the slots ends and the next
+            begins, ascending.
     """
-    batch = BatchMethod()
+    batch = BatchMethod(edges)
     try:
-        trial = _Trial(driver, places)
-    except RuntimeError as error:
+        with _opened_trial(driver, places, batch) as trial:
+            rated = [trial.rate_all(stores=stores) for stores in (True, False)]
+    except (RuntimeError, CudaError) as error:
         logger.warning("copies between GPU and RAM: in batches, not tried before: %s", error)
         return Choice(batch, batch)
-    stores = trial.rate(batch.name, lambda: batch, stores=True)
-    rated = _rate_loads(trial, driver, batch)
+    reasons = []
+    for kind, (best, *others) in zip(("stores", "loads"), rated, strict=True):
+        also = f" (not by {others[0]})" if others else ""
+        reasons.append(f"{kind} by {best or 'torch'}{also}")
     logger.info(
-        "copies between GPU and RAM: stores by %s, loads by %s; a typical copy has %s",
-        stores or "torch",
-        " (not by ".join(map(str, rated)) + ")" * (len(rated) - 1) or "torch",
-        approximate_size(trial.typical_nbytes),
+        "copies between GPU and RAM: %s; a typical copy has %s",
+        ", ".join(reasons),
+        approximate_size(int(np.median(places.nbytes))),
     )
-    return Choice(stores.method if stores else None, rated[0].method if rated else None)
+    store, load = (best.method if best else None for best, *_ in rated)
+    return Choice(store, load)
 
 
 class _Trial:
-    """Measures methods by copies between scratch memory on the device and empty slots.
+    """Measures methods by copies between scratch memory on the device and on the host.
 
     Args:
         driver: The GPU.
-        places: Fragments of empty slots; their device addresses are ignored.
-
-    Attributes:
-        typical_nbytes: Median size of the fragments.
-        suits_kernel: Whether a kernel might be faster than the copy engines for these
-            fragments.
+        places: Fragments like those of jobs; their addresses are ignored.
+        batch: Copies in batches.
+        device: Memory on the device, :data:`SCRATCH_NBYTES` bytes.
+        host: As much page-locked memory on the host.
     """
 
-    def __init__(self, driver: Driver, places: Fragments) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        places: Fragments,
+        batch: BatchMethod,
+        *,
+        device: torch.Tensor,
+        host: torch.Tensor,
+    ) -> None:
         self._driver = driver
-        self._stream = driver.open_stream()
-        self._scratch = driver.device_memory(SCRATCH_NBYTES)
+        self._batch = batch
+        self._streams = Streams(driver.open_stream(), driver.open_stream())
         nbytes = np.minimum(places.nbytes, SCRATCH_NBYTES)
         ends = np.cumsum(nbytes)
         fits = ends <= SCRATCH_NBYTES
-        device = self._scratch.data_ptr() + ends - nbytes
-        self._fragments = Fragments(device[fits], places.host[fits], nbytes[fits])
-        self._nbytes = int(self._fragments.nbytes.sum())
-        self.typical_nbytes = int(np.median(places.nbytes))
-        self.suits_kernel = (
-            self.typical_nbytes < _LONGEST_FOR_KERNEL_NBYTES
-            and KernelMethod.suits(self._fragments)
-        )
+        starts, lengths = (ends - nbytes)[fits], nbytes[fits]
+        self._typical_nbytes = int(np.median(lengths))
+        total_nbytes = int(lengths.sum())
+        self._device, self._host = device[:total_nbytes], host[:total_nbytes]
+        sources, destinations = device.data_ptr() + starts, host.data_ptr() + starts
+        count = max(STAGING_NBYTES // int(lengths.max()), 1)
+        self._pieces = [
+            Fragments(sources[some], destinations[some], lengths[some])
+            for some in (slice(at, at + count) for at in range(0, len(lengths), count))
+        ]
 
-    def rate(
+    def rate_all(self, *, stores: bool) -> list[_Rated | None]:
+        """Return the method to use, None if no method works, and then others that work."""
+        batch = self._rate(BatchMethod.name, lambda: self._batch, stores=stores)
+        if batch is None or self._typical_nbytes >= _LONGEST_TO_STAGE_NBYTES:
+            return [batch]
+        staged = self._rate(
+            StagedMethod.name, lambda: StagedMethod(self._driver, self._batch), stores=stores
+        )
+        if staged is None:
+            return [batch]
+        gain = staged.bytes_per_s / batch.bytes_per_s
+        return [staged, batch] if gain >= _LEAST_GAIN else [batch, staged]
+
+    def _rate(
         self, name: str, make_method: Callable[[], Method], *, stores: bool
     ) -> _Rated | None:
         """Measure a method; return None and log the reason if the method does not work."""
@@ -137,17 +162,19 @@ class _Trial:
                 "%s are not copied by %s: %s: %s", kind, name, type(error).__name__, error
             )
             return None
-        return _Rated(method, self._nbytes / seconds if seconds else math.inf)
+        return _Rated(method, len(self._host) / max(seconds, _LEAST_S))
 
     def _require_right_bytes(self, method: Method, *, stores: bool) -> None:
         """Raise CudaError if ``method`` does not copy the right bytes."""
-        random = np.random.default_rng(stores)
-        expected = random.integers(-128, 128, self._nbytes, np.int8)
-        self._fill_device(expected if stores else np.zeros_like(expected))
-        self._fill_slots(np.zeros_like(expected) if stores else expected)
+        source, destination = (
+            (self._device, self._host) if stores else (self._host, self._device)
+        )
+        words = np.random.default_rng(stores).integers(1 << 62, size=len(source) // 8 + 1)
+        expected = torch.from_numpy(words.view(np.int8)[: len(source)])
+        source.copy_(expected)
+        destination.zero_()
         self._copy(method, stores=stores)
-        found = self._read_slots() if stores else self._read_device()
-        if not np.array_equal(found, expected):
+        if not torch.equal(destination.cpu(), expected):
             raise CudaError("the copies deliver wrong bytes")
 
     def _seconds(self, method: Method, *, stores: bool) -> float:
@@ -156,30 +183,20 @@ class _Trial:
         return time.perf_counter() - began_s
 
     def _copy(self, method: Method, *, stores: bool) -> None:
-        with self._stream.active():
-            try:
-                self._stream.follow(self._driver.mark())
-                method.queue(self._stream, self._fragments, stores=stores)
-            finally:
-                self._stream.record().wait()
+        def queue() -> None:
+            for piece in self._pieces:
+                method.queue(self._streams, piece, stores=stores)
 
-    def _fill_device(self, content: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
-        self._scratch[: self._nbytes].copy_(torch.from_numpy(content))
+        self._streams.run(queue, after=self._driver.mark())
 
-    def _read_device(self) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
-        return self._scratch[: self._nbytes].cpu().numpy()
 
-    def _fill_slots(self, content: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
-        at = content.ctypes.data
-        for host, nbytes in self._host_ranges():
-            ctypes.memmove(host, at, nbytes)
-            at += nbytes
-
-    def _read_slots(self) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
-        read = b"".join(ctypes.string_at(host, nbytes) for host, nbytes in self._host_ranges())
-        return np.frombuffer(read, np.int8)
-
-    def _host_ranges(self) -> Iterator[tuple[int, int]]:
-        yield from zip(
-            self._fragments.host.tolist(), self._fragments.nbytes.tolist(), strict=True
-        )
+@contextmanager
+def _opened_trial(driver: Driver, places: Fragments, batch: BatchMethod) -> Iterator[_Trial]:
+    """Yield a trial, and release its memory afterwards."""
+    device = driver.device_memory(SCRATCH_NBYTES)
+    host = torch.frombuffer(mmap.mmap(-1, SCRATCH_NBYTES), dtype=torch.int8)
+    driver.register(host.data_ptr(), SCRATCH_NBYTES)
+    try:
+        yield _Trial(driver, places, batch, device=device, host=host)
+    finally:
+        driver.unregister(host.data_ptr())

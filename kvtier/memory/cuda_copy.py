@@ -5,13 +5,16 @@ A job's blocks are many *fragments*: ranges that are contiguous in a block and i
 itself, so all fragments of a job are queued at once. The method is chosen at start
 (:mod:`kvtier.memory.cuda_choice`).
 
-**Order.** Stores use one stream and loads another. So a load waits neither for stores nor for
-the fences of stores. On each stream, a job's copies begin after the job's fence, which is the
-point of the compute stream at the job's submission. Before a thread starts a job, it waits for
-the last copy of the previous job. So a stream never has work of two jobs. A store and a load
-may run in any order; :mod:`kvtier.connector.device` explains why this is correct.
+**Order.** Stores have their own streams, and loads have others. So a load waits neither for
+stores nor for the fences of stores. On each stream, a job's copies begin after the job's fence,
+which is the point of the compute stream at the job's submission. Before a thread starts a job,
+it waits for the last copy of the previous job. So a stream never has work of two jobs. A store
+and a load may run in any order; :mod:`kvtier.connector.device` explains why this is correct.
 
-**Torch as a fallback.** Kernels and batches of copies need page-locked memory. If the slots are
+**Pieces.** A job is planned and queued in pieces, so that the GPU copies the first piece while
+the next is planned.
+
+**Torch as a fallback.** Batches of copies need page-locked memory. If the slots are
 not page-locked, or the driver has no batches, torch makes the copies. torch uses one staging
 buffer on the device per direction (:class:`~kvtier.memory.copy.BlockCopier`).
 """
@@ -27,19 +30,16 @@ from typing_extensions import override
 
 from kvtier.memory.copy import BlockCopier, Copier, KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan, GroupCopy
-from kvtier.memory.cuda_api import Addresses
 from kvtier.memory.cuda_choice import Choice, choose_methods
-from kvtier.memory.cuda_methods import Method
+from kvtier.memory.cuda_methods import STAGING_NBYTES, Method, Streams
 from kvtier.memory.fragments import FragmentPlanner, Fragments
 from kvtier.memory.host_region import HostRegion
-from kvtier.memory.pinning import PIECE_NBYTES, PinnedSlots, cut
+from kvtier.memory.pinning import PIECE_NBYTES, PinnedSlots
 from kvtier.memory.slot_layout import RankShare
-from kvtier.memory.streams import CopyStream, Driver, Fence
+from kvtier.memory.streams import Driver, Fence
 
-__all__ = ["STAGING_NBYTES", "CudaCopier"]
+__all__ = ["CudaCopier"]
 
-STAGING_NBYTES: Final = 32 << 20
-"""Size of torch's staging buffer for one direction; the engine leaves little memory free."""
 _MOST_SAMPLED: Final = 4096
 
 
@@ -94,14 +94,13 @@ class CudaCopier(Copier):
             self._slots = PinnedSlots(driver, address, geometry, piece_nbytes=piece_nbytes)
             opened.callback(self._slots.close)
             self.is_pageable = not self._slots.is_locked
-            edges = self._slots.edges
             chosen = Choice(None, None)
             if not self.is_pageable:
                 blocks = min(len(kv.tensors[0]), geometry.slots * blocks_per_chunk)
                 places = _sample(planner, blocks, blocks_per_chunk)
-                chosen = choose_methods(driver, cut(places, edges))
+                chosen = choose_methods(driver, places, self._slots.edges)
             self._stores, self._loads = (
-                _Lane(driver.open_stream(), planner, edges, method or by_torch(), stores=stores)
+                _Lane(driver, planner, method or by_torch(), stores=stores)
                 for method, stores in ((chosen.store, True), (chosen.load, False))
             )
             opened.pop_all()
@@ -127,12 +126,11 @@ class CudaCopier(Copier):
 
 
 class _Lane:
-    """Runs the copies in one direction, on a separate stream.
+    """Runs the copies in one direction, on separate streams.
 
     Args:
-        stream: The stream.
+        driver: The GPU.
         planner: Finds the fragments of a plan.
-        edges: Addresses where one page-locked piece of the slots ends and the next begins.
         method: The method of copying.
         stores: True to copy from the device to the host; False for the other direction.
 
@@ -142,30 +140,23 @@ class _Lane:
 
     def __init__(
         self,
-        stream: CopyStream,
+        driver: Driver,
         planner: FragmentPlanner,
-        edges: Addresses,
         method: Method | BlockCopier,
         *,
         stores: bool,
     ) -> None:
-        self._stream = stream
+        # A request waits for its load; a store has time until its blocks are needed.
+        kernels = driver.open_stream(is_urgent=not stores)
+        self._streams = Streams(driver.open_stream(), kernels)
         self._planner = planner
-        self._edges = edges
         self._method = method
         self._stores = stores
         self.method_name = "torch" if isinstance(method, BlockCopier) else method.name
 
     def run(self, plan: BlockCopyPlan, after: Fence | None) -> None:
         """Run the copies of ``plan`` after a fence and wait for them."""
-        with self._stream.active():
-            try:
-                if after is not None:
-                    self._stream.follow(after)
-                self._queue(plan)
-            finally:
-                # Also after an error: what was queued still uses blocks and slots.
-                self._stream.record().wait()
+        self._streams.run(partial(self._queue, plan), after=after)
 
     def close(self) -> None:
         """Release the slots."""
@@ -178,8 +169,9 @@ class _Lane:
             copy = method.store if stores else method.load
             copy(plan, after=None)
             return
-        fragments = cut(self._planner.plan(plan, stores=stores), self._edges)
-        method.queue(self._stream, fragments, stores=stores)
+        pieces = self._planner.pieces(plan, stores=stores, piece_nbytes=STAGING_NBYTES)
+        for fragments in pieces:
+            method.queue(self._streams, fragments, stores=stores)
 
 
 def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fragments:

@@ -21,8 +21,9 @@ from kvtier.memory.streams import CopyStream, Driver, Fence
 
 __all__ = ["CudaDriver"]
 
-_LOWEST_PRIORITY: Final = 0
-"""Lowest priority of torch's streams. Higher priorities are negative numbers."""
+_PRIORITY: Final = 0
+_URGENT_PRIORITY: Final = -1
+"""Priorities of torch's streams; the model's stream has priority 0, the lowest."""
 
 
 class CudaDriver(Driver):
@@ -47,8 +48,9 @@ class CudaDriver(Driver):
         return _CudaFence(event)
 
     @override
-    def open_stream(self) -> CopyStream:
-        return _CudaStream(self._device, self._api)
+    def open_stream(self, *, is_urgent: bool = False) -> CopyStream:
+        priority = _URGENT_PRIORITY if is_urgent else _PRIORITY
+        return _CudaStream(self._device, self._api, priority)
 
     @override
     def register(self, address: int, nbytes: int) -> None:
@@ -84,10 +86,10 @@ class _CudaFence(Fence):
 class _CudaStream(CopyStream):
     """A copy stream that uses a torch stream."""
 
-    def __init__(self, device: torch.device, api: CudaApi) -> None:
+    def __init__(self, device: torch.device, api: CudaApi, priority: int) -> None:
         self._device = device
         self._api = api
-        self._stream = torch.cuda.Stream(device, priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     @override
     @contextlib.contextmanager

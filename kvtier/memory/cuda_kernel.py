@@ -1,11 +1,7 @@
-"""A Triton kernel that copies many short ranges at once.
+"""A Triton kernel that copies many short ranges within a GPU's memory at once.
 
-Copy engines need a fixed time for each copy, even a short one. A kernel reads page-locked host
-memory directly, so a few multiprocessors can fill the bus with short copies. Only loads use the
-kernel. For stores, vLLM's authors measured that copy engines are faster. Copy engines also
-leave the multiprocessors to the model.
-
-The constants are those of vLLM's kernel for the same purpose, which were measured on an H100.
+:mod:`kvtier.memory.cuda_methods` explains why copies need it. The kernel runs beside the model,
+so it uses few multiprocessors. Even so it takes a fraction of the time on the bus.
 """
 
 from __future__ import annotations
@@ -19,8 +15,8 @@ from kvtier.memory.cuda_api import Addresses
 
 __all__ = ["launch"]
 
-_PROGRAMS: Final = 12
-"""Number of instances of the kernel. Each uses one multiprocessor; more are not faster."""
+_PROGRAMS: Final = 32
+"""Number of instances of the kernel; each uses one multiprocessor."""
 _STEP_WORDS: Final = 1024
 """Words of eight bytes that one instance of the kernel copies at a time."""
 

@@ -1,29 +1,80 @@
-"""Methods of copying fragments (contiguous ranges) between a CUDA device and RAM slots."""
+"""Methods of copying fragments (contiguous ranges) between a CUDA device and RAM slots.
+
+A copy engine of an H200 needs about a microsecond for each range in addition to the time on the
+bus. So it reaches half of the bus's rate with ranges of 64 KiB, and a tenth with loads of
+16 KiB. A kernel that reads and writes page-locked memory reaches the whole rate with short
+ranges. But the kernel occupies multiprocessors for as long as the bus transfers: a step of
+small matrix products took up to 1.9 times as long beside such a kernel.
+
+:class:`StagedMethod` uses both: a kernel collects the ranges of a store in a *staging buffer*
+on the device, in the order of the slots. A copy engine then copies whole slots. Loads take the
+opposite way. The device's memory is about fifty times as fast as the bus, so the kernel is
+short. docs/benchmarks.md has the measurements.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
-from kvtier.errors import UnsupportedError
-from kvtier.memory.cuda_api import SourceOrder
-from kvtier.memory.fragments import Fragments
+from kvtier.memory.cuda_api import Addresses, SourceOrder
+from kvtier.memory.fragments import Fragments, merge
+from kvtier.memory.pinning import cut
 from kvtier.memory.streams import CopyStream, Driver, Fence
 
-__all__ = ["BatchMethod", "KernelMethod", "Method"]
+__all__ = ["STAGING_NBYTES", "BatchMethod", "Method", "StagedMethod", "Streams"]
 
+STAGING_NBYTES: Final = 32 << 20
+"""Bytes of a staging buffer, and of the pieces in which a job is copied."""
+_BUFFERS: Final = 2
+"""Buffers of one direction: a kernel uses one while the copy engine uses the other."""
 _BATCHED: Final = 65536
 """Largest number of copies per driver call. A call may lock the driver until the call ends."""
+_ROWS: Final = 65536
+"""Largest number of copies of a kernel."""
 _FEWEST: Final = 32
-"""Smallest number of fragments for which a kernel is faster, by vLLM's measurements."""
+"""Smallest number of fragments that are staged. Fewer take the copy engine less time than a
+kernel needs to start."""
 _WORD_NBYTES: Final = 8
 
 
+class Streams(NamedTuple):
+    """The streams of one direction.
+
+    Attributes:
+        copies: Stream for the copy engines.
+        kernels: Stream for kernels, which can run while a copy engine copies.
+    """
+
+    copies: CopyStream
+    kernels: CopyStream
+
+    def run(self, queue: Callable[[], None], *, after: Fence | None) -> None:
+        """Call ``queue``, which queues copies, and wait until they have ended.
+
+        Args:
+            queue: Called with ``copies`` active. What it raises is raised after the wait.
+            after: Point in the compute stream after which the copies start; None to start now.
+        """
+        with self.copies.active():
+            try:
+                if after is not None:
+                    for stream in self:
+                        stream.follow(after)
+                queue()
+            finally:
+                # Also after an error: what was queued still uses blocks and slots.
+                for stream in self:
+                    stream.record().wait()
+
+
 class Method(ABC):
-    """A method of copying fragments.
+    """A method of copying fragments in one direction.
 
     Attributes:
         name: Name for the log.
@@ -32,11 +83,11 @@ class Method(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def queue(self, stream: CopyStream, fragments: Fragments, *, stores: bool) -> None:
-        """Queue copies on a stream.
+    def queue(self, streams: Streams, fragments: Fragments, *, stores: bool) -> None:
+        """Queue copies.
 
         Args:
-            stream: An active stream.
+            streams: The streams of the direction; ``copies`` is active.
             fragments: The ranges to copy; they do not overlap.
             stores: True to copy from the device to the host; False for the other direction.
 
@@ -51,66 +102,108 @@ class BatchMethod(Method):
     The source of a load may be read at any time, because the slots of a load do not change. The
     source of a store must be read in stream order: otherwise the copy engines may read the
     blocks before the model has written them.
+
+    Args:
+        edges: Host addresses at which one page-locked piece ends and the next begins,
+            ascending.
     """
 
     name = "batch"
 
+    def __init__(self, edges: Addresses) -> None:
+        self._edges = edges
+
     @override
-    def queue(self, stream: CopyStream, fragments: Fragments, *, stores: bool) -> None:
+    def queue(self, streams: Streams, fragments: Fragments, *, stores: bool) -> None:
+        fragments = cut(fragments, self._edges)
         device, host = fragments.device, fragments.host
         sources, destinations = (device, host) if stores else (host, device)
         order = SourceOrder.STREAM if stores else SourceOrder.ANY
         for start in range(0, len(host), _BATCHED):
             some = slice(start, start + _BATCHED)
-            stream.copy_batch(
+            streams.copies.copy_batch(
                 destinations[some], sources[some], fragments.nbytes[some], order=order
             )
 
 
-class KernelMethod(Method):
-    """Copies loads by a kernel if there are many fragments, else by the copy engines.
+class StagedMethod(Method):
+    """Copies through staging buffers: one kernel and one batch for each piece of a job.
 
-    The kernel reads a table of copies from page-locked memory while it runs. So the table is
-    overwritten only after the previous kernel has ended.
+    Fragments that are few or not made of whole words are copied in batches, without a buffer.
 
     Args:
         driver: The GPU.
-        batch: Copies by the copy engines, for fragments that are few or not made of whole
-            words.
+        batch: Copies over the bus.
 
     Raises:
-        RuntimeError: There is no page-locked memory for the table.
+        RuntimeError: There is not enough memory for the buffers.
     """
 
-    name = "kernel"
+    name = "staged"
 
     def __init__(self, driver: Driver, batch: BatchMethod) -> None:
         self._batch = batch
-        self._table = driver.pinned_words(_BATCHED, 3)
-        self._ended: Fence | None = None
-
-    @staticmethod
-    def suits(fragments: Fragments) -> bool:
-        """Return whether there are many fragments, all made of whole words."""
-        if len(fragments.host) < _FEWEST:
-            return False
-        words = (fragments.device, fragments.host, fragments.nbytes)
-        return not any(np.bitwise_or.reduce(each) % _WORD_NBYTES for each in words)
+        self._buffers = deque(_StagingBuffer(driver) for _ in range(_BUFFERS))
 
     @override
-    def queue(self, stream: CopyStream, fragments: Fragments, *, stores: bool) -> None:
-        if stores:
-            raise UnsupportedError("the kernel is for loads")
-        if not self.suits(fragments):
-            self._batch.queue(stream, fragments, stores=False)
+    def queue(self, streams: Streams, fragments: Fragments, *, stores: bool) -> None:
+        if not _can_stage(fragments):
+            self._batch.queue(streams, fragments, stores=stores)
             return
-        for start in range(0, len(fragments.host), _BATCHED):
-            some = slice(start, start + _BATCHED)
-            nbytes = fragments.nbytes[some]
-            if self._ended is not None:
-                self._ended.wait()
-            rows = self._table[: len(nbytes)]
-            rows[:, 0], rows[:, 1] = fragments.device[some], fragments.host[some]
-            rows[:, 2] = nbytes
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        buffer.wait()
+        nbytes = fragments.nbytes
+        staged = buffer.address + np.cumsum(nbytes) - nbytes
+        whole = merge(staged, fragments.host, nbytes)
+        if stores:
+            buffer.copy(streams.kernels, staged, fragments.device, nbytes)
+            streams.copies.follow(streams.kernels.record())
+            self._batch.queue(streams, whole, stores=True)
+            buffer.ended = streams.copies.record()
+        else:
+            self._batch.queue(streams, whole, stores=False)
+            streams.kernels.follow(streams.copies.record())
+            buffer.copy(streams.kernels, fragments.device, staged, nbytes)
+            buffer.ended = streams.kernels.record()
+
+
+def _can_stage(fragments: Fragments) -> bool:
+    """Return whether fragments are many enough, fit a buffer and are made of whole words."""
+    count = len(fragments.host)
+    if not _FEWEST <= count <= _ROWS or fragments.nbytes.sum() > STAGING_NBYTES:
+        return False
+    words = np.bitwise_or.reduce(fragments.device) | np.bitwise_or.reduce(fragments.nbytes)
+    return not words % _WORD_NBYTES
+
+
+class _StagingBuffer:
+    """A buffer on the device, and a table of copies between it and blocks.
+
+    A kernel reads the table while it runs. So both are used again only after the previous
+    copies through the buffer have ended.
+
+    Attributes:
+        address: Address of the buffer.
+        ended: Point at which the previous copies have ended; None before the first.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._memory = driver.device_memory(STAGING_NBYTES)
+        self._table = driver.pinned_words(_ROWS, 3)
+        self.address = self._memory.data_ptr()
+        self.ended: Fence | None = None
+
+    def wait(self) -> None:
+        """Wait until the previous copies have ended."""
+        if self.ended is not None:
+            self.ended.wait()
+
+    def copy(
+        self, stream: CopyStream, destinations: Addresses, sources: Addresses, nbytes: Addresses
+    ) -> None:
+        """Queue the kernel that copies between the buffer and blocks."""
+        rows = self._table[: len(nbytes)]
+        rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, nbytes
+        with stream.active():
             stream.copy_by_kernel(self._table, len(nbytes))
-            self._ended = stream.record()

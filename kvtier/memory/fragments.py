@@ -6,8 +6,9 @@ short one. So ranges that are adjacent in both memories are merged into one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from kvtier.memory.copy import KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan, GroupCopy
 from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
 
-__all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_pages"]
+__all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_pages", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +98,59 @@ class FragmentPlanner:
         Raises:
             UnsupportedError: A block or a slot does not exist.
         """
-        parts = [self._ranges(copy, stores=stores) for copy in plan.groups]
-        device, host, nbytes = (
-            np.concatenate([part[axis] for part in parts] or [_NONE]) for axis in range(3)
-        )
-        return _merge(device, host, nbytes)
+        pieces = self.pieces(plan, stores=stores, piece_nbytes=_UNLIMITED)
+        return next(pieces, Fragments(_NONE, _NONE, _NONE))
 
-    def _ranges(self, copy: GroupCopy, *, stores: bool) -> tuple[Indices, Indices, Indices]:
-        """Return the device address, host address and bytes of every page of every block."""
-        pages = self._groups[copy.group]
-        _require_range("block", copy.blocks, pages.blocks)
+    def pieces(
+        self, plan: BlockCopyPlan, *, stores: bool, piece_nbytes: int
+    ) -> Iterator[Fragments]:
+        """Yield the ranges to copy in pieces, so that copies can start before all are planned.
+
+        Args:
+            plan: The blocks and slots.
+            stores: True for a store, False for a load. A store leaves out blocks that another
+                rank stores.
+            piece_nbytes: Largest number of bytes of a piece. A piece has at least one block.
+
+        Raises:
+            UnsupportedError: A block or a slot does not exist. Nothing has been yielded.
+        """
+        copies = [self._ordered(copy, stores=stores) for copy in plan.groups]
+        ranges: list[tuple[Indices, Indices, Indices]] = []
+        left_nbytes = piece_nbytes
+        for copy in copies:
+            block_nbytes = max(int(self._groups[copy.group].nbytes.sum()), 1)
+            start = 0
+            while start < len(copy.blocks):
+                room = max(left_nbytes // block_nbytes, 0 if ranges else 1)
+                if not room:
+                    yield _join(ranges)
+                    ranges, left_nbytes = [], piece_nbytes
+                    continue
+                part = copy.part(slice(start, start + room))
+                ranges.append(self._ranges(part))
+                left_nbytes -= len(part.blocks) * block_nbytes
+                start += room
+        if ranges:
+            yield _join(ranges)
+
+    def _ordered(self, copy: GroupCopy, *, stores: bool) -> GroupCopy:
+        """Return the blocks that this rank copies, ordered by address in the host's memory."""
+        _require_range("block", copy.blocks, self._groups[copy.group].blocks)
         _require_range("slot", copy.slots, self._geometry.slots)
         _require_range("place", copy.subs, self._blocks_per_chunk)
         written = self._share.written(copy.blocks) if stores else None
         if written is not None:
             copy = copy.part(written)
         order = np.lexsort((copy.subs, copy.slots))
-        blocks, slots, subs = (each[order] for each in (copy.blocks, copy.slots, copy.subs))
-        places = slots * self._geometry.slot_nbytes + subs * self._geometry.block_nbytes
-        device = pages.first + blocks[:, np.newaxis] * pages.step
+        return GroupCopy(copy.group, copy.blocks[order], copy.slots[order], copy.subs[order])
+
+    def _ranges(self, copy: GroupCopy) -> tuple[Indices, Indices, Indices]:
+        """Return the device address, host address and bytes of every page of every block."""
+        pages = self._groups[copy.group]
+        places = copy.slots * self._geometry.slot_nbytes
+        places += copy.subs * self._geometry.block_nbytes
+        device = pages.first + copy.blocks[:, np.newaxis] * pages.step
         host = self._host_address + places[:, np.newaxis] + pages.offset
         return device.ravel(), host.ravel(), np.broadcast_to(pages.nbytes, host.shape).ravel()
 
@@ -129,11 +164,12 @@ def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
     """
     longest = max(kv.groups, key=lambda each: sum(nbytes for _, nbytes in each))
     pages = locate_pages(kv, longest, share)
-    lengths = _merge(pages.first, pages.offset, pages.nbytes).nbytes
+    lengths = merge(pages.first, pages.offset, pages.nbytes).nbytes
     return int(lengths.sum()) // len(lengths)
 
 
-_NONE = np.empty(0, np.int64)
+_NONE: Final = np.empty(0, np.int64)
+_UNLIMITED: Final = 1 << 62
 
 
 def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShare) -> Pages:
@@ -155,13 +191,25 @@ def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShar
     )
 
 
-def _merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
-    """Merge consecutive ranges that are adjacent in both memories."""
+def merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
+    """Merge consecutive ranges that are adjacent in both memories.
+
+    Args:
+        device: Address of each range in device memory.
+        host: Address of each range in host memory.
+        nbytes: Bytes of each range.
+    """
     if not len(nbytes):
         return Fragments(device, host, nbytes)
     ends = (device[1:] == device[:-1] + nbytes[:-1]) & (host[1:] == host[:-1] + nbytes[:-1])
     starts = np.flatnonzero(np.concatenate([[True], ~ends]))
     return Fragments(device[starts], host[starts], np.add.reduceat(nbytes, starts))
+
+
+def _join(parts: Sequence[tuple[Indices, Indices, Indices]]) -> Fragments:
+    """Return the ranges of all ``parts``; adjacent ranges are merged."""
+    device, host, nbytes = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return merge(device, host, nbytes)
 
 
 def _require_range(what: str, numbers: Indices, limit: int) -> None:

@@ -49,7 +49,8 @@ class CopyStream(ABC):
         """Let the calling thread use this stream and its device in a ``with`` statement.
 
         torch operations within the statement are queued on this stream. Call the other methods
-        only within such a statement. The thread must never use another device.
+        only within such a statement; :meth:`follow` and :meth:`record` may be called within the
+        statement of another stream of the device. The thread must never use another device.
         """
 
     @abstractmethod
@@ -80,7 +81,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def copy_by_kernel(self, table: Addresses, copies: int) -> None:
-        """Queue copies for a kernel, which runs them in any order.
+        """Queue copies within the device's memory for a kernel, which runs them in any order.
 
         Args:
             table: Page-locked memory of :meth:`Driver.pinned_words`. Row i has a destination,
@@ -116,8 +117,12 @@ class Driver(ABC):
         """Return the current point of the compute stream. The engine's thread calls this."""
 
     @abstractmethod
-    def open_stream(self) -> CopyStream:
-        """Return a new stream with the lowest priority."""
+    def open_stream(self, *, is_urgent: bool = False) -> CopyStream:
+        """Return a new stream.
+
+        Args:
+            is_urgent: Whether its kernels start before waiting kernels of the model.
+        """
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:

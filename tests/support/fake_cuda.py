@@ -5,10 +5,10 @@ before. Then chance decides which stream gets on, and in which order the copies 
 kernel run. Operations of torch within a stream's ``active`` block are queued as well. A source
 that may be read at any time may be read at once.
 
-"Device" memory is memory of this process, so a copy moves real bytes. It happens only if one
-end is in device memory and the other in one page-locked range: anything else is a violation,
-which raises and is kept in :attr:`FakeCuda.violations`, because the code under test may catch
-what is raised.
+"Device" memory is memory of this process, so a copy moves real bytes. One end of a batch's copy
+must be in device memory and the other in one page-locked range. A kernel copies within device
+memory. Anything else is a violation, which raises and is kept in :attr:`FakeCuda.violations`,
+because the code under test may catch what is raised.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class FakeStream(CopyStream):
     @override
     def follow(self, fence: Fence) -> None:
         assert isinstance(fence, FakeFence)
-        self._require_active()
+        if self.cuda.active_stream is None:
+            self.cuda.violated(f"stream {self.name} follows a fence outside any block")
         self.put(_Work([], fence))
 
     @override
@@ -142,7 +143,7 @@ class FakeStream(CopyStream):
             if (table[:copies] % 8).any():
                 cuda.violated("a kernel copies whole words only")
             rows = table[:copies].tolist()
-            return [cuda.copy(*row, order=SourceOrder.STREAM, by_kernel=True) for row in rows]
+            return [cuda.copy_on_device(*row) for row in rows]
 
         self.put(_Work([], expand=expand))
 
@@ -197,8 +198,8 @@ class FakeCuda(Driver):
         locked: Page-locked ranges: bytes by address.
         refuses_from: How many calls of :meth:`register` work before all others fail.
         lacks_batches: Whether the driver is too old for batches.
-        kernel_bytes_per_s: Rate of the kernel; None where there is no Triton. Batches have a
-            rate of 50 GB/s, less half a microsecond for each copy.
+        kernel_bytes_per_s: Rate of the kernel within the device; None where there is no Triton.
+            Batches have a rate of 50 GB/s, less half a microsecond for each copy.
         meanwhile: What other threads do while one waits; each is called once, in order.
         compute: The stream of the engine's computations.
     """
@@ -228,7 +229,7 @@ class FakeCuda(Driver):
         return self.compute.record()
 
     @override
-    def open_stream(self) -> FakeStream:
+    def open_stream(self, *, is_urgent: bool = False) -> FakeStream:
         return self._open(f"copy {len(self._streams)}")
 
     @override
@@ -343,16 +344,21 @@ class FakeCuda(Driver):
 
     # -- inside --------------------------------------------------------------------------------
 
+    def copy_on_device(self, destination: int, source: int, nbytes: int) -> Callable[[], None]:
+        """Return what copies some bytes within the device when its turn comes."""
+        for address in (destination, source):
+            if nbytes <= 0 or not self._is_device(address, nbytes):
+                self.violated(f"{nbytes} bytes at {address:#x} are not on the device")
+
+        def run() -> None:
+            ctypes.memmove(destination, source, nbytes)
+
+        return run
+
     def copy(
-        self,
-        destination: int,
-        source: int,
-        nbytes: int,
-        *,
-        order: SourceOrder,
-        by_kernel: bool = False,
+        self, destination: int, source: int, nbytes: int, *, order: SourceOrder
     ) -> Callable[[], None]:
-        """Return what copies some bytes when its turn comes."""
+        """Return what copies some bytes over the bus when its turn comes."""
         stores = self._is_device(source, nbytes)
         host, device = (destination, source) if stores else (source, destination)
         if nbytes <= 0 or not self._is_device(device, nbytes):
@@ -362,7 +368,7 @@ class FakeCuda(Driver):
             for start, length in self.locked.items()
         ):
             self.violated(f"{nbytes} bytes at {host:#x} are not in one page-locked range")
-        if not by_kernel and (order is SourceOrder.STREAM) is not stores:
+        if (order is SourceOrder.STREAM) is not stores:
             self.violated(f"{'a store' if stores else 'a load'} in order {order.name}")
         is_early = order is SourceOrder.ANY and self.chance.random() < 0.5
         early = ctypes.string_at(source, nbytes) if is_early else None

@@ -44,14 +44,13 @@ __all__ = [
     "open_world",
 ]
 
-METHODS: Final = ("batch", "kernel", "torch")
+METHODS: Final = ("batch", "staged", "torch")
 SLOTS: Final = 13
 BLOCKS: Final = 14
-_MODULES: Final = ("cuda_methods", "pinning", "cuda_choice", "cuda_copy")
+_MODULES: Final = ("pinning", "cuda_methods", "cuda_choice", "cuda_copy")
 _SMALL: Final = {
-    "cuda_methods": {"_BATCHED": 5, "_FEWEST": 2},
+    "cuda_methods": {"_BATCHED": 5, "_ROWS": 64, "_FEWEST": 2},
     "cuda_choice": {"SCRATCH_NBYTES": 4096, "_ROUNDS": 1},
-    "cuda_copy": {"STAGING_NBYTES": 1536},
 }
 
 
@@ -125,12 +124,12 @@ class Layout:
 def draw_layout(chance: random.Random, method: str) -> Layout:
     """Draw a layout.
 
-    A kernel copies the first group only if its pages are whole words. In a third of the layouts
+    The first group is staged only if its pages are whole words. In a third of the layouts
     adjacent blocks in adjacent slots are one range.
     """
     is_dense = chance.random() < 0.3
-    unit = 8 if method == "kernel" or is_dense else chance.choice([4, 8])
-    pages = [unit * chance.randint(1, 12) for _ in range(chance.randint(1, 3))]
+    unit = 8 if method == "staged" or is_dense else chance.choice([4, 8])
+    pages = [unit * chance.randint(1, 12) for _ in range(chance.randint(1, 4))]
     parts, writers = 1 if is_dense else chance.choice([1, 1, 2]), chance.choice([1, 1, 2])
     return Layout(
         unit,
@@ -288,9 +287,10 @@ def open_world(
     geometry = layout.geometry
     cuda = FakeCuda(chance)
     cuda.lacks_batches = method == "torch"
-    cuda.kernel_bytes_per_s = 1e15 if method == "kernel" else None
+    cuda.kernel_bytes_per_s = 1e15 if method == "staged" else None
     prepare(cuda)
     modules["cuda_choice"].__dict__["time"] = SimpleNamespace(perf_counter=cuda.now_s)
+    _set_staging(modules, layout, chance)
     with map_slots(geometry) as region, map_slots(geometry) as model:
         named: dict[str, Any] = {
             "share": layout.share,
@@ -305,10 +305,8 @@ def open_world(
                 cuda, kv, region, piece_nbytes=piece_nbytes, **named
             )
             wanted = "torch" if copier.is_pageable else method
-            assert copier.store_method == ("torch" if wanted == "torch" else "batch")
-            assert copier.load_method == wanted
-            for each in (region, model):  # the trials at start left something
-                each.payload[:] = bytes(len(each.payload))
+            assert copier.store_method == copier.load_method == wanted
+            assert not any(region.payload), "the trial at the start used slots"
             yield CudaWorld(chance, cuda, (copier, reference), (kv, model_kv), (region, model))
             cuda.finish()
             for _ in range(2):
@@ -318,6 +316,16 @@ def open_world(
         finally:
             cuda.abandon()
             reference.close()
+
+
+def _set_staging(
+    modules: Mapping[str, ModuleType], layout: Layout, chance: random.Random
+) -> None:
+    """Make staging buffers hold two ranges, and often less than a block."""
+    longest_nbytes = (sum if layout.blocks_first else max)(layout.pages)
+    nbytes = longest_nbytes * chance.choice([2, 4])
+    for name in ("cuda_methods", "cuda_choice", "cuda_copy"):
+        modules[name].__dict__["STAGING_NBYTES"] = nbytes
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def check_failed_start(chance: random.Random, modules: Mapping[str, ModuleType])
     """Check that a copier which does not start leaves nothing behind."""
     gpus: list[FakeCuda] = []
 
-    def fail() -> None:
+    def fail(**_: bool) -> None:
         assert gpus[0].locked
         raise CudaError("there is no stream")
 
@@ -70,16 +70,18 @@ def test_a_start_that_fails_leaves_no_locked_memory() -> None:
 # -- mutants -----------------------------------------------------------------------------------
 
 MUTANTS: Final[Mapping[str, Mutation]] = {
-    "no copy follows its fence": Mutation("cuda_copy", "if after is not None:", "if False:"),
+    "no copy follows its fence": Mutation("cuda_methods", "if after is not None:", "if False:"),
+    "only copy engines follow the fence": Mutation(
+        "cuda_methods", "stream.follow(after)", "self.copies.follow(after)"
+    ),
     "nobody waits for the copies": Mutation(
-        "cuda_copy", "self._stream.record().wait()", "self._stream.record()"
+        "cuda_methods", "stream.record().wait()", "stream.record()"
     ),
     "loads are queued behind stores": Mutation(
         "cuda_copy",
-        "            self._stores, self._loads = (\n"
-        "                _Lane(driver.open_stream(),",
-        "            one = driver.open_stream()\n"
-        "            self._stores, self._loads = (\n                _Lane(one,",
+        "self._streams = Streams(driver.open_stream(), kernels)",
+        "self._streams = driver.__dict__.setdefault(\n"
+        "            'one', Streams(driver.open_stream(), kernels))",
     ),
     "both directions stage in one buffer": Mutation(
         "cuda_copy",
@@ -89,8 +91,8 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
     ),
     "the blocks of other writers are stored": Mutation(
         "cuda_copy",
-        "self._planner.plan(plan, stores=stores)",
-        "self._planner.plan(plan, stores=False)",
+        "self._planner.pieces(plan, stores=stores,",
+        "self._planner.pieces(plan, stores=False,",
     ),
     "memory that is not locked is copied in batches": Mutation(
         "cuda_copy", "if not self.is_pageable:", "if True:"
@@ -99,9 +101,9 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
         "cuda_copy", "            opened.callback(self._slots.close)\n", ""
     ),
     "copies cross the edges of pieces": Mutation(
-        "cuda_copy",
-        "cut(self._planner.plan(plan, stores=stores), self._edges)",
-        "self._planner.plan(plan, stores=stores)",
+        "cuda_methods",
+        "cut(fragments, self._edges)",
+        "fragments",
     ),
     "a copy is cut where it ends at an edge": Mutation(
         "pinning", 'nbytes, side="left")', 'nbytes, side="right")'
@@ -131,11 +133,20 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
         "range(0, len(host), _BATCHED)",
         "range(0, len(host) - 1, _BATCHED)",
     ),
-    "the kernel's table is filled too early": Mutation(
-        "cuda_methods", "if self._ended is not None:", "if False:"
+    "a staging buffer is used again too early": Mutation(
+        "cuda_methods", "if self.ended is not None:", "if False:"
+    ),
+    "a buffer is stored before the kernel has filled it": Mutation(
+        "cuda_methods", "            streams.copies.follow(streams.kernels.record())\n", ""
+    ),
+    "a kernel reads a buffer before a load has filled it": Mutation(
+        "cuda_methods", "            streams.kernels.follow(streams.copies.record())\n", ""
+    ),
+    "more is staged than a buffer holds": Mutation(
+        "cuda_methods", "fragments.nbytes.sum() > STAGING_NBYTES", "False"
     ),
     "the kernel copies parts of words": Mutation(
-        "cuda_methods", "if not self.suits(fragments):", "if len(fragments.host) < _FEWEST:"
+        "cuda_methods", "return not words % _WORD_NBYTES", "return True"
     ),
 }
 
@@ -144,7 +155,7 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
 @pytest.mark.parametrize("mutation", MUTANTS.values(), ids=MUTANTS)
 def test_the_checks_find_every_mutation(mutation: Mutation) -> None:
     modules = load_modules(mutation)
-    for seed in range(80):
+    for seed in range(120):
         chance = random.Random(seed)
         try:
             if seed % 10 == 9:

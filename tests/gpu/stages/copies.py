@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
+from kvtier.memory.cuda_api import CudaApi, SourceOrder
 from kvtier.units import format_size, parse_size
 from tests.gpu.bench import Bench
 from tests.gpu.paged import Direction, PagedMemory, opened_memory
@@ -27,6 +29,7 @@ _TOTAL_NBYTES: Final = 256 << 20
 _AT_ONCE: Final = 8
 _VERIFIED: Final = 1
 """Number of the run whose bytes are verified, beside those of a first run without a time."""
+_VLLM_KERNEL_NBYTES: Final = 28 << 10
 _VLLM_CHUNK_NBYTES: Final = 8192
 
 
@@ -77,62 +80,70 @@ def loop_methods(memory: PagedMemory) -> Iterator[CopyMethod]:
 
 
 def vllm_methods(memory: PagedMemory) -> Iterator[CopyMethod]:
-    """Yield what vLLM 0.32 does for a group of pages of this size, as far as it is here.
+    """Yield what vLLM 0.32 does for a group of pages of this size.
 
-    Loads of short pages take its Triton kernel, everything else its compiled extension, which
-    only an installed vLLM has.
+    Loads of short pages take its Triton kernel, everything else one driver call for all pages.
+    Without vLLM, kvtier makes that call, and loads of short pages are left out if the module
+    with the kernel does not lie beside the wheels (.ci/gpu_wheels).
     """
     if memory.device == "cpu":
         return
-    kernel, extension = _vllm()
-    if kernel is None:
-        return
+    kernel = _vllm_kernel()
     copies: dict[Direction, Callable[[], object]] = {}
-    if memory.page_nbytes < kernel.THRESHOLD_BYTES:
-        chunk_nbytes = min(1 << (memory.page_nbytes - 1).bit_length(), _VLLM_CHUNK_NBYTES)
-        copies["load"] = _vllm_copy(
-            memory, "load", kernel.swap_blocks_batch, bytes_per_chunk=chunk_nbytes
-        )
-    elif extension is not None:
-        copies["load"] = _vllm_copy(memory, "load", extension)
-    if extension is not None:
-        copies["store"] = _vllm_copy(memory, "store", extension)
+    if memory.page_nbytes >= _VLLM_KERNEL_NBYTES:
+        copies["load"] = _driver_copy(memory, "load")
+    elif kernel is not None:
+        copies["load"] = _kernel_copy(memory, kernel.swap_blocks_batch)
+    copies["store"] = _driver_copy(memory, "store")
     yield CopyMethod("vllm", copies)
 
 
-def _vllm_copy(
-    memory: PagedMemory, direction: Direction, swap: Callable[..., object], **options: int
-) -> Callable[[], object]:
+def _kernel_copy(memory: PagedMemory, swap: Callable[..., object]) -> Callable[[], object]:
     on_stream = on_new_stream(memory.device)
-    pairs = memory.fragments(direction)
-    device = torch.tensor([each.data_ptr() for each, _ in pairs])
-    host = torch.tensor([each.data_ptr() for _, each in pairs])
-    sizes = torch.full_like(host, memory.page_nbytes)
-    source, destination = (host, device) if direction == "load" else (device, host)
+    device, host, sizes = map(torch.tensor, _addresses(memory, "load"))
+    chunk_nbytes = min(1 << (memory.page_nbytes - 1).bit_length(), _VLLM_CHUNK_NBYTES)
 
     def copy() -> None:
         with on_stream():
-            swap(source, destination, sizes, direction == "load", **options)
+            swap(
+                host, device, sizes, is_src_access_order_any=True, bytes_per_chunk=chunk_nbytes
+            )
 
     return copy
 
 
-def _vllm() -> tuple[Any, Callable[..., object] | None]:
-    """Return vLLM's module with the copy kernel, and its extension's copies, None if absent.
+def _driver_copy(memory: PagedMemory, direction: Direction) -> Callable[[], object]:
+    api, on_stream = CudaApi(0), on_new_stream(memory.device)
+    device, host, sizes = (np.array(each) for each in _addresses(memory, direction))
+    loads = direction == "load"
+    source, destination = (host, device) if loads else (device, host)
+    order = SourceOrder.ANY if loads else SourceOrder.STREAM
 
-    Without vLLM the module may be here alone, beside the wheels (.ci/gpu_wheels). Of vLLM it
-    needs Triton's names only, if there are enough fragments for the kernel.
+    def copy() -> None:
+        with on_stream():
+            stream = torch.cuda.current_stream().cuda_stream
+            api.copy_batch(destination, source, sizes, order=order, stream=stream)
+
+    return copy
+
+
+def _addresses(memory: PagedMemory, direction: Direction) -> tuple[list[int], ...]:
+    """Return each page's address on the device, its address in the slots, and its bytes."""
+    pairs = memory.fragments(direction)
+    device = [each.data_ptr() for each, _ in pairs]
+    host = [each.data_ptr() for _, each in pairs]
+    return device, host, [memory.page_nbytes] * len(pairs)
+
+
+def _vllm_kernel() -> Any:
+    """Return vLLM's module with the copy kernel; None if it is not here.
+
+    If it lies alone beside the wheels, it gets stand-ins for what it imports.
     """
     try:
-        from vllm import _custom_ops  # noqa: PLC0415 - optional
-        from vllm.v1.kv_offload.cpu import swap_blocks_triton  # noqa: PLC0415
+        return importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton")
     except ImportError:
-        return _carried_vllm_kernel(), None
-    return swap_blocks_triton, _custom_ops.swap_blocks_batch
-
-
-def _carried_vllm_kernel() -> Any:
-    """Return the module that lies beside the wheels, with stand-ins for what it imports."""
+        pass
     names, package = types.ModuleType("vllm.triton_utils"), types.ModuleType("vllm")
     package.__dict__["_custom_ops"] = None
     try:

@@ -16,7 +16,7 @@ from tests.gpu.paged import PagedMemory, opened_memory
 from tests.gpu.torch_device import compute_seconds, random_bytes
 
 PAGE_NBYTES: Final = 64 << 10
-_SLICE_S: Final = 1.0
+_SLICE_S: Final = 0.5
 _GRACE_S: Final = 30.0
 
 
@@ -64,17 +64,24 @@ class Storing:
 
 
 def run(bench: Bench) -> None:
-    """Measure both loops."""
-    loops = {"matmul loop": _matmul(bench), "HBM loop": _copying(bench)}
+    """Measure the loops."""
+    loops = {
+        "matmul loop": _matmul(bench, rows=8192),
+        "HBM loop": _copying(bench),
+        "decode loop": _matmul(bench, rows=64),
+    }
     with opened_memory(bench, PAGE_NBYTES, bench.sized(256 << 20, 1 << 20)) as memory:
         for name in bench.while_time(loops):
             _measure(bench, memory, name, loops[name])
 
 
-def _matmul(bench: Bench) -> Callable[[], object]:
-    """Return a product of two large matrices."""
+def _matmul(bench: Bench, *, rows: int) -> Callable[[], object]:
+    """Return the product of so many rows, tokens of a step, and a large matrix."""
     width = bench.sized(8192, 64)
-    left, right = (torch.randn(width, width, device=bench.device).bfloat16() for _ in range(2))
+    rows = min(rows, width)
+    left, right = (
+        torch.randn(height, width, device=bench.device).bfloat16() for height in (rows, width)
+    )
     result = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=result)
 
