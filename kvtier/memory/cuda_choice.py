@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,13 +26,7 @@ import torch
 from kvtier.errors import CudaError
 from kvtier.logs import get_logger
 from kvtier.memory.cuda_api import Addresses
-from kvtier.memory.cuda_methods import (
-    STAGING_NBYTES,
-    BatchMethod,
-    Method,
-    StagedMethod,
-    Streams,
-)
+from kvtier.memory.cuda_methods import BatchMethod, Method, StagedMethod, Streams
 from kvtier.memory.fragments import Fragments
 from kvtier.memory.streams import Driver
 from kvtier.units import approximate_size
@@ -128,12 +123,9 @@ class _Trial:
         self._typical_nbytes = int(np.median(lengths))
         total_nbytes = int(lengths.sum())
         self._device, self._host = device[:total_nbytes], host[:total_nbytes]
-        sources, destinations = device.data_ptr() + starts, host.data_ptr() + starts
-        count = max(STAGING_NBYTES // int(lengths.max()), 1)
-        self._pieces = [
-            Fragments(sources[some], destinations[some], lengths[some])
-            for some in (slice(at, at + count) for at in range(0, len(lengths), count))
-        ]
+        self._fragments = Fragments(
+            device.data_ptr() + starts, host.data_ptr() + starts, lengths
+        )
 
     def rate_all(self, *, stores: bool) -> list[_Rated | None]:
         """Return the method to use, None if no method works, and then others that work."""
@@ -183,10 +175,7 @@ class _Trial:
         return time.perf_counter() - began_s
 
     def _copy(self, method: Method, *, stores: bool) -> None:
-        def queue() -> None:
-            for piece in self._pieces:
-                method.queue(self._streams, piece, stores=stores)
-
+        queue = partial(method.queue, self._streams, self._fragments, stores=stores)
         self._streams.run(queue, after=self._driver.mark())
 
 

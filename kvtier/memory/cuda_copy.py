@@ -11,8 +11,8 @@ which is the point of the compute stream at the job's submission. Before a threa
 it waits for the last copy of the previous job. So a stream never has work of two jobs. A store
 and a load may run in any order; :mod:`kvtier.connector.device` explains why this is correct.
 
-**Pieces.** A job is planned and queued in pieces, so that the GPU copies the first piece while
-the next is planned.
+**Pieces.** A job is planned and queued in pieces, so that the GPU copies a piece while the next
+is planned.
 
 **Torch as a fallback.** Batches of copies need page-locked memory. If the slots are
 not page-locked, or the driver has no batches, torch makes the copies. torch uses one staging
@@ -169,7 +169,7 @@ class _Lane:
             copy = method.store if stores else method.load
             copy(plan, after=None)
             return
-        pieces = self._planner.pieces(plan, stores=stores, piece_nbytes=STAGING_NBYTES)
+        pieces = self._planner.pieces(plan, stores=stores, first_nbytes=STAGING_NBYTES)
         for fragments in pieces:
             method.queue(self._streams, fragments, stores=stores)
 

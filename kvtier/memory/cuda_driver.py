@@ -129,13 +129,15 @@ class _CudaStream(CopyStream):
     def copy_by_kernel(self, table: Addresses, copies: int) -> None:
         with self._kernels():
             from kvtier.memory.cuda_kernel import launch  # noqa: PLC0415 - needs Triton
-        launch(table, copies)
+        with torch.cuda.stream(self._stream):
+            launch(table, copies)
 
     @override
     def hash_by_kernel(self, table: Addresses, sums: Addresses, ranges: int) -> None:
         with self._kernels():
             from kvtier.memory.cuda_hash import launch  # noqa: PLC0415 - needs Triton
-        launch(table, sums, ranges)
+        with torch.cuda.stream(self._stream):
+            launch(table, sums, ranges)
 
     @contextlib.contextmanager
     def _kernels(self) -> Iterator[None]:

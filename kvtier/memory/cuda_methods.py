@@ -16,21 +16,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
 from kvtier.memory.cuda_api import Addresses, SourceOrder
-from kvtier.memory.fragments import Fragments, merge
+from kvtier.memory.fragments import Fragments
 from kvtier.memory.pinning import cut
+from kvtier.memory.slot_layout import Indices
 from kvtier.memory.streams import CopyStream, Driver, Fence
 
 __all__ = ["STAGING_NBYTES", "BatchMethod", "Method", "StagedMethod", "Streams"]
 
 STAGING_NBYTES: Final = 32 << 20
-"""Bytes of a staging buffer, and of the pieces in which a job is copied."""
+"""Bytes of a staging buffer."""
 _BUFFERS: Final = 2
 """Buffers of one direction: a kernel uses one while the copy engine uses the other."""
 _BATCHED: Final = 65536
@@ -69,8 +70,8 @@ class Streams(NamedTuple):
                 queue()
             finally:
                 # Also after an error: what was queued still uses blocks and slots.
-                for stream in self:
-                    stream.record().wait()
+                self.copies.follow(self.kernels.record())
+                self.copies.record().wait()
 
 
 class Method(ABC):
@@ -127,7 +128,7 @@ class BatchMethod(Method):
 
 
 class StagedMethod(Method):
-    """Copies through staging buffers: one kernel and one batch for each piece of a job.
+    """Copies through staging buffers: one kernel and one batch for each buffer's bytes.
 
     Fragments that are few or not made of whole words are copied in batches, without a buffer.
 
@@ -150,28 +151,78 @@ class StagedMethod(Method):
         if not _can_stage(fragments):
             self._batch.queue(streams, fragments, stores=stores)
             return
+        for portion in _divide(fragments):
+            self._queue_portion(streams, portion, stores=stores)
+
+    def _queue_portion(self, streams: Streams, portion: _Portion, *, stores: bool) -> None:
+        """Queue the copies of a portion after the previous copies through its buffer."""
+        copies, kernels = streams
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         buffer.wait()
-        nbytes = fragments.nbytes
-        staged = buffer.address + np.cumsum(nbytes) - nbytes
-        whole = merge(staged, fragments.host, nbytes)
+        blocks, nbytes = portion.fragments.device, portion.fragments.nbytes
+        staged = portion.offsets + buffer.address
+        runs = portion.runs
+        runs = Fragments(runs.device + buffer.address, runs.host, runs.nbytes)
         if stores:
-            buffer.copy(streams.kernels, staged, fragments.device, nbytes)
-            streams.copies.follow(streams.kernels.record())
-            self._batch.queue(streams, whole, stores=True)
-            buffer.ended = streams.copies.record()
+            buffer.copy(kernels, staged, blocks, nbytes)
+            copies.follow(kernels.record())
+            self._batch.queue(streams, runs, stores=True)
+            buffer.ended = copies.record()
         else:
-            self._batch.queue(streams, whole, stores=False)
-            streams.kernels.follow(streams.copies.record())
-            buffer.copy(streams.kernels, fragments.device, staged, nbytes)
-            buffer.ended = streams.kernels.record()
+            self._batch.queue(streams, runs, stores=False)
+            kernels.follow(copies.record())
+            buffer.copy(kernels, blocks, staged, nbytes)
+            buffer.ended = kernels.record()
+
+
+class _Portion(NamedTuple):
+    """Fragments that one staging buffer holds.
+
+    Attributes:
+        fragments: The fragments.
+        offsets: Offset of each fragment in the buffer.
+        runs: Ranges that are adjacent in the buffer and in the slots; their ``device`` is an
+            offset in the buffer.
+    """
+
+    fragments: Fragments
+    offsets: Indices
+    runs: Fragments
+
+
+def _divide(fragments: Fragments) -> Iterator[_Portion]:
+    """Yield the fragments in portions, in their order.
+
+    Each numpy call handles the fragments of all portions, because every call on a long array
+    may hand the interpreter lock to another thread and wait to get it back.
+    """
+    host, nbytes = fragments.host, fragments.nbytes
+    ends = np.cumsum(nbytes)
+    starts = ends - nbytes
+    bounds = [0]
+    while bounds[-1] < len(ends):
+        limit = starts[bounds[-1]] + STAGING_NBYTES
+        bounds.append(int(np.searchsorted(ends, limit, side="right")))
+    begins_run = np.ones(len(host), np.bool_)
+    np.not_equal(host[1:], host[:-1] + nbytes[:-1], out=begins_run[1:])
+    begins_run[bounds[:-1]] = True
+    runs = np.flatnonzero(begins_run)
+    run_starts, run_hosts, run_nbytes = starts[runs], host[runs], np.add.reduceat(nbytes, runs)
+    run_bounds = np.searchsorted(runs, bounds).tolist()
+    for number, start in enumerate(bounds[:-1]):
+        some = slice(start, bounds[number + 1])
+        those = slice(run_bounds[number], run_bounds[number + 1])
+        yield _Portion(
+            fragments.part(some),
+            starts[some] - starts[start],
+            Fragments(run_starts[those] - starts[start], run_hosts[those], run_nbytes[those]),
+        )
 
 
 def _can_stage(fragments: Fragments) -> bool:
-    """Return whether fragments are many enough, fit a buffer and are made of whole words."""
-    count = len(fragments.host)
-    if not _FEWEST <= count <= _ROWS or fragments.nbytes.sum() > STAGING_NBYTES:
+    """Return whether fragments are many enough, short enough and made of whole words."""
+    if len(fragments.host) < _FEWEST or fragments.nbytes.max() > STAGING_NBYTES:
         return False
     words = np.bitwise_or.reduce(fragments.device) | np.bitwise_or.reduce(fragments.nbytes)
     return not words % _WORD_NBYTES
@@ -205,5 +256,4 @@ class _StagingBuffer:
         """Queue the kernel that copies between the buffer and blocks."""
         rows = self._table[: len(nbytes)]
         rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, nbytes
-        with stream.active():
-            stream.copy_by_kernel(self._table, len(nbytes))
+        stream.copy_by_kernel(self._table, len(nbytes))

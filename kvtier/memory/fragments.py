@@ -17,7 +17,7 @@ from kvtier.memory.copy import KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan, GroupCopy
 from kvtier.memory.slot_layout import Indices, RankShare, RegionGeometry, require_room
 
-__all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_pages", "merge"]
+__all__ = ["FragmentPlanner", "Fragments", "Pages", "fragment_nbytes", "locate_pages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class Fragments:
     device: Indices
     host: Indices
     nbytes: Indices
+
+    def part(self, which: slice) -> Fragments:
+        """Return some of the ranges, in the same order."""
+        return Fragments(self.device[which], self.host[which], self.nbytes[which])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +102,30 @@ class FragmentPlanner:
         Raises:
             UnsupportedError: A block or a slot does not exist.
         """
-        pieces = self.pieces(plan, stores=stores, piece_nbytes=_UNLIMITED)
+        pieces = self.pieces(plan, stores=stores, first_nbytes=_UNLIMITED)
         return next(pieces, Fragments(_NONE, _NONE, _NONE))
 
     def pieces(
-        self, plan: BlockCopyPlan, *, stores: bool, piece_nbytes: int
+        self, plan: BlockCopyPlan, *, stores: bool, first_nbytes: int
     ) -> Iterator[Fragments]:
         """Yield the ranges to copy in pieces, so that copies can start before all are planned.
+
+        Each piece has twice the bytes of the piece before. So the next piece is planned while
+        the current one is copied, and there are few pieces.
 
         Args:
             plan: The blocks and slots.
             stores: True for a store, False for a load. A store leaves out blocks that another
                 rank stores.
-            piece_nbytes: Largest number of bytes of a piece. A piece has at least one block.
+            first_nbytes: Largest number of bytes of the first piece. A piece has at least one
+                block.
 
         Raises:
             UnsupportedError: A block or a slot does not exist. Nothing has been yielded.
         """
         copies = [self._ordered(copy, stores=stores) for copy in plan.groups]
         ranges: list[tuple[Indices, Indices, Indices]] = []
-        left_nbytes = piece_nbytes
+        piece_nbytes = left_nbytes = first_nbytes
         for copy in copies:
             block_nbytes = max(int(self._groups[copy.group].nbytes.sum()), 1)
             start = 0
@@ -125,6 +133,7 @@ class FragmentPlanner:
                 room = max(left_nbytes // block_nbytes, 0 if ranges else 1)
                 if not room:
                     yield _join(ranges)
+                    piece_nbytes *= 2
                     ranges, left_nbytes = [], piece_nbytes
                     continue
                 part = copy.part(slice(start, start + room))
@@ -164,7 +173,7 @@ def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
     """
     longest = max(kv.groups, key=lambda each: sum(nbytes for _, nbytes in each))
     pages = locate_pages(kv, longest, share)
-    lengths = merge(pages.first, pages.offset, pages.nbytes).nbytes
+    lengths = _merge(pages.first, pages.offset, pages.nbytes).nbytes
     return int(lengths.sum()) // len(lengths)
 
 
@@ -191,14 +200,8 @@ def locate_pages(kv: KVBlocks, pages: Sequence[tuple[int, int]], share: RankShar
     )
 
 
-def merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
-    """Merge consecutive ranges that are adjacent in both memories.
-
-    Args:
-        device: Address of each range in device memory.
-        host: Address of each range in host memory.
-        nbytes: Bytes of each range.
-    """
+def _merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
+    """Merge consecutive ranges that are adjacent in both memories."""
     if not len(nbytes):
         return Fragments(device, host, nbytes)
     ends = (device[1:] == device[:-1] + nbytes[:-1]) & (host[1:] == host[:-1] + nbytes[:-1])
@@ -209,7 +212,7 @@ def merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
 def _join(parts: Sequence[tuple[Indices, Indices, Indices]]) -> Fragments:
     """Return the ranges of all ``parts``; adjacent ranges are merged."""
     device, host, nbytes = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return merge(device, host, nbytes)
+    return _merge(device, host, nbytes)
 
 
 def _require_range(what: str, numbers: Indices, limit: int) -> None:

@@ -101,6 +101,8 @@ def cut(fragments: Fragments, edges: Addresses) -> Fragments:
         fragments: The ranges to copy; each has at least one byte.
         edges: Host addresses at which one piece ends and the next begins, ascending.
     """
+    if not len(edges):
+        return fragments
     host, nbytes = fragments.host, fragments.nbytes
     following = np.searchsorted(edges, host, side="right")
     crosses = following != np.searchsorted(edges, host + nbytes, side="left")

@@ -49,8 +49,8 @@ class CopyStream(ABC):
         """Let the calling thread use this stream and its device in a ``with`` statement.
 
         torch operations within the statement are queued on this stream. Call the other methods
-        only within such a statement; :meth:`follow` and :meth:`record` may be called within the
-        statement of another stream of the device. The thread must never use another device.
+        only within such a statement, of this stream or of another one of the device. The thread
+        must never use another device.
         """
 
     @abstractmethod

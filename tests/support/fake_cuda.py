@@ -44,19 +44,22 @@ _DEFERRED: Final = (
 
 
 class FakeFence(Fence):
-    """A point in a stream: after its first ``copies`` copies."""
+    """A point in a stream.
+
+    Attributes:
+        copies: How many copies of each stream have ended at this point.
+    """
 
     def __init__(self, cuda: FakeCuda, stream: FakeStream | None = None) -> None:
         self._cuda = cuda
-        self._stream = stream
-        self._copies = stream.queued if stream else 0
+        self.copies = {**stream.followed, stream: stream.queued} if stream else {}
         self.is_reached = False
 
     @override
     def wait(self) -> None:
         self._cuda.run_until(self)
-        if self._stream is not None:
-            self._stream.awaited = max(self._stream.awaited, self._copies)
+        for stream, copies in self.copies.items():
+            stream.awaited = max(stream.awaited, copies)
 
 
 @dataclass
@@ -76,6 +79,7 @@ class FakeStream(CopyStream):
     Attributes:
         queued: How many copies were queued so far.
         awaited: How many of them somebody waited for.
+        followed: How many copies of other streams end before what is queued now.
     """
 
     cuda: FakeCuda
@@ -83,6 +87,7 @@ class FakeStream(CopyStream):
     work: deque[_Work] = field(default_factory=deque)
     queued: int = 0
     awaited: int = 0
+    followed: dict[FakeStream, int] = field(default_factory=dict)
 
     @override
     @contextlib.contextmanager
@@ -98,8 +103,9 @@ class FakeStream(CopyStream):
     @override
     def follow(self, fence: Fence) -> None:
         assert isinstance(fence, FakeFence)
-        if self.cuda.active_stream is None:
-            self.cuda.violated(f"stream {self.name} follows a fence outside any block")
+        self._require_active()
+        for stream, copies in fence.copies.items():
+            self.followed[stream] = max(copies, self.followed.get(stream, 0))
         self.put(_Work([], fence))
 
     @override
@@ -183,8 +189,8 @@ class FakeStream(CopyStream):
             self.work.popleft()
 
     def _require_active(self) -> None:
-        if self.cuda.active_stream is not self:
-            self.cuda.violated(f"stream {self.name} is used outside its block")
+        if self.cuda.active_stream is None:
+            self.cuda.violated(f"stream {self.name} is used outside any block")
 
 
 class FakeCuda(Driver):

@@ -75,7 +75,10 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
         "cuda_methods", "stream.follow(after)", "self.copies.follow(after)"
     ),
     "nobody waits for the copies": Mutation(
-        "cuda_methods", "stream.record().wait()", "stream.record()"
+        "cuda_methods", "self.copies.record().wait()", "self.copies.record()"
+    ),
+    "nobody waits for the kernels": Mutation(
+        "cuda_methods", "self.copies.follow(self.kernels.record())", "pass"
     ),
     "loads are queued behind stores": Mutation(
         "cuda_copy",
@@ -137,13 +140,21 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
         "cuda_methods", "if self.ended is not None:", "if False:"
     ),
     "a buffer is stored before the kernel has filled it": Mutation(
-        "cuda_methods", "            streams.copies.follow(streams.kernels.record())\n", ""
+        "cuda_methods", "            copies.follow(kernels.record())\n", ""
     ),
     "a kernel reads a buffer before a load has filled it": Mutation(
-        "cuda_methods", "            streams.kernels.follow(streams.copies.record())\n", ""
+        "cuda_methods", "            kernels.follow(copies.record())\n", ""
     ),
     "more is staged than a buffer holds": Mutation(
-        "cuda_methods", "fragments.nbytes.sum() > STAGING_NBYTES", "False"
+        "cuda_methods", "starts[bounds[-1]] + STAGING_NBYTES", "starts[-1] + STAGING_NBYTES"
+    ),
+    "a range crosses two buffers": Mutation(
+        "cuda_methods", "    begins_run[bounds[:-1]] = True\n", ""
+    ),
+    "ranges that are not adjacent are one": Mutation(
+        "cuda_methods",
+        "    np.not_equal(host[1:], host[:-1] + nbytes[:-1], out=begins_run[1:])\n",
+        "    begins_run[1:] = False\n",
     ),
     "the kernel copies parts of words": Mutation(
         "cuda_methods", "return not words % _WORD_NBYTES", "return True"
