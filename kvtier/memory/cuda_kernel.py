@@ -15,7 +15,7 @@ from kvtier.memory.cuda_api import Addresses
 
 __all__ = ["launch"]
 
-_PROGRAMS: Final = 32
+_PROGRAMS: Final = 64
 """Number of instances of the kernel; each uses one multiprocessor."""
 _STEP_WORDS: Final = 1024
 """Words of eight bytes that one instance of the kernel copies at a time."""
