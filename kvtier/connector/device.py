@@ -214,6 +214,8 @@ class DeviceEngine:
     ) -> BlockCopyPlan:
         """Return the plan for copies between the blocks ``block_ids`` and ``slots``.
 
+        The sequences must not change before the copies end.
+
         Args:
             block_ids: Block numbers, group after group.
             group_sizes: Number of blocks of each group.
@@ -406,7 +408,9 @@ class DeviceEngine:
 
     def _carry(self, stores: list[StoreRequest]) -> None:
         """Submit several store requests as one job, with the id of the first."""
-        slots = [slot for store in stores for slot in store.plan.slots]
+        slots: list[int] = []
+        for store in stores:
+            slots += store.plan.slots
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:
             self._engine.submit(carrier)
@@ -417,7 +421,8 @@ class DeviceEngine:
                 )
             return
         self._stores[carrier.job_id] = stores
-        self._carriers.update(dict.fromkeys((s.job_id for s in stores), carrier.job_id))
+        for store in stores:
+            self._carriers[store.job_id] = carrier.job_id
 
     def _results(self, result: TransferResult) -> Iterator[DeviceResult]:
         """Yield the result of each store or load in a job of the transfer engine."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -34,17 +35,34 @@ class GroupCopy:
         return GroupCopy(self.group, self.blocks[which], self.slots[which], self.subs[which])
 
 
-@dataclass(frozen=True, slots=True)
 class BlockCopyPlan:
     """A batch of block copies, all in one direction.
 
+    Args:
+        groups: The blocks to copy, by KV cache group; or a function that returns them. The
+            function is called when the groups are first used. So the copying thread spends this
+            time, and not the engine's thread, which makes the plan.
+        slots: The RAM slots involved, each once.
+
     Attributes:
-        groups: The blocks to copy, by KV cache group.
         slots: The RAM slots involved, each once.
     """
 
-    groups: Sequence[GroupCopy]
-    slots: Sequence[int]
+    def __init__(
+        self,
+        groups: Sequence[GroupCopy] | Callable[[], Sequence[GroupCopy]],
+        slots: Sequence[int],
+    ) -> None:
+        self._groups = groups
+        self.slots = slots
+
+    @property
+    def groups(self) -> Sequence[GroupCopy]:
+        """The blocks to copy, by KV cache group."""
+        groups = self._groups  # another thread may replace it meanwhile
+        if not isinstance(groups, Sequence):
+            groups = self._groups = groups()
+        return groups
 
     def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
         """Return a plan for only ``slots``, which are some of this plan's slots."""
@@ -115,6 +133,9 @@ def plan_copy(
 ) -> BlockCopyPlan:
     """Match an engine's blocks with the RAM slots of their chunks.
 
+    The sequences must not change before the copies end, because the blocks are matched when
+    :attr:`BlockCopyPlan.groups` is first used.
+
     Args:
         block_ids: Block numbers, group after group.
         group_sizes: Number of ``block_ids`` of each group.
@@ -127,6 +148,37 @@ def plan_copy(
     Raises:
         UnsupportedError: Blocks and slots do not match.
     """
+    chunks = sum(
+        -(-(first % blocks_per_chunk + size) // blocks_per_chunk)
+        for size, first in zip(group_sizes, block_indices, strict=True)
+        if size
+    )
+    blocks = sum(group_sizes)
+    if blocks == len(block_ids) and chunks == len(slots):
+        match = partial(_match, block_ids, group_sizes, block_indices, slots, blocks_per_chunk)
+        return BlockCopyPlan(match, slots)
+    if chunks > len(slots):
+        raise UnsupportedError(f"the blocks need more than the {len(slots)} slots given")
+    if blocks == len(block_ids):
+        # Blocks after a gap have moved up, so it is unknown which chunks are whole.
+        raise UnsupportedError(
+            f"some blocks of the chunks are missing: the {blocks} given belong to {chunks} "
+            f"chunks, not to {len(slots)}"
+        )
+    raise UnsupportedError(
+        f"{len(block_ids)} blocks and {len(slots)} slots were given, but the groups have "
+        f"{blocks} blocks and {chunks} chunks"
+    )
+
+
+def _match(
+    block_ids: Sequence[int] | Indices,
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    slots: Sequence[int],
+    blocks_per_chunk: int,
+) -> list[GroupCopy]:
+    """Match the blocks of each group with their slots; :func:`plan_copy` has checked them."""
     blocks = np.asarray(block_ids, np.int64)
     places = np.asarray(slots, np.int64)
     groups: list[GroupCopy] = []
@@ -134,29 +186,14 @@ def plan_copy(
     for group, (size, first) in enumerate(zip(group_sizes, block_indices, strict=True)):
         if not size:
             continue
-        index = np.arange(size) + first % blocks_per_chunk
-        chunks = int(index[-1]) // blocks_per_chunk + 1
-        subs = index % blocks_per_chunk
-        if slot_at + chunks > len(places):
-            raise UnsupportedError(f"the blocks need more than the {len(places)} slots given")
-        of_block = places[slot_at + index // blocks_per_chunk]
+        chunks, subs = np.divmod(np.arange(size) + first % blocks_per_chunk, blocks_per_chunk)
+        of_block = places[slot_at + chunks]
         order = np.lexsort((of_block, subs))
         own = blocks[block_at : block_at + size]
         groups.append(GroupCopy(group, own[order], of_block[order], subs[order]))
         block_at += size
-        slot_at += chunks
-    if block_at == len(blocks) and slot_at < len(places):
-        # Blocks after a gap have moved up, so it is unknown which chunks are whole.
-        raise UnsupportedError(
-            f"some blocks of the chunks are missing: the {block_at} given belong to {slot_at} "
-            f"chunks, not to {len(places)}"
-        )
-    if block_at != len(blocks) or slot_at != len(places):
-        raise UnsupportedError(
-            f"{len(blocks)} blocks and {len(places)} slots were given, but the groups have "
-            f"{block_at} blocks and {slot_at} chunks"
-        )
-    return BlockCopyPlan(groups, [int(slot) for slot in places])
+        slot_at += int(chunks[-1]) + 1
+    return groups
 
 
 def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:

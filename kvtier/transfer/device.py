@@ -271,14 +271,14 @@ class DeviceLoad(_DeviceRoute):
         priority: int,
     ) -> bool:
         """Copy the chunks at ``ready``; return False if a slot was reused during the copy."""
-        part = payload.plan
-        if len(ready) < len(part.slots):
-            part = part.restricted_to([part.slots[at] for at in ready])
+        plan = payload.plan
+        slots = [plan.slots[at] for at in ready]
         generations = [payload.generations[at] for at in ready]
 
         def copy() -> bool:
+            part = plan.restricted_to(slots) if len(slots) < len(plan.slots) else plan
             self._copier.load(part, after=payload.after)
-            return self._control.has_generations(self._rank, part.slots, generations)
+            return self._control.has_generations(self._rank, slots, generations)
 
         _mark(outcomes, ready, Outcome.FAILED)
         whole = await self._pool.run(copy, priority=priority)

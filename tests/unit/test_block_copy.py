@@ -240,6 +240,23 @@ def test_blocks_and_slots_that_do_not_match_are_refused(
         plan_copy(blocks, sizes, [0] * len(sizes), slots, blocks_per_chunk=1)
 
 
+class _Unread(Sequence[int]):
+    """Numbers that must not be read one by one."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("the thread that plans reads every number")
+
+
+def test_blocks_are_matched_when_they_are_first_used() -> None:
+    plan_copy(_Unread(), [2], [0], _Unread(), blocks_per_chunk=1)
+    plan = plan_copy([5, 4], [2], [0], [1, 0], blocks_per_chunk=1)
+    assert plan.groups[0].blocks.tolist() == [4, 5]
+    assert plan.groups is plan.groups
+
+
 def test_missing_blocks_of_a_whole_chunk_are_an_error() -> None:
     with pytest.raises(
         UnsupportedError, match=r"missing: the 4 given belong to 2 chunks, not to 3$"
