@@ -101,7 +101,7 @@ class DeviceResult:
     @property
     def is_whole(self) -> bool:
         """Whether every byte reached its destination."""
-        return all(outcome is Outcome.DONE for outcome in self.outcomes)
+        return self.outcomes.count(Outcome.DONE) == len(self.outcomes)
 
     def positions_of(
         self, outcomes: Collection[Outcome], among: Sequence[int]
@@ -448,7 +448,7 @@ class DeviceEngine:
         purpose: Purpose,
         outcomes: Sequence[Outcome],
     ) -> DeviceResult:
-        done = sum(outcome is Outcome.DONE for outcome in outcomes)
+        done = outcomes.count(Outcome.DONE)
         return DeviceResult(
             job_id=job_id,
             purpose=purpose,

@@ -275,11 +275,12 @@ class Runner:
             _log_losses(job, outcomes, error)
         if pending.late:
             channel.late -= 1
-        elif {*outcomes} == {Outcome.CANCELLED}:  # by a reset, before it did anything
+        elif outcomes and outcomes.count(Outcome.CANCELLED) == len(outcomes):
+            # A reset cancelled it before it did anything.
             channel.breaker.discount()
         else:
             self._record(pending, failed=failed, now=ended_s)
-        done = sum(outcome is Outcome.DONE for outcome in outcomes)
+        done = outcomes.count(Outcome.DONE)
         channel.seconds += ended_s - began_s
         channel.queued_s += began_s - pending.submitted_s
         self._results.settle(
