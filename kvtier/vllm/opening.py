@@ -132,12 +132,12 @@ def open_device(
             met.
     """
     region = offer_region(engine, settings, shape, content=content)
-    if not engine.rank:
-        report_fragments(
-            fragment_nbytes(kv, shape.share), device=kv.device.type, layout=engine.kv_layout
-        )
     with ExitStack() as opened:
         opened.callback(region.close)
+        if not engine.rank:
+            report_fragments(
+                fragment_nbytes(kv, shape.share), device=kv.device.type, layout=engine.kv_layout
+            )
         gds = open_gds(
             settings.gds,
             kv,
@@ -239,7 +239,8 @@ def open_cache(
     """
     # The workers chose the region's shape: only they know how the KV memory is laid out.
     region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
-    try:
+    with ExitStack() as opened:
+        opened.callback(region.close)
         require_same_file(region.geometry, engine, settings)
         identity = fingerprint(engine, settings, region.geometry)
         described = describe_groups(
@@ -255,12 +256,13 @@ def open_cache(
             record_events=engine.records_events,
             positions=positions,
         )
-    except BaseException:
-        region.close()
-        raise
-    return CacheService(
-        storage,
-        tokens_per_chunk=engine.chunk_tokens,
-        retain_s=settings.placement.retain_s or 0.0,
-        close_timeout_s=settings.transfer.close_timeout_s,
-    )
+        close_timeout_s = settings.transfer.close_timeout_s
+        opened.callback(storage.close, timeout_s=close_timeout_s)
+        cache = CacheService(
+            storage,
+            tokens_per_chunk=engine.chunk_tokens,
+            retain_s=settings.placement.retain_s or 0.0,
+            close_timeout_s=close_timeout_s,
+        )
+        opened.pop_all()
+    return cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import RankShare
+from kvtier.vllm import opening
 from kvtier.vllm.opening import (
     offer_region,
     open_cache,
@@ -107,6 +109,38 @@ def test_memory_that_does_not_fit_the_slots_leaves_no_tier_behind(tmp_path: Path
     for _ in range(2):  # the name of the memory is free again
         with pytest.raises(UnsupportedError):
             open_device(engine, settings, kv_of(1 << 20), SHAPE, content="layers")
+
+
+def _fail(*_: object, **__: object) -> NoReturn:
+    raise ZeroDivisionError("a bug")
+
+
+def test_a_worker_that_cannot_measure_its_ranges_leaves_no_tier_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = replace(FACTS, engine_id=f"ranges-{tmp_path.name}", rank=0, world_size=1)
+    monkeypatch.setattr(opening, "fragment_nbytes", _fail)
+    for _ in range(2):  # the name of the memory is free again
+        with pytest.raises(ZeroDivisionError):
+            open_device(engine, config(tmp_path), kv_of(8), SHAPE, content="layers")
+
+
+def test_a_cache_that_cannot_start_unlocks_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of two ranks, because this scheduler attaches twice.
+    engine = replace(FACTS, engine_id=f"cache-{tmp_path.name}", rank=0, world_size=2)
+    settings = config(tmp_path)
+    groups = [GroupReach(engine.chunk_tokens)]
+    region = offer_region(engine, settings, SHAPE, content="layers")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(opening, "CacheService", _fail)
+            with pytest.raises(ZeroDivisionError):
+                open_cache(engine, settings, groups)
+        open_cache(engine, settings, groups).shutdown()
+    finally:
+        region.close()
 
 
 def test_required_gds_reads_without_a_gpu_leave_no_tier_behind(tmp_path: Path) -> None:
