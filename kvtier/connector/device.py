@@ -366,6 +366,7 @@ class DeviceEngine:
         """Wait for running copies and release the memory. Idempotent.
 
         Loads that wait for chunks fail at once. The memory is freed only if copies end in time.
+        If one part fails to close, the other parts are closed too.
         """
         self._begin()
         for route in self._waiting:
@@ -377,10 +378,11 @@ class DeviceEngine:
         if not all(copies_ended):
             logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
             return
-        if self._gds is not None:
-            self._gds.close()
-        self._copier.close()
-        self._region.close()
+        with ExitStack() as parts:  # the last callback runs first
+            parts.callback(self._region.close)
+            parts.callback(self._copier.close)
+            if self._gds is not None:
+                parts.callback(self._gds.close)
 
     def _release_slots(
         self,

@@ -33,11 +33,17 @@ def region() -> Iterator[HostRegion]:
         yield open_region(RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1))
 
 
-def open_device(region: HostRegion) -> DeviceEngine:
+def open_device(region: HostRegion, gds: Any = None) -> DeviceEngine:
     pages = torch.arange(BLOCKS, dtype=torch.int8)[:, None].repeat(1, PAGE_NBYTES)
     kv = KVBlocks([pages], [[(0, PAGE_NBYTES)]])
     return DeviceEngine(
-        kv, region, rank=0, share=RankShare(), blocks_per_chunk=1, close_timeout_s=SOON_S
+        kv,
+        region,
+        rank=0,
+        share=RankShare(),
+        blocks_per_chunk=1,
+        close_timeout_s=SOON_S,
+        gds=gds,
     )
 
 
@@ -261,6 +267,17 @@ def test_closing_waits_for_no_chunk_that_is_on_its_way(
     (result,) = device.poll()
     assert (result.job_id, list(result.outcomes)) == (1, [Outcome.FAILED])
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_gds_reads_that_do_not_close_leave_no_memory_behind(region: HostRegion) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    engine = open_device(region, SimpleNamespace(part=0, store_hasher=None, close=fail))
+    with pytest.raises(ZeroDivisionError):
+        engine.close()
+    with pytest.raises(ValueError, match="released"):
+        region.slot(0)
 
 
 def test_a_store_after_the_end_fails_alone(device: DeviceEngine, region: HostRegion) -> None:
