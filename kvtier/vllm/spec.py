@@ -421,7 +421,11 @@ class _Worker(OffloadingWorker):
     @override
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
-        self._device.close()
+        try:
+            self._device.close()
+        except Exception:
+            # Not raised, because an engine in one process shuts its manager down next.
+            logger.exception("shutdown: a worker's memory may not be freed")
 
     def _submit(
         self, job_id: int, purpose: Purpose, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec

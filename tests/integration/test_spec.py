@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from kvtier.connector.device import DeviceEngine
 from kvtier.errors import CacheLockedError, ConfigError, KvtierError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.vllm import KVTierOffloadingSpec
@@ -352,6 +353,21 @@ def test_the_start_warns_of_resets_that_end_the_engine(
     start()
     warning = "reset_running_requests while requests load, end the engine"
     assert [warning in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+def test_a_worker_that_cannot_shut_down_lets_its_engine_go_on(
+    start: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine in one process shuts its manager down, which unlocks the cache, next."""
+    engine = start()
+
+    def fail(_: object) -> NoReturn:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceEngine, "close", fail)
+        engine.worker.shutdown()
+    assert "a worker's memory may not be freed" in caplog.text
 
 
 def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(start: Open) -> None:
