@@ -105,14 +105,17 @@ class Storer:
         write = None if first is None else self._writes.get(first.generation)
         if first is not None and write is not None and self._is_whole_store(write.listed, keys):
             del self._writes[first.generation]
-            listed = write.listed
-            generations = [first.generation] * len(listed.copies)
-            self._stack.set_request(write.req_id, first.terms)
-        else:
-            listed = self._listed(keys)
-            generations = [copy.generation for copy in listed.copies]
-            for generation in {*generations}:
-                self._end_writes(generation, listed)
+            with self._stack.naming_request(write.req_id, first.terms):
+                self._publish(write.listed, [first.generation] * len(write.listed.copies))
+            return
+        listed = self._listed(keys)
+        generations = [copy.generation for copy in listed.copies]
+        for generation in {*generations}:
+            self._end_writes(generation, listed)
+        self._publish(listed, generations)
+
+    def _publish(self, listed: CopyList, generations: Sequence[int]) -> None:
+        """Make the chunks of ended stores hits; drop those with incomplete bytes."""
         stored = self._stack.slot_status.stored(listed.slots, generations)
         if not all(stored):
             copies = listed.copies

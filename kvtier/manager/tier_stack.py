@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
@@ -189,10 +190,15 @@ class TierStack:
         self._generation += 1
         return self._generation
 
-    def set_request(self, req_id: str, terms: RequestTerms) -> None:
-        """Set the request that policies see in the next uses and insertions."""
-        self.ctx.request = req_id
-        self.ctx.session = terms.session
+    @contextmanager
+    def naming_request(self, req_id: str, terms: RequestTerms) -> Iterator[None]:
+        """Name the request that policies see in uses and insertions of a ``with`` block."""
+        ctx = self.ctx
+        ctx.request, ctx.session = req_id, terms.session
+        try:
+            yield
+        finally:
+            ctx.request = ctx.session = ""
 
     def end_reuse_step(self) -> None:
         """End the current step in the :class:`ReuseGaps` of every tier."""

@@ -181,11 +181,9 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             request.has_kv = True
-        self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
-        try:
+        terms = NO_TERMS if request is None else request.terms
+        with self._stack.naming_request(req_id, terms):
             return self._loader.prepare(keys, req_id, request)
-        finally:
-            self._stack.set_request("", NO_TERMS)
 
     def complete_load(
         self,
@@ -226,21 +224,16 @@ class TieredOffloadingManager:
             if request.is_stale or request.terms.stores_nothing:
                 return NOTHING_TO_STORE
             request.has_kv = True
-        self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
-        try:
+        terms = NO_TERMS if request is None else request.terms
+        with self._stack.naming_request(req_id, terms):
             return self._storer.prepare(keys, request)
-        finally:
-            self._stack.set_request("", NO_TERMS)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """End a store: those of ``keys`` that every worker stored completely become hits.
 
         Keys that are not being stored are ignored.
         """
-        try:
-            self._storer.complete(keys)
-        finally:
-            self._stack.set_request("", NO_TERMS)
+        self._storer.complete(keys)
 
     # -- retention --------------------------------------------------------------------------
 
