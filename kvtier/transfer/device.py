@@ -33,6 +33,8 @@ _PAUSE_SHARE: Final = 1 / 8
 
 A disk read takes 0.1 ms or more; a check holds the interpreter lock for a few microseconds."""
 _CHECKED_AT_ONCE: Final = 256
+_COPIED_AT_ONCE: Final = 1024
+"""Chunks of a load that are checked and copied before another load gets its turn."""
 _UNBLAMED: Final = (Outcome.DONE, Outcome.CANCELLED)
 _OVERWRITTEN: Final = "a slot was reused while it was read"
 
@@ -249,6 +251,19 @@ class DeviceLoad(_DeviceRoute):
     ) -> tuple[list[int], Sequence[int]]:
         """Return those of ``waiting`` whose chunk arrived, and those whose chunk is lost."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
+        ready: list[int] = []
+        lost: Sequence[int] = ()
+        for start in range(0, min(len(waiting), _COPIED_AT_ONCE), _CHECKED_AT_ONCE):
+            arrived, lost = self._check_next(payload, waiting[start:])
+            ready += arrived
+            if len(arrived) < min(len(waiting) - start, _CHECKED_AT_ONCE):
+                break
+        return ready, lost
+
+    def _check_next(
+        self, payload: LoadRequest, waiting: Sequence[int]
+    ) -> tuple[list[int], Sequence[int]]:
+        """Check the first chunks of ``waiting``."""
         near = waiting[:_CHECKED_AT_ONCE]
         generations = [payload.generations[at] for at in near]
         if 0 in generations:  # a chunk without a slot

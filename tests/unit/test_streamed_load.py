@@ -125,6 +125,23 @@ def test_what_is_there_at_once_is_one_copy(load: Load, copier: Copier) -> None:
     assert (copier.batches, control.looks) == ([SLOTS], 1)
 
 
+@pytest.mark.parametrize(
+    ("arrived", "copied"), [(1500, [1024, 476]), (700, [700]), (300, [300]), (256, [256])]
+)
+def test_many_chunks_are_copied_in_few_copies(
+    load: Load, copier: Copier, arrived: int, copied: list[int]
+) -> None:
+    count = 1500
+    memory = memoryview(bytearray(ControlBlock.nbytes(count, 1)))
+    control = ControlBlock(memory, slots=count, ranks=1)
+    slots, generations = list(range(count)), [11] * count
+    control.issue(slots)
+    control.publish(slots[:arrived], generations[:arrived])
+    ended = load(control, slots=slots, generations=generations, wait_s=0.0)
+    assert ended.outcomes == [DONE] * arrived + [FAILED] * (count - arrived)
+    assert [len(each) for each in copier.batches] == copied
+
+
 def test_a_chunk_that_will_not_come_ends_the_wait_for_those_behind_it(
     load: Load, copier: Copier
 ) -> None:
