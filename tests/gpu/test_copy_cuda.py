@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -81,6 +82,42 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
     copier.load(plan_copy(into, [8], [0], slots, blocks_per_chunk=1), after=copier.mark())
     for tensor, content in zip(kv.tensors, expected, strict=True):
         assert torch.equal(tensor[40:48].cpu(), content)
+
+
+@pytest.mark.parametrize(
+    ("layers", "page_nbytes", "per_chunk"),
+    [(32, 4096, 1), (5, 1000, 3), (3, 3 << 20, 1), (8, 65536, 2), (48, 24576, 1)],
+)
+def test_slots_and_blocks_are_those_of_a_cpu(
+    open_region: OpenRegion, layers: int, page_nbytes: int, per_chunk: int
+) -> None:
+    block_nbytes = layers * page_nbytes
+    slot_nbytes = -(-per_chunk * block_nbytes // 4096) * 4096
+    geometry = RegionGeometry(SLOTS, slot_nbytes, block_nbytes, 1)
+    draw = torch.Generator().manual_seed(layers)
+    content = [
+        torch.randint(-128, 128, (BLOCKS, page_nbytes), dtype=torch.int8, generator=draw)
+        for _ in range(layers)
+    ]
+    groups = [[(layer, page_nbytes) for layer in range(layers)]]
+    blocks = torch.randperm(BLOCKS // 2, generator=draw)[: 9 * per_chunk].tolist()
+    slots = torch.randperm(SLOTS, generator=draw)[:9].tolist()
+    into = [BLOCKS // 2 + block for block in blocks]
+    ended = []
+    for device in ("cpu", "cuda"):
+        kv = KVBlocks([each.to(device, copy=True) for each in content], groups)
+        region = open_region(geometry)
+        copier = copiers.open_copier(kv, region, share=RankShare(), blocks_per_chunk=per_chunk)
+        with contextlib.closing(copier):
+            plan = plan_copy(blocks, [len(blocks)], [0], slots, blocks_per_chunk=per_chunk)
+            copier.store(plan, after=copier.mark())
+            plan = plan_copy(into, [len(into)], [0], slots, blocks_per_chunk=per_chunk)
+            copier.load(plan, after=copier.mark())
+            stored = [bytes(region.slot(slot)) for slot in range(SLOTS)]
+            ended.append((stored, [tensor.cpu() for tensor in kv.tensors]))
+    (slots_of_cpu, blocks_of_cpu), (slots_of_gpu, blocks_of_gpu) = ended
+    assert slots_of_cpu == slots_of_gpu
+    assert all(map(torch.equal, blocks_of_cpu, blocks_of_gpu))
 
 
 def test_two_ranks_load_what_one_stored(
