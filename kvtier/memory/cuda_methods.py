@@ -203,7 +203,8 @@ def _divide(fragments: Fragments) -> Iterator[_Portion]:
     bounds = [0]
     while bounds[-1] < len(ends):
         limit = starts[bounds[-1]] + STAGING_NBYTES
-        bounds.append(int(np.searchsorted(ends, limit, side="right")))
+        end = int(np.searchsorted(ends, limit, side="right"))
+        bounds.append(min(end, bounds[-1] + _ROWS))
     begins_run = np.ones(len(host), np.bool_)
     np.not_equal(host[1:], host[:-1] + nbytes[:-1], out=begins_run[1:])
     begins_run[bounds[:-1]] = True

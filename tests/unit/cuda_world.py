@@ -49,7 +49,7 @@ SLOTS: Final = 13
 BLOCKS: Final = 14
 _MODULES: Final = ("pinning", "cuda_methods", "cuda_choice", "cuda_copy")
 _SMALL: Final = {
-    "cuda_methods": {"_BATCHED": 5, "_ROWS": 64, "_FEWEST": 2},
+    "cuda_methods": {"_BATCHED": 5, "_ROWS": 7, "_FEWEST": 2},
     "cuda_choice": {"SCRATCH_NBYTES": 4096, "_ROUNDS": 1},
 }
 

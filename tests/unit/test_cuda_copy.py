@@ -148,6 +148,9 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
     "more is staged than a buffer holds": Mutation(
         "cuda_methods", "starts[bounds[-1]] + STAGING_NBYTES", "starts[-1] + STAGING_NBYTES"
     ),
+    "a kernel gets more copies than its table holds": Mutation(
+        "cuda_methods", "min(end, bounds[-1] + _ROWS)", "end"
+    ),
     "a range crosses two buffers": Mutation(
         "cuda_methods", "    begins_run[bounds[:-1]] = True\n", ""
     ),

@@ -8,7 +8,7 @@ __all__ = ["STAGES"]
 
 STAGES = (
     Stage("facts", 60, "the machine, its driver and its packages", needs_gpu=False),
-    Stage("correctness", 80, "the tests of tests/gpu", decides=True),
+    Stage("correctness", 110, "the tests of tests/gpu", decides=True),
     Stage("ceilings", 80, "large copies, by kind of host memory; page-locking"),
     Stage("copies", 150, "copies by fragment size, direction and method; both directions"),
     Stage("slowdown", 60, "compute loops beside stores at full rate"),
