@@ -79,18 +79,21 @@ class Jobs:
     def store(self, chunks: int) -> Job:
         """Store new blocks."""
         self._stored = self._new_chunks(chunks)
+        self._issue(self._stored)
         begun = time.perf_counter()
         return self._finish(begun, *self._submit_store(self._stored))
 
     def load(self) -> Job:
         """Load what was stored last."""
         self._loaded = self._stored
+        self._issue(self._loaded)
         begun = time.perf_counter()
         return self._finish(begun, *self._submit_load(self._loaded))
 
     def both(self) -> Job:
         """Load what was stored last, and store as many new blocks at once."""
         self._loaded, self._stored = self._stored, self._new_chunks(len(self._stored.slots))
+        self._issue(self._loaded, self._stored)
         begun = time.perf_counter()
         numbers, _ = self._submit_load(self._loaded)
         more, early = self._submit_store(self._stored)
@@ -103,16 +106,19 @@ class Jobs:
         blocks = self._draw.permutation(self._half)[:chunks]
         return Chunks(blocks, slots.tolist(), [number] * chunks)
 
+    def _issue(self, *jobs: Chunks) -> None:
+        """Count the jobs, as the scheduler side does when it plans them."""
+        for chunks in jobs:
+            self._region.control.issue(chunks.slots)
+
     def _submit_store(self, chunks: Chunks) -> tuple[set[int], list[DeviceResult]]:
         number = next(self._numbers)
-        self._region.control.issue(chunks.slots)
         plan = self._engine.plan(chunks.blocks, [len(chunks.slots)], [0], chunks.slots)
         self._engine.store(number, plan, chunks.stamps)
         return {number}, self._engine.poll()  # the end of a step, when stores begin
 
     def _submit_load(self, chunks: Chunks) -> tuple[set[int], list[DeviceResult]]:
         number = next(self._numbers)
-        self._region.control.issue(chunks.slots)
         blocks = chunks.blocks + self._half
         plan = self._engine.plan(blocks, [len(chunks.slots)], [0], chunks.slots)
         self._engine.load(number, plan, chunks.stamps)
