@@ -112,9 +112,11 @@ class Listening(Lru):
         super().__init__(capacity)
         self.hits: list[tuple[str, str]] = []
         self.inserted: list[str] = []
+        self.inserting: list[str] = []
 
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         self.inserted += [copy.session for copy in copies]
+        self.inserting.append(ctx.request)
         super().on_insert_many(copies, ctx)
 
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
@@ -135,6 +137,8 @@ def test_a_policy_hears_of_the_session_that_stored_and_of_the_one_that_uses() ->
     bench.load(prefix(2), "r")
     assert heard[0].inserted == ["chat"] * 2
     assert heard[1].inserted == ["chat"] * 2, "a copy below belongs to the same session"
+    assert heard[0].inserting == ["w"]
+    assert heard[1].inserting == [""], "no request waits for a demotion"
     assert heard[0].hits[-1] == ("r", "other chat")
     bench.look(prefix(2), "nobody")
     bench.load(prefix(2), "nobody")
