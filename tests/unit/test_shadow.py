@@ -32,7 +32,8 @@ def test_a_ghost_that_sees_everything_hits_what_the_simulator_hits(
     keys = chunk_keys(trace.distinct)
     shadow = ShadowTier(capacity, [policy])
     for number, chain in enumerate(trace.chains()):
-        shadow.serve([keys[chunk] for chunk in chain], float(trace.timestamps_s[number]))
+        now = float(trace.timestamps_s[number])
+        shadow.serve([keys[chunk] for chunk in chain], now, request=str(number))
     assert (shadow.references, shadow.hits()) == (trace.refs, {policy: expected.hits})
 
 
