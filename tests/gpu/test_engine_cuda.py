@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.connector.device import DeviceEngine
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copiers import open_gds
 from kvtier.memory.copy import KVBlocks
@@ -21,6 +20,12 @@ from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.part_hashes import HashPlanner, hash_words, open_hasher
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import GdsMode, Outcome
+
+try:
+    from kvtier.connector.device import DeviceEngine
+except ModuleNotFoundError as error:
+    pytest.skip(f"{error}: see .ci/gpu_wheels", allow_module_level=True)
+
 from tests.unit.gds_files import ScriptedFiles
 from tests.unit.gds_rig import BLOCKS, SLOTS, GdsRig
 

@@ -45,7 +45,7 @@ def draw(seed: int) -> Layout:
     """Return a layout whose pages are whole words."""
     chance = random.Random(seed)
     while True:
-        layout = draw_layout(chance, "kernel")
+        layout = draw_layout(chance, "staged")
         if layout.page % 8 == layout.gap_nbytes % 8 == 0:
             return layout
 
