@@ -3,8 +3,8 @@
 Two entry points for vLLM use this module: the connector's worker side and the worker of the
 offloading spec. These entry points receive jobs and report failures in different ways.
 
-**Order of stores and loads.** On a GPU, stores have one thread and one stream, and loads have
-others. So a load does not wait for a store, or for the computation before the store. The
+**Order of stores and loads.** On a GPU, stores have their own thread and streams, and loads
+have others. So a load does not wait for a store, or for the computation before the store. The
 protocol orders a store and a load that use the same slot or block:
 
 * A load reads a slot after the store that fills it. The load waits for the slot's generation,

@@ -127,7 +127,10 @@ class TrackedRequest:
         return Prompt(self.keys, self.local_tokens, limit)
 
     def _forget_replaced(self, hashes: Sequence[bytes]) -> None:
-        """Drop the keys of replaced tokens after a streamed prompt was continued."""
+        """Drop the keys of tokens that the engine has replaced.
+
+        This happens when a client continues a prompt that it sends in parts.
+        """
         for group, (layout, keys) in enumerate(zip(self.layouts, self.keys, strict=True)):
             step = layout.hashes_per_chunk
             del keys[len(hashes) // step :]

@@ -24,7 +24,7 @@ _SPARE_NBYTES: Final = 256 << 20
 
 
 def directory_place(path: Path) -> Path | None:
-    """Return ``path`` if it exists, else its parent; None if that is not a directory."""
+    """Return ``path``, or its parent if ``path`` is missing; None if not a directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
         return place if place.is_dir() else None

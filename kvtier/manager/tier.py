@@ -475,7 +475,7 @@ class TierState:
         return copy
 
     def _forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Make picked copies misses and count them as evicted.
+        """Remove the keys of picked victims, so that lookups miss, and count the evictions.
 
         The next write into a victim's slot sets the state of the slot's copy object.
         """

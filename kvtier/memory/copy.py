@@ -283,7 +283,7 @@ class BlockCopier(Copier):
     def _layers(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield two views for each layer: of the layer's pages, and of ``staged`` for them."""
+        """Yield two views for each layer: its pages, and the columns of ``staged`` for them."""
         at = 0
         for rows in self._pages[copy.group]:
             width = rows.shape[1]

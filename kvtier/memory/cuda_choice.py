@@ -1,10 +1,10 @@
-"""Tries the copy methods at the start, and chooses one for stores and one for loads.
+"""Tries the copy methods at start, and chooses one for stores and one for loads.
 
 A *fragment* is a contiguous range to copy. The rate of a method depends on the size of the
-engine's fragments, the bus and the driver. So each method copies some MiB between scratch
-memory on the device and page-locked scratch memory of the host, in fragments like the engine's.
-KV memory and slots are not touched: another rank may already use the slots. A method that fails
-or copies wrong bytes is left out.
+engine's fragments, the bus and the driver. So each method copies up to 64 MiB between scratch
+memory on the device and page-locked scratch memory on the host, in fragments as long as the
+engine's. The trial does not use slots, because another rank may already use them. A method that
+fails or copies wrong bytes is not chosen.
 
 Copies in batches leave all multiprocessors to the model. So staged copies must be clearly
 faster to be chosen.
@@ -36,13 +36,13 @@ __all__ = ["SCRATCH_NBYTES", "Choice", "choose_methods"]
 logger = get_logger(__name__)
 
 SCRATCH_NBYTES: Final = 64 << 20
-"""Scratch memory on the device and on the host, freed after the trial."""
+"""Bytes of scratch memory on the device, and as many on the host; freed after the trial."""
 _ROUNDS: Final = 3
 _LONGEST_TO_STAGE_NBYTES: Final = 1 << 20
-"""Length of fragments from which staging is not tried, because copy engines then reach the
-rate of the bus."""
+"""Staging is not tried if the median fragment is at least as long as this, because batches of
+such fragments are nearly as fast as the bus."""
 _LEAST_GAIN: Final = 1.1
-"""Rate of staged copies, divided by that of batches, from which they are chosen."""
+"""Staged copies are chosen if their rate is at least this multiple of the rate of batches."""
 _LEAST_S: Final = 1e-9
 
 
@@ -101,7 +101,7 @@ class _Trial:
         places: Fragments like those of jobs; their addresses are ignored.
         batch: Copies in batches.
         device: Memory on the device, :data:`SCRATCH_NBYTES` bytes.
-        host: As much page-locked memory on the host.
+        host: Page-locked memory on the host, with as many bytes.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class _Trial:
         )
 
     def rate_all(self, *, stores: bool) -> list[_Rated | None]:
-        """Return the method to use, None if no method works, and then others that work."""
+        """Return the methods that work, the one to use first; ``[None]`` if none works."""
         batch = self._rate(BatchMethod.name, lambda: self._batch, stores=stores)
         if batch is None or self._typical_nbytes >= _LONGEST_TO_STAGE_NBYTES:
             return [batch]

@@ -1,22 +1,23 @@
 """Copies between KV blocks on a CUDA device and RAM slots.
 
-A job's blocks are many *fragments*: ranges that are contiguous in a block and in a slot
-(:mod:`kvtier.memory.fragments`). One torch call per fragment would take longer than the copy
-itself, so all fragments of a job are queued at once. The method is chosen at start
+A job's blocks consist of many *fragments*: ranges that are contiguous both in KV memory and in
+a slot (:mod:`kvtier.memory.fragments`). One torch call per fragment would take longer than the
+copy itself, so one call queues many fragments. The method of copying is chosen at start
 (:mod:`kvtier.memory.cuda_choice`).
 
 **Order.** Stores have their own streams, and loads have others. So a load waits neither for
-stores nor for the fences of stores. On each stream, a job's copies begin after the job's fence,
-which is the point of the compute stream at the job's submission. Before a thread starts a job,
-it waits for the last copy of the previous job. So a stream never has work of two jobs. A store
-and a load may run in any order; :mod:`kvtier.connector.device` explains why this is correct.
+stores nor for the fences of stores. On each stream, a job's copies begin after the job's fence:
+the point that the compute stream had reached when the job was submitted. Before a thread starts
+a job, the thread waits for the last copy of the previous job. So a stream never has work of two
+jobs. A store and a load may run in any order; :mod:`kvtier.connector.device` explains why this
+is correct.
 
-**Pieces.** A job is planned and queued in pieces, so that the GPU copies a piece while the next
-is planned.
+**Pieces.** A job is planned and queued in pieces, so that the GPU copies one piece while the
+next is planned.
 
 **Torch as a fallback.** Batches of copies need page-locked memory. If the slots are
-not page-locked, or the driver has no batches, torch makes the copies. torch uses one staging
-buffer on the device per direction (:class:`~kvtier.memory.copy.BlockCopier`).
+not page-locked, or the driver has no batches, torch copies, with one staging buffer on the
+device per direction (:class:`~kvtier.memory.copy.BlockCopier`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class CudaCopier(Copier):
     Args:
         driver: The GPU.
         kv: The rank's KV memory.
-        region: The RAM slots, all still empty.
+        region: The RAM slots.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
         piece_nbytes: Largest number of bytes to page-lock at once.
@@ -159,7 +160,7 @@ class _Lane:
         self._streams.run(partial(self._queue, plan), after=after)
 
     def close(self) -> None:
-        """Release the slots."""
+        """Release torch's views of the slots, if torch copies."""
         if isinstance(self._method, BlockCopier):
             self._method.close()
 
@@ -175,10 +176,10 @@ class _Lane:
 
 
 def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fragments:
-    """Return fragments between the first slots and some blocks of KV cache group 0.
+    """Return fragments between the first slots and the first blocks of KV cache group 0.
 
-    Adjacent blocks in ascending order would make one fragment, but engines rarely use such
-    blocks. So the blocks are in reverse order.
+    Adjacent blocks in ascending order could merge into one fragment, but engines rarely use
+    such blocks. So the blocks are in reverse order.
     """
     numbers = np.arange(min(blocks, _MOST_SAMPLED))
     slots, subs = np.divmod(numbers, blocks_per_chunk)

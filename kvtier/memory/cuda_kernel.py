@@ -1,7 +1,8 @@
 """A Triton kernel that copies many short ranges within a GPU's memory at once.
 
-:mod:`kvtier.memory.cuda_methods` explains why copies need it. The kernel runs beside the model,
-so it uses few multiprocessors. Even so it takes a fraction of the time on the bus.
+:mod:`kvtier.memory.cuda_methods` explains why copies need this kernel. The kernel runs beside
+the model, so it leaves some multiprocessors free. It still takes only a small fraction of the
+time that the same bytes take on the bus.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvtier.memory.cuda_api import Addresses
 __all__ = ["launch"]
 
 _PROGRAMS: Final = 64
-"""Number of instances of the kernel; each uses one multiprocessor."""
+"""Largest number of instances of the kernel; each runs on one multiprocessor."""
 _STEP_WORDS: Final = 1024
 """Words of eight bytes that one instance of the kernel copies at a time."""
 

@@ -1,15 +1,16 @@
 """Methods of copying fragments (contiguous ranges) between a CUDA device and RAM slots.
 
 A copy engine of an H200 needs about a microsecond for each range in addition to the time on the
-bus. So it reaches half of the bus's rate with ranges of 64 KiB, and a tenth with loads of
-16 KiB. A kernel that reads and writes page-locked memory reaches the whole rate with short
-ranges. But the kernel occupies multiprocessors for as long as the bus transfers: a step of
-small matrix products took up to 1.9 times as long beside such a kernel.
+bus. Stores and loads in ranges of 64 KiB reached half of the bus's rate, and loads in ranges of
+16 KiB a tenth. A kernel that accesses page-locked memory itself reached more than 0.85 of the
+rate with ranges of 64 KiB. But such a kernel occupies multiprocessors while the bus transfers:
+a step of small matrix products took up to 1.9 times as long beside it.
 
-:class:`StagedMethod` uses both: a kernel collects the ranges of a store in a *staging buffer*
-on the device, in the order of the slots. A copy engine then copies whole slots. Loads take the
-opposite way. The device's memory is about fifty times as fast as the bus, so the kernel is
-short. docs/benchmarks.md has the measurements.
+:class:`StagedMethod` uses both. For a store, a kernel collects the ranges in a *staging buffer*
+on the device, in the order of the slots. A copy engine then copies whole slots. For a load, the
+copy engine fills the buffer and a kernel distributes the ranges. The device's memory is about
+fifty times as fast as the bus, so the kernel ends soon. docs/benchmarks.md has the
+measurements.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ __all__ = ["STAGING_NBYTES", "BatchMethod", "Method", "StagedMethod", "Streams"]
 STAGING_NBYTES: Final = 32 << 20
 """Bytes of a staging buffer."""
 _BUFFERS: Final = 2
-"""Buffers of one direction: a kernel uses one while the copy engine uses the other."""
+"""Buffers per direction: a kernel uses one while a copy engine uses the other."""
 _BATCHED: Final = 65536
 """Largest number of copies per driver call. A call may lock the driver until the call ends."""
 _ROWS: Final = 65536
-"""Largest number of copies of a kernel."""
+"""Largest number of copies per launch of the kernel."""
 _FEWEST: Final = 32
-"""Smallest number of fragments that are staged. Fewer take the copy engine less time than a
-kernel needs to start."""
+"""Smallest number of fragments to stage. A copy engine copies fewer than these in less time
+than a kernel needs to start."""
 _WORD_NBYTES: Final = 8
 
 
@@ -59,7 +60,7 @@ class Streams(NamedTuple):
         """Call ``queue``, which queues copies, and wait until they have ended.
 
         Args:
-            queue: Called with ``copies`` active. What it raises is raised after the wait.
+            queue: Called with ``copies`` active. Its exception is raised after the wait.
             after: Point in the compute stream after which the copies start; None to start now.
         """
         with self.copies.active():
@@ -69,7 +70,7 @@ class Streams(NamedTuple):
                         stream.follow(after)
                 queue()
             finally:
-                # Also after an error: what was queued still uses blocks and slots.
+                # Also after an error, because copies in the queue still use blocks and slots.
                 self.copies.follow(self.kernels.record())
                 self.copies.record().wait()
 
@@ -128,13 +129,14 @@ class BatchMethod(Method):
 
 
 class StagedMethod(Method):
-    """Copies through staging buffers: one kernel and one batch for each buffer's bytes.
+    """Copies through staging buffers, with one kernel and one batch per buffer.
 
-    Fragments that are few or not made of whole words are copied in batches, without a buffer.
+    Fragments are copied in batches, without a buffer, if there are few, if one is longer than
+    a buffer, or if one is not made of whole words.
 
     Args:
         driver: The GPU.
-        batch: Copies over the bus.
+        batch: The method that copies between buffers and slots.
 
     Raises:
         RuntimeError: There is not enough memory for the buffers.
@@ -155,7 +157,7 @@ class StagedMethod(Method):
             self._queue_portion(streams, portion, stores=stores)
 
     def _queue_portion(self, streams: Streams, portion: _Portion, *, stores: bool) -> None:
-        """Queue the copies of a portion after the previous copies through its buffer."""
+        """Wait until the next buffer is unused, then queue a portion's copies through it."""
         copies, kernels = streams
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
@@ -177,13 +179,13 @@ class StagedMethod(Method):
 
 
 class _Portion(NamedTuple):
-    """Fragments that one staging buffer holds.
+    """Fragments that fit one staging buffer together.
 
     Attributes:
         fragments: The fragments.
         offsets: Offset of each fragment in the buffer.
-        runs: Ranges that are adjacent in the buffer and in the slots; their ``device`` is an
-            offset in the buffer.
+        runs: The ranges to copy between the buffer and the slots. Adjacent
+            fragments are merged. ``device`` is an offset in the buffer.
     """
 
     fragments: Fragments
@@ -194,8 +196,9 @@ class _Portion(NamedTuple):
 def _divide(fragments: Fragments) -> Iterator[_Portion]:
     """Yield the fragments in portions, in their order.
 
-    Each numpy call handles the fragments of all portions, because every call on a long array
-    may hand the interpreter lock to another thread and wait to get it back.
+    Each numpy call handles the fragments of all portions, so there are few calls. A call on a
+    long array releases the interpreter lock, and then may wait until another thread releases
+    the lock again.
     """
     host, nbytes = fragments.host, fragments.nbytes
     ends = np.cumsum(nbytes)
@@ -222,7 +225,7 @@ def _divide(fragments: Fragments) -> Iterator[_Portion]:
 
 
 def _can_stage(fragments: Fragments) -> bool:
-    """Return whether fragments are many enough, short enough and made of whole words."""
+    """Return whether there are enough fragments, all whole words that fit a buffer."""
     if len(fragments.host) < _FEWEST or fragments.nbytes.max() > STAGING_NBYTES:
         return False
     words = np.bitwise_or.reduce(fragments.device) | np.bitwise_or.reduce(fragments.nbytes)
@@ -230,10 +233,10 @@ def _can_stage(fragments: Fragments) -> bool:
 
 
 class _StagingBuffer:
-    """A buffer on the device, and a table of copies between it and blocks.
+    """A buffer on the device, and a table of the copies between this buffer and blocks.
 
-    A kernel reads the table while it runs. So both are used again only after the previous
-    copies through the buffer have ended.
+    A kernel reads the table while it runs. So the buffer and the table are used again only
+    after the previous copies through the buffer have ended.
 
     Attributes:
         address: Address of the buffer.

@@ -1,7 +1,7 @@
 """Compute *fragments*: the contiguous ranges to copy between device memory and RAM slots.
 
 A GPU's copy engine gets addresses and lengths, and needs a fixed time for each range, even a
-short one. So ranges that are adjacent in both memories are merged into one.
+short one. So ranges that are adjacent both on the device and in the slots are merged into one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pages of one KV cache group's block; each array has one element per page.
+    """Where the pages of a KV cache group's blocks are.
+
+    A block has several pages, usually one per layer. Each array has one element per page.
 
     Attributes:
-        first: Address of the page of block 0.
-        step: Distance in bytes between the pages of consecutive blocks.
-        offset: Byte offset of the rank's part of the page, from the start of the block's place
-            in a slot.
+        first: Address of this page in block 0.
+        step: Distance in bytes between this page in one block and in the next.
+        offset: Offset in bytes of the rank's part of the page, from the start of the block's
+            place in a slot.
         nbytes: Bytes of the page.
         blocks: Number of blocks that every tensor of the group has.
     """
@@ -110,8 +112,8 @@ class FragmentPlanner:
     ) -> Iterator[Fragments]:
         """Yield the ranges to copy in pieces, so that copies can start before all are planned.
 
-        Each piece has twice the bytes of the piece before. So the next piece is planned while
-        the current one is copied, and there are few pieces.
+        The next piece is planned while the previous one is copied. The limit on a piece's bytes
+        doubles with each piece, so there are few pieces.
 
         Args:
             plan: The blocks and slots.
@@ -144,7 +146,7 @@ class FragmentPlanner:
             yield _join(ranges)
 
     def _ordered(self, copy: GroupCopy, *, stores: bool) -> GroupCopy:
-        """Return the blocks that this rank copies, ordered by address in the host's memory."""
+        """Return the blocks that this rank copies, ordered by their addresses in the slots."""
         _require_range("block", copy.blocks, self._groups[copy.group].blocks)
         _require_range("slot", copy.slots, self._geometry.slots)
         _require_range("place", copy.subs, self._blocks_per_chunk)
@@ -165,7 +167,7 @@ class FragmentPlanner:
 
 
 def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
-    """Return the mean bytes per range of a block, in the group with the longest blocks.
+    """Return the mean bytes of a block's ranges, in the group with the longest blocks.
 
     Args:
         kv: The rank's KV memory.

@@ -102,7 +102,7 @@ class HashPlanner:
         return _cut(np.concatenate(rows) if rows else _NONE)
 
     def of_slots(self, address: int, groups: Sequence[int]) -> HashRanges:
-        """Return the ranges of the rank's part of consecutive slots.
+        """Return the ranges to hash in consecutive slots: this rank's part of each slot.
 
         Args:
             address: Address of the first slot.

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
-    """Refuse engines that kvtier cannot store correctly, before memory is allocated.
+    """Refuse engines whose KV kvtier cannot store correctly, before kvtier allocates memory.
 
     Raises:
         UnsupportedError: kvtier does not support the engine's parallelism or layout.
@@ -76,7 +76,7 @@ def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - v
 
 
 def warn_of_restarts(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
-    """Warn of vLLM's settings that do not suit a cache that survives a restart."""
+    """Warn of settings of vLLM that make cached KV wrong, unsafe or useless after a restart."""
     if len(config.tiers) == 1:
         return
     _warn_of_weak_hashes(vllm_config.cache_config.prefix_caching_hash_algo)
