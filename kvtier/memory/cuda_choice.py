@@ -78,7 +78,9 @@ def choose_methods(driver: Driver, places: Fragments, edges: Addresses) -> Choic
         with _opened_trial(driver, places, batch) as trial:
             rated = [trial.rate_all(stores=stores) for stores in (True, False)]
     except (RuntimeError, CudaError) as error:
-        logger.warning("copies between GPU and RAM: in batches, not tried before: %s", error)
+        logger.warning(
+            "copies between GPU and RAM: in batches, because the trial failed: %s", error
+        )
         return Choice(batch, batch)
     reasons = []
     for kind, (best, *others) in zip(("stores", "loads"), rated, strict=True):
