@@ -64,6 +64,7 @@ class Traffic:
         self._queue = queue
         self.answered: Answered = []
         self.scrapes: list[Scrape] = []
+        self._scraping = asyncio.Lock()  # so that the scrapes are in their order
 
     async def run(self, clients: int) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -76,7 +77,8 @@ class Traffic:
                 answer = await complete(self._session, prompt, max_tokens=ANSWER_TOKENS)
                 self.answered.append((prompt, answer))
                 if not len(self.answered) % SCRAPE_EVERY:
-                    self.scrapes.append(await scrape(self._session))
+                    async with self._scraping:
+                        self.scrapes.append(await scrape(self._session))
 
 
 def by_conversation(reference: Reference) -> list[list[tuple[int, ...]]]:
