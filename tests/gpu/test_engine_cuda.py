@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.part_hashes import HashPlanner, hash_words, open_hasher
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import GdsMode, Outcome
+from tests.gpu.paged import LAYERS, make_kv
 
 try:
     from kvtier.connector.device import DeviceEngine
@@ -31,7 +32,7 @@ from tests.unit.gds_rig import BLOCKS, SLOTS, GdsRig
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, PAGE_NBYTES, PER_CHUNK = 16, 16384, 2
+PAGE_NBYTES, PER_CHUNK = 32768, 2
 BLOCK_NBYTES = LAYERS * PAGE_NBYTES
 SLOT_NBYTES = PER_CHUNK * BLOCK_NBYTES
 GEOMETRY = RegionGeometry(SLOTS, SLOT_NBYTES, BLOCK_NBYTES, 1)
@@ -39,41 +40,31 @@ SOON_S = 30.0
 NUMBERS = itertools.count()
 
 
-def make_kv() -> KVBlocks:
-    tensors = [
-        torch.randint(-128, 128, (BLOCKS, PAGE_NBYTES), dtype=torch.int8, device="cuda")
-        for _ in range(LAYERS)
-    ]
-    return KVBlocks(tensors, [[(layer, PAGE_NBYTES) for layer in range(LAYERS)]])
-
-
-class Opened:
-    """Opens engines and closes them in the end."""
-
-    def __init__(self, opened: ExitStack) -> None:
-        self._opened = opened
-
-    def engine(self, kv: KVBlocks, gds: GdsMode) -> tuple[DeviceEngine, HostRegion]:
-        name = f"engine-{os.getpid()}-{next(NUMBERS)}"
-        region = HostRegion.create(name, GEOMETRY, attachers=0, timeout_s=1)
-        loader = open_gds(gds, kv, region, share=RankShare(), blocks_per_chunk=PER_CHUNK)
-        engine = DeviceEngine(
-            kv,
-            region,
-            rank=0,
-            share=RankShare(),
-            blocks_per_chunk=PER_CHUNK,
-            close_timeout_s=SOON_S,
-            gds=loader,
-        )
-        self._opened.callback(engine.close)
-        return engine, region
+OpenEngine = Callable[[KVBlocks, GdsMode], tuple[DeviceEngine, HostRegion]]
 
 
 @pytest.fixture
-def opened() -> Iterator[Opened]:
-    with ExitStack() as stack:
-        yield Opened(stack)
+def open_engine() -> Iterator[OpenEngine]:
+    with ExitStack() as opened:
+
+        def open_one(kv: KVBlocks, gds: GdsMode) -> tuple[DeviceEngine, HostRegion]:
+            name = f"engine-{os.getpid()}-{next(NUMBERS)}"
+            region = HostRegion.create(name, GEOMETRY, attachers=0, timeout_s=1)
+            opened.callback(region.close)
+            loader = open_gds(gds, kv, region, share=RankShare(), blocks_per_chunk=PER_CHUNK)
+            engine = DeviceEngine(
+                kv,
+                region,
+                rank=0,
+                share=RankShare(),
+                blocks_per_chunk=PER_CHUNK,
+                close_timeout_s=SOON_S,
+                gds=loader,
+            )
+            opened.callback(engine.close)
+            return engine, region
+
+        yield open_one
 
 
 class Chats:
@@ -89,7 +80,7 @@ class Chats:
         self.stored: tuple[list[int], list[int], list[torch.Tensor]] = [], [], []
 
     def store(self, step: int) -> None:
-        """Begin to store new content, which the device computes later than this returns."""
+        """Queue a computation of new content for some blocks, and begin to store them."""
         chunks = 1 + step % (SLOTS // 2)
         first = step % 2 * (SLOTS // 2)
         slots = (first + self._draw.permutation(SLOTS // 2)[:chunks]).tolist()
@@ -112,7 +103,7 @@ class Chats:
         self._engine.load(next(self._jobs), plan, [step - 1] * len(slots))
 
     def end(self, jobs: int) -> None:
-        """Wait until so many jobs have ended well."""
+        """Wait until ``jobs`` jobs have ended, and check that all succeeded."""
         results = self._engine.poll()
         while len(results) < jobs:
             assert self._engine.wait_any(timeout_s=SOON_S)
@@ -120,9 +111,11 @@ class Chats:
         assert all(result.is_whole for result in results), [each.error for each in results]
 
 
-def test_stores_and_loads_at_once_keep_the_order_of_the_program(opened: Opened) -> None:
-    kv = make_kv()
-    chats = Chats(*opened.engine(kv, "off"), kv)
+def test_stores_and_loads_at_once_keep_the_order_of_the_program(
+    open_engine: OpenEngine,
+) -> None:
+    kv = make_kv("cuda", BLOCKS, PAGE_NBYTES)
+    chats = Chats(*open_engine(kv, "off"), kv)
     chats.store(1)
     chats.end(1)
     for step in range(2, 41):
@@ -136,7 +129,7 @@ def test_stores_and_loads_at_once_keep_the_order_of_the_program(opened: Opened) 
 
 
 def test_the_device_hashes_slots_as_the_host_does() -> None:
-    kv = make_kv()
+    kv = make_kv("cuda", BLOCKS, PAGE_NBYTES)
     options = {"share": RankShare(), "blocks_per_chunk": PER_CHUNK}
     words = np.random.default_rng(seed=2).integers(1 << 63, size=8 * SLOT_NBYTES // 8)
     slots = torch.from_numpy(words).cuda()
@@ -149,10 +142,10 @@ def test_the_device_hashes_slots_as_the_host_does() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="there is no kvikio")
 def test_chunks_are_read_from_a_file_and_verified_on_the_device(
-    opened: Opened, tmp_path: Path
+    open_engine: OpenEngine, tmp_path: Path
 ) -> None:
-    kv = make_kv()
-    engine, region = opened.engine(kv, "require")
+    kv = make_kv("cuda", BLOCKS, PAGE_NBYTES)
+    engine, region = open_engine(kv, "require")
     path = tmp_path / "slots.bin"
     path.write_bytes(bytes(SLOTS * SLOT_NBYTES))
     rig = GdsRig(path, kv, region, engine, ScriptedFiles(None), None, RankShare(), SLOT_NBYTES)
