@@ -351,7 +351,7 @@ def test_the_start_warns_of_resets_that_end_the_engine(
     start: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
-    warning = "reset_running_requests while requests load, end the engine"
+    warning = "so does a reset with reset_running_requests while a request loads"
     assert [warning in record.getMessage() for record in caplog.records].count(True) == 1
 
 

@@ -77,7 +77,7 @@ class TestEvict:
         store.filled()
         ran = shell("evict", store.root, KEYS[0].hex(), KEYS[30].hex(), "--yes")
         assert ran.code == 2
-        assert f"{KEYS[30].hex()} is not there; nothing was removed" in ran.err
+        assert f"no chunk has the key {KEYS[30].hex()}; nothing was removed" in ran.err
         assert len(store.start()) == SLOTS
 
     def test_an_age_without_a_unit_is_refused(self, shell: Shell, store: Store) -> None:

@@ -197,7 +197,7 @@ class TestExplain:
         for digits in (8, 16, 64):
             ran = shell("explain", store.root, KEYS[0].hex()[:digits])
             assert (ran.code, ran.out) == (2, "")
-            assert f"{short_key(KEYS[0])}, {short_key(twin)}; give one of them" in ran.err
+            assert f"{short_key(KEYS[0])}, {short_key(twin)}; give one key" in ran.err
         for key, reason in ((KEYS[0], "corrupt"), (twin, "evicted")):
             for written in (short_key(key), key.hex()):
                 (answer,) = shell.json("explain", store.root, written, code=1)["answers"]
