@@ -220,7 +220,7 @@ async def test_all_threads_share_a_read_that_is_worth_it(
         assert io.calls.count("preadv") == calls
 
 
-async def test_what_is_not_there_costs_no_read(open_harness: OpenHarness, io: FaultyIo) -> None:
+async def test_an_absent_chunk_costs_no_read(open_harness: OpenHarness, io: FaultyIo) -> None:
     harness = await open_harness()
     await harness.put(KEYS[:1], [0])
     io.calls.clear()

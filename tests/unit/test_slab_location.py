@@ -130,7 +130,7 @@ def test_the_last_look_is_not_put_off(
     assert len(caplog.records) == 1
 
 
-def test_what_is_removed_is_an_error_unless_the_disk_does_not_say(
+def test_a_removed_file_is_an_error_but_a_warning_if_the_disk_fails(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[Callable[[], bool]] = [lambda: True, disk_error]

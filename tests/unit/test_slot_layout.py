@@ -57,7 +57,7 @@ def test_equal_pages_that_follow_one_another_are_one_run_of_parts() -> None:
         (6, 3, 3, 1),
     ],
 )
-def test_what_any_number_of_ranks_stored_any_other_number_loads(
+def test_chunks_that_any_number_of_ranks_stored_load_with_any_other_number(
     open_slots: OpenSlots,
     layout: str,
     writers: int,

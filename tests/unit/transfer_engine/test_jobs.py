@@ -225,7 +225,7 @@ def test_a_tier_that_keeps_failing_is_taken_out_of_service(
     assert engine.statistics()["nvme", "ram"].out_of_service
 
 
-def test_what_fails_while_a_tier_is_out_of_service_fills_no_log(
+def test_failures_of_a_tier_that_is_out_of_service_are_not_logged(
     make_engine: MakeEngine, route: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(breaker_failures=2, breaker_backoff_s=0.0)
