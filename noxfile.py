@@ -96,7 +96,7 @@ BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff, its formatter, spelling, and the arrows between the packages."""
+    """Ruff, its formatter, spelling, and which package may import which."""
     install(session, "lint", package=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

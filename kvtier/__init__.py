@@ -1,4 +1,4 @@
-"""Tiered KV-cache storage for LLM inference: GPU, pinned RAM, NVMe."""
+"""Tiered KV-cache storage for LLM inference: GPU, pinned RAM, NVMe, shared stores."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Manifest:
         return sum(part.nbytes for part in self.parts)
 
     def to_json(self) -> bytes:
-        """Return the text of the manifest."""
+        """Return the manifest and its checksum as JSON."""
         document = {
             "format": _FORMAT,
             "version": _VERSION,

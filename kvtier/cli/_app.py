@@ -82,7 +82,7 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer requires it
 
 app = Commands(
     name="kvtier",
-    help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe.",
+    help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe and a shared store.",
     epilog="Start with: kvtier example > kvtier.yaml",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

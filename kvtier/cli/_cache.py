@@ -124,7 +124,7 @@ def ls(
         str, typer.Option(metavar="ORDER", help=f"Order: {', '.join(_ORDERS)}.")
     ] = "last-use",
     limit: Annotated[
-        int, typer.Option("--limit", min=0, metavar="N", help="Chunks to list; 0 is all.")
+        int, typer.Option("--limit", min=0, metavar="N", help="Chunks to list; 0 lists all.")
     ] = 50,
     as_json: AsJson = False,
 ) -> None:
@@ -149,7 +149,11 @@ def ls(
 def verify(
     where: Annotated[
         str,
-        typer.Argument(metavar="DIR", help="As for stat, or an archive, also in a bucket."),
+        typer.Argument(
+            metavar="DIR",
+            help="A tier's path, one model's directory in it, or an archive (directory or "
+            "bucket URL).",
+        ),
     ],
     *,
     namespace: Only = None,
@@ -199,8 +203,8 @@ def explain(
     """Print where a chunk is, or why it was removed.
 
     Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
-    gone. Only reads, and may run beside an engine. With a configuration in place of DIR, its
-    shared tier is asked for the chunk.
+    gone. Only reads, and may run beside an engine. Pass a configuration file as DIR to ask its
+    shared tier.
     """
     if directory.is_file() and directory.suffix in {".yaml", ".yml"}:
         _explain_shared(directory, key, namespace, as_json=as_json)
@@ -351,8 +355,7 @@ def _explain_absence(
     if len(found) > 1:
         some = ", ".join(sorted(map(marks.short_of, found))[:3])
         raise ConfigError(
-            f"the keys of {len(found)} chunks that are gone begin with {pattern.digits}: "
-            f"{some}; give one of them"
+            f"{len(found)} removed chunks match {pattern.digits}: {some}; give one key"
         )
     for mark, removal in found.items():
         answer.short_key = marks.short_of(mark)
@@ -375,7 +378,9 @@ def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
             found[entry.key] = max(entry, rival, key=lambda entry: entry.generation)
     if len(found) > 1:
         some = ", ".join(key.hex() for key in sorted(found)[:3])
-        raise ConfigError(f"{len(found)} keys begin with {pattern.digits}: {some}; give more")
+        raise ConfigError(
+            f"{len(found)} keys begin with {pattern.digits}: {some}; give more digits"
+        )
     return next(iter(found.values()), None)
 
 
@@ -396,7 +401,7 @@ def _choose(
             with explained(space), IndexReader(space) as reader:
                 chosen.append((space, selection.find(reader, note)))
     for text in missing:
-        raise ConfigError(f"{text} is not there; nothing was removed")
+        raise ConfigError(f"no chunk has the key {text}; nothing was removed")
     return chosen
 
 

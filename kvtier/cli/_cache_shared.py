@@ -131,7 +131,9 @@ def _whole_key(text: str) -> ChunkKey:
             f"{text!r} is not a whole key; ls --json prints whole keys"
         ) from error
     if len(key) < 2 * 8:
-        raise ConfigError(f"{text!r} is the begin of a key; ls --json prints whole keys")
+        raise ConfigError(
+            f"{text!r} is only the beginning of a key; ls --json prints whole keys"
+        )
     return key
 
 

@@ -103,7 +103,7 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
     wanted: Callable[[ChunkKey], bool] = chosen.take if chosen else lambda _: True
     if prompts is not None:
         if chosen or model is None:
-            raise ConfigError("--prompts needs --model and excludes --keys; give these two")
+            raise ConfigError("--prompts needs --model, and cannot be combined with --keys")
         wanted = needed_by(prompts, space, model, arguments or ())
     location = open_location(out)
     slots = nbytes_of(space.directory / SLOTS) // space.layout.slot_nbytes
@@ -131,8 +131,8 @@ def import_cache(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="What the chunks may take, such as the tier's capacity; without it a cache "
-            "keeps its size, and a new one gets that of the archive.",
+            help="Largest size of the cache, such as the tier's capacity; by default the "
+            "cache's present size, or the archive's size for a new cache.",
         ),
     ] = None,
     limit: BadLimit = 20,

@@ -55,9 +55,7 @@ Prompts = Annotated[
 ]
 OnBadLine = Annotated[
     str,
-    typer.Option(
-        metavar="WHAT", help="What to do about a line that is no prompt: fail or skip."
-    ),
+    typer.Option(metavar="WHAT", help="What to do with an invalid line: fail or skip."),
 ]
 EngineArguments = Annotated[
     list[str] | None,
@@ -95,7 +93,7 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
         typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=0, metavar="N", help="Prompts to list; 0 is all.")
+        int, typer.Option("--limit", min=0, metavar="N", help="Prompts to list; 0 lists all.")
     ] = 20,
     on_bad_line: OnBadLine = "fail",
     as_json: AsJson = False,
@@ -238,7 +236,7 @@ def _document(answer: _Answer, limit: int) -> dict[str, object]:
 
 
 def _worst(answer: _Answer, limit: int) -> Iterator[PromptCoverage]:
-    """Yield up to ``limit`` prompts (0: all), those with the most tokens to compute first."""
+    """Yield the ``limit`` prompts (0: all) with the most tokens to compute, worst first."""
     by_loss = sorted(
         answer.prompts, key=lambda each: (each.hit_tokens - each.reusable_tokens, each.line)
     )

@@ -75,7 +75,7 @@ Only = Annotated[
     typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
 ]
 BadLimit = Annotated[
-    int, typer.Option("--limit", min=0, metavar="N", help="Bad chunks to list; 0 is all.")
+    int, typer.Option("--limit", min=0, metavar="N", help="Bad chunks to list; 0 lists all.")
 ]
 
 

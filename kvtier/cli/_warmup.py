@@ -69,13 +69,15 @@ def warmup(  # noqa: PLR0913 - each is an option of the command
     new_cache: Annotated[
         bool,
         typer.Option(
-            "--new-cache", help="Fill a new cache beside the model's cache of other settings."
+            "--new-cache",
+            help="Fill a new cache even if the model has one with other settings.",
         ),
     ] = False,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL[,URL]", help="Warm up running servers in place, all ranks of each."
+            metavar="URL[,URL]",
+            help="Send the prompts to these running servers, to every data-parallel rank.",
         ),
     ] = None,
     dry_run: Annotated[

@@ -217,7 +217,7 @@ class _Reader:
     def _validate(
         self, model: type[ModelT], values: dict[str, Any] | str, key: str
     ) -> ModelT | None:
-        """Validate ``values`` with ``model``. If they are invalid, add problems; return None.
+        """Return ``values`` as a ``model``. If invalid, add to ``problems`` and return None.
 
         ``values`` is JSON text or a dict of validated models.
         """

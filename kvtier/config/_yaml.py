@@ -104,7 +104,7 @@ def _cut(text: str, length: int = _LONGEST_VALUE) -> str:
 
 @dataclass(slots=True)
 class Document:
-    """The values of a file, and their origin.
+    """The parsed values of a YAML file, and where each value is in the file.
 
     Attributes:
         values: Dicts, lists and scalars.

@@ -309,7 +309,7 @@ class DeviceEngine:
         return self._engine.idle and not self._held and not self._ended
 
     def poll(self) -> list[DeviceResult]:
-        """Return the jobs that ended since the last call, in order."""
+        """Start the held stores; return the results since the last call, in order."""
         self._begin()
         ended, self._ended = self._ended, []
         for result in self._engine.poll():

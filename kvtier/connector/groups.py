@@ -57,8 +57,8 @@ class SchedulerOptions:
             With 0, hits can end only at these two ends; with None, at every chunk boundary.
         shares_blocks: Whether requests share blocks in the engine. If so, a request waits
             while another request loads the same chunks.
-        trusts_later_parts: Whether the engine's KV is still correct after a streamed prompt was
-            continued.
+        continues_from_right_kv: Whether the engine's KV is still correct after a streamed
+            prompt was continued.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -68,7 +68,7 @@ class SchedulerOptions:
     store_decode: bool = False
     retention_tokens: int | None = None
     shares_blocks: bool = True
-    trusts_later_parts: bool = True
+    continues_from_right_kv: bool = True
 
     @property
     def counting_group(self) -> int:

@@ -161,7 +161,7 @@ class HintReader:
         return _HintFields.model_validate(fields)
 
     def _readable(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return the entries of ``raw`` with a known name and a value that is not too long."""
+        """Return the entries with a known name and a short value; warn about the others."""
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = str(key)

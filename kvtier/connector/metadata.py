@@ -140,7 +140,7 @@ class FailedLoad:
     gds_wrong: frozenset[int] = frozenset()
 
     def united(self, other: FailedLoad) -> FailedLoad:
-        """Merge the failures of two ranks in the same job into one failure."""
+        """Return this failure merged with that of another rank in the same job."""
         # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(

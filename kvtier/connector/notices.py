@@ -70,7 +70,7 @@ class Notices:
             )
 
     def log_skipped(self, cost_model: CostModel, now: float) -> None:
-        """Log how many stored chunks were computed instead of loaded, and the latest cause.
+        """Log how many chunks were computed instead of loaded, and why; at most once a minute.
 
         Args:
             cost_model: The manager's cost model.

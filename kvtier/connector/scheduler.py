@@ -375,7 +375,7 @@ class ConnectorScheduler:
             tracked = self._requests.get(req_id)
             if tracked is None:
                 continue
-            if tracked.has_blocks and not self._options.trusts_later_parts:
+            if tracked.has_blocks and not self._options.continues_from_right_kv:
                 tracked.store_limit = 0  # its streamed prompt was continued
             tracked.has_blocks = True
             tracked.next_offer_tokens = 0  # a continued prompt is longer now

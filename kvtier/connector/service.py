@@ -140,7 +140,7 @@ class CacheService:
 
     @_or_else(None)
     def begin_request(self, request: RequestContext) -> None:
-        """Start to follow a request; it replaces an earlier request with the same id."""
+        """Register a request and its hints; replace an earlier request with the same id."""
         self._waits.forget(request.req_id)
         hints = self._hints.read(request.kv_transfer_params)
         self._manager.begin_request(request.req_id, hints.terms)
@@ -251,7 +251,7 @@ class CacheService:
 
     @_or_else(_NO_STORE)
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Allocate RAM slots for new chunks; return None if there are too few slots now."""
+        """Return the plan of a store; None if RAM has too few slots for the new chunks now."""
         self.is_idle = False
         self._jobs.take_results()
         if self._is_disabled:
@@ -350,7 +350,7 @@ class CacheService:
         return not self._is_closed and manager.has_work()
 
     def record_copies(self, copies: Transfers) -> None:
-        """Record the workers' finished copies for :meth:`take_transfers`."""
+        """Add the workers' finished copies to the result of :meth:`take_transfers`."""
         self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:

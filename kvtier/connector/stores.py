@@ -51,7 +51,7 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk; the groups must be added one after another."""
+        """Add a chunk. Add all chunks of a group before those of the next group."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))
@@ -74,7 +74,7 @@ class Offer:
 
 
 class StoreRules:
-    """Chooses the chunks to offer.
+    """Chooses the chunks of a request that are offered for storing.
 
     Args:
         options: The engine's settings.

@@ -105,7 +105,7 @@ class TierJobs:
         if not done:
             logger.error(
                 "A tier was not reset durably. This engine serves no old chunks, but a restart "
-                "may: reset again, or remove the cache directory."
+                "may: reset again, or remove the cache directory before the restart."
             )
         return done
 

@@ -101,7 +101,7 @@ class KeyRules:
 
     @classmethod
     def of(cls, space: StoredNamespace, *, algorithm: str = DEFAULT_ALGORITHM) -> Self:
-        """Read the rules of a namespace from its layout.
+        """Return the rules of a namespace's keys, as its layout records them.
 
         Raises:
             ConfigError: The layout lacks the rules.

@@ -288,7 +288,7 @@ def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
 def check_queues(
     tier: str, queues: Sequence[BlockQueue], *, piece_nbytes: int
 ) -> Iterator[Finding]:
-    """Check whether a setting of the disks slows the tier down.
+    """Yield a finding for each disk, and one for each setting that slows the tier down.
 
     Args:
         tier: Name of the tier.

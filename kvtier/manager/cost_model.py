@@ -336,7 +336,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A prefix that could be loaded.
+    """A prefix that a request could load, and the figures that decide how much of it to load.
 
     Attributes:
         sources: Index of the tier of each chunk; 0 for RAM.

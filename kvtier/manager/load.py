@@ -40,7 +40,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 class LoadPlan(NamedTuple):
-    """The RAM slots of a request's chunks, for a load.
+    """Where a worker finds each chunk of a load: a RAM slot or a GDS read.
 
     Attributes:
         slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` for a chunk

@@ -367,7 +367,7 @@ class TierState:
             victims = self.eviction.pick_many(shortage, is_idle, ctx)
         self.idle -= len(victims)
         keys = [victim.key for victim in victims]
-        self._forget(keys)
+        self._evict_keys(keys)
         return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
@@ -390,7 +390,7 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        self._forget(listed.keys)
+        self._evict_keys(listed.keys)
         self.slots.release(listed.slots)
 
     def drop(self, copy: ChunkCopy) -> None:
@@ -474,10 +474,10 @@ class TierState:
         copy = self._copy_at[slot] = ChunkCopy(b"", slot)
         return copy
 
-    def _forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the keys of picked victims, so that lookups miss, and count the evictions.
+    def _evict_keys(self, keys: Sequence[ChunkKey]) -> None:
+        """Make the ``keys`` of picked victims misses, and count the evictions.
 
-        The next write into a victim's slot sets the state of the slot's copy object.
+        The victims' copy objects keep their state until the next write into their slots.
         """
         copies = self.copies
         for key in keys:

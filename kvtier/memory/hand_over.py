@@ -123,7 +123,7 @@ class RegionServer:
         start_thread(self._thread)
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop sending the descriptor, and wait for the thread."""
         self._stopping = True
         # A connection wakes the server's thread, which waits in accept().
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:

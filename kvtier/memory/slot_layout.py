@@ -158,7 +158,7 @@ def require_room(
     share: RankShare,
     blocks_per_chunk: int,
 ) -> None:
-    """Check that a rank's blocks fit their places, and that the places fit a slot.
+    """Check that a rank's part exists, its blocks fit their places, and the places fit a slot.
 
     Args:
         groups: Bytes of each page of a block, for each KV cache group.
@@ -167,7 +167,7 @@ def require_room(
         blocks_per_chunk: Blocks of a chunk.
 
     Raises:
-        UnsupportedError: The blocks or the places do not fit.
+        UnsupportedError: The part does not exist, or the blocks or the places do not fit.
     """
     room = geometry.block_nbytes // share.parts
     for group, pages in enumerate(groups):
@@ -176,10 +176,12 @@ def require_room(
                 f"a block of KV cache group {group} has {sum(pages)} bytes, its slot has room "
                 f"for {room}: this KV layout is not supported"
             )
-    if share.part >= share.parts or blocks_per_chunk * geometry.block_nbytes > (
-        geometry.slot_nbytes
-    ):
+    if share.part >= share.parts:
         raise UnsupportedError(
-            f"part {share.part} of {share.parts} of {blocks_per_chunk} blocks does not fit "
-            f"slots of {geometry.slot_nbytes} bytes, {geometry.block_nbytes} for each block"
+            f"rank part {share.part} does not exist: there are {share.parts}"
+        )
+    if blocks_per_chunk * geometry.block_nbytes > geometry.slot_nbytes:
+        raise UnsupportedError(
+            f"{blocks_per_chunk} blocks of {geometry.block_nbytes} bytes do not fit a slot of "
+            f"{geometry.slot_nbytes} bytes"
         )

@@ -68,7 +68,7 @@ class TimedCalls:
         return future
 
     def close(self) -> None:
-        """End the thread after the call in progress, without waiting. Idempotent.
+        """Tell the thread to end after its current call; return at once. Idempotent.
 
         A thread that is stuck in its call ends with the process.
         """

@@ -138,7 +138,7 @@ class Batcher:
     # -- internals -----------------------------------------------------------------------------
 
     def _continue_running(self, left: int) -> int:
-        """Schedule the running requests; return the step's remaining tokens."""
+        """Schedule the running requests; return the unused token budget."""
         number = 0
         while number < len(self._running):  # it shrinks from its end by preemptions
             request = self._running[number]
@@ -167,7 +167,7 @@ class Batcher:
         return True
 
     def _start_loaded(self, left: int) -> int:
-        """Start the requests with finished loads; return the step's remaining tokens."""
+        """Start the requests with finished loads; return the unused token budget."""
         for request in [each for each, has_ended in self._loading.items() if has_ended]:
             if left <= 0:
                 break

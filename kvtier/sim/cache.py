@@ -107,7 +107,7 @@ class TierResult(TierTraffic):
 
 @dataclass(frozen=True, slots=True)
 class CacheResult:
-    """The figures of all tiers on a trace. The names of the fields are a stable interface.
+    """The result of a simulation on a trace. The names of the fields are a stable interface.
 
     Attributes:
         trace: The trace's name.

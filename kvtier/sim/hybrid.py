@@ -64,7 +64,7 @@ class PromptHits(NamedTuple):
 
 
 class HybridTier(SimulatedTier):
-    """An eviction policy and its members, which belong to several KV cache groups.
+    """A simulated tier whose chunks belong to several KV cache groups.
 
     Args:
         eviction: The policy, without members. The tier has the policy's capacity.
@@ -160,7 +160,7 @@ class HybridTier(SimulatedTier):
     def _store(
         self, keys: Sequence[Sequence[ChunkKey]], places: Sequence[tuple[int, int]]
     ) -> None:
-        """Insert the chunks at ``places``, which are sorted by depth, after evictions."""
+        """Insert the chunks at ``places``, sorted by depth; evict others first if needed."""
         eviction, ctx, members = self.eviction, self.ctx, self.members
         if eviction.tracks_misses:
             for depth, group in places:
@@ -186,7 +186,7 @@ class HybridTier(SimulatedTier):
 
 
 def is_hybrid(groups: Sequence[GroupReach]) -> bool:
-    """Return whether ``groups`` are more than one group of full attention."""
+    """Return False for a single group of full attention, else True."""
     return len(groups) > 1 or groups[0].reach is not Reach.PREFIX
 
 

@@ -1,8 +1,8 @@
 """A simulated service behind a shared tier, and one engine's client of it.
 
-The service keeps chunks by key and evicts the least recently used chunk. A get is
-a use, and a put of an absent chunk is a use. A question or a put of a present chunk is not. A
-chunk can be read when its put ends. A job sees the state of the service at the job's start.
+The service keeps chunks by key and evicts the least recently used chunk. A get is a use, and a
+put of an absent chunk is a use. A question or a put of a present chunk is not. A chunk can be
+read when its put ends. A job sees the state of the service at the job's start.
 
 The speeds of a shared tier limit each engine's connection. The service itself has no limit, so
 compare the peak rates with the limits of the real service.

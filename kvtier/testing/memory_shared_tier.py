@@ -70,7 +70,7 @@ class MemoryService:
         self._hangs = True
 
     def release(self) -> None:
-        """Let all calls continue. Any thread may call this method."""
+        """Let hanging and later calls continue. Any thread may call this method."""
         self._hangs = False
         while self._hanging:
             loop, future = self._hanging.pop()

@@ -78,7 +78,7 @@ class Arena:
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory, for a :class:`~kvtier.tiers.base.TierContext`."""
+        """The arena's memory, for a :class:`~kvtier.tiers.base.TierContext`."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
         return SharedMemory(self._descriptor, address, self._view.nbytes)
 

@@ -382,11 +382,12 @@ def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
     losses = {Outcome.FAILED, Outcome.CORRUPT}
     lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]
     if lost or Outcome.FAILED in outcomes:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         logger.warning(
             "job %d, %s -> %s: %s%s",
             job.job_id,
             job.source,
             job.destination,
-            f"chunk {short_key(lost[0])}, of {len(lost)} lost: " if lost else "",
+            f"chunk {short_key(lost[0])}{more} failed: " if lost else "",
             error,
         )

@@ -474,11 +474,13 @@ def _scheduler_options(
         store_decode=settings.engine.store_decode,
         retention_tokens=cache.prefix_cache_retention_interval,
         shares_blocks=bool(cache.enable_prefix_caching),
-        trusts_later_parts=not _loses_parts(vllm_config, groups),
+        continues_from_right_kv=not _may_continue_from_wrong_kv(vllm_config, groups),
     )
 
 
-def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> bool:
+def _may_continue_from_wrong_kv(
+    vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]
+) -> bool:
     """Return whether later parts of a streamed prompt may be computed from wrong KV.
 
     When the next part of the prompt arrives, the request drops the last generated token. Under

@@ -222,7 +222,7 @@ def _layer_share(
     cache: Any,  # noqa: ANN401 - a tensor or several
     joined_layers: int,
 ) -> RankShare:
-    """Return this rank's share of a layer that any number of ranks can read.
+    """Return this rank's share of a layer, if its bytes do not depend on the number of ranks.
 
     Args:
         vllm_config: vLLM's configuration.

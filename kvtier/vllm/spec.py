@@ -151,7 +151,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
 
 def _read_config(config: OffloadingConfig) -> EngineFacts:
-    """Return the facts of an engine that builds an offloading spec."""
+    """Return the engine's facts that vLLM gives to an offloading spec."""
     parallel, cache = config.parallel, config.cache
     groups = tuple(
         (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
@@ -197,8 +197,8 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
             )
     if engine.rank == 0:
         logger.warning(
-            "kvtier behind an offloading spec: a load that fails, and a reset with "
-            "reset_running_requests while requests load, end the engine; %s",
+            "with the offloading spec, a failed load ends the engine; so does a reset with "
+            "reset_running_requests while a request loads; %s",
             _USE_CONNECTOR,
         )
 
@@ -231,7 +231,7 @@ class _Manager(OffloadingManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Start to follow a request."""
+        """Register a request and read its hints."""
         self._cache.begin_request(req_context)
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
@@ -271,7 +271,7 @@ class _Manager(OffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """End a request's oldest load."""
+        """Complete a request's oldest load."""
         self._cache.complete_load(keys, req_context)
 
     @override

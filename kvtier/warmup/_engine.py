@@ -68,7 +68,7 @@ class EngineSetup(ParsedArguments, Protocol):
         """Return a function that adds the digest of adapter ``lora`` to a key of vLLM."""
 
     def start(self) -> WarmupEngine:
-        """Start the engine. This call blocks."""
+        """Start the engine and return it. The caller must close it. This call blocks."""
 
     def close(self) -> None:
         """Release the resources of this object. Idempotent."""

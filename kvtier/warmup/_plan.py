@@ -1,4 +1,4 @@
-"""Chooses the prompts that a warm-up computes: those that are not stored and fit."""
+"""Chooses the prompts to compute: those that are not stored yet and that fit into the tiers."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ class TestBadTiers(Bench):
             getattr(StorageTierContract, test)(self, options, arena)
 
     @pytest.mark.parametrize("tier", [ForgetsWhenClosed, StoresWhenClosed])
-    async def test_what_fails_when_killed_passes_when_closed(
+    async def test_a_tier_that_commits_only_at_its_close_passes_if_it_is_closed(
         self, harness: TierHarness[StorageTier]
     ) -> None:
         await getattr(StorageTierContract, FORGETS)(self, harness)

@@ -93,7 +93,7 @@ def test_the_plan_on_the_page_is_what_the_command_prints(
 
 
 @pytest.mark.untraced
-def test_what_is_made_of_a_trace_on_the_page_is_what_the_commands_print(
+def test_the_trace_commands_print_what_the_page_shows(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(example)
@@ -154,7 +154,7 @@ def used_store(tmp_path: Path) -> Store:
     return store
 
 
-def test_what_the_page_shows_of_a_chunk_that_is_gone_is_what_the_command_says(
+def test_explain_of_a_removed_chunk_prints_what_the_page_shows(
     used_store: Store,
 ) -> None:
     arguments, output = shown("cache explain /var/lib/kvtier 10af")
@@ -169,7 +169,7 @@ def test_what_the_page_shows_of_a_chunk_that_is_gone_is_what_the_command_says(
 
 
 @pytest.mark.parametrize("command", ["stat", "ls", "verify", "explain"])
-def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
+def test_cache_commands_print_the_lines_that_the_page_shows(
     used_store: Store, command: str
 ) -> None:
     arguments, output = shown(f"cache {command}")

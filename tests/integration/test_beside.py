@@ -59,7 +59,7 @@ def beside_files(directory: Path, name: str, scenario: Scenario, files: Path) ->
 
 
 @pytest.mark.timeout(900)
-def test_what_one_engine_prefills_another_decodes_and_stores(
+def test_a_prompt_that_one_engine_prefills_is_decoded_and_stored_by_another(
     asked: tuple[Feature, Report], tmp_path: Path
 ) -> None:
     feature, expected = asked

@@ -211,7 +211,7 @@ def test_a_reset_is_heard_as_the_removal_of_everything(run: Run) -> None:
     assert emptied["CPU"] >= 1
 
 
-def test_what_survives_a_restart_is_announced_before_anything_else(run: Run) -> None:
+def test_recovered_chunks_are_announced_before_anything_else(run: Run) -> None:
     heard: set[Any] = set()
     for event in (event for batch in run.second for event in batch.events):
         if isinstance(event, BlockStored) and event.medium == "STORAGE":
@@ -260,7 +260,7 @@ def test_the_entry_point_reports_how_long_the_engine_computes(run: Run) -> None:
     assert 1e-6 < last["kvtier_recompute_seconds_per_token{}"] < 0.1
 
 
-def test_what_computes_faster_than_it_loads_is_computed(run: Run) -> None:
+def test_chunks_that_compute_faster_than_they_load_are_computed(run: Run) -> None:
     known, skipped = run.again
     assert known.counters["kvtier_hit_chunks{tier=nvme}"] > 0, "nothing was measured before"
     assert known.counters["kvtier_load_seconds_per_gb{tier=nvme}"] > 0

@@ -133,7 +133,7 @@ def test_tiers_too_small_for_the_work_and_chunks_of_four_blocks_keep_every_token
     place.assert_nothing_held()
 
 
-def test_what_a_killed_engine_stored_is_loaded_by_the_next(
+def test_chunks_of_a_killed_engine_are_loaded_by_the_next(
     way: Way, asked: Reference, place: Site
 ) -> None:
     blocks, waves = asked.footprint_blocks, asked.conversations[:2]

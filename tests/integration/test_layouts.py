@@ -205,7 +205,7 @@ def whole_model() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC"])
-def test_what_one_number_of_ranks_stores_every_other_number_stores_and_loads(
+def test_chunks_that_one_number_of_ranks_stores_load_with_every_other_number(
     layout: str,
 ) -> None:
     whole, contents = whole_model(), set()

@@ -58,7 +58,7 @@ async def through_pauses(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_is_stored_survives_a_pause_and_not_a_sleep_and_every_token_is_right(
+def test_chunks_survive_a_pause_but_not_a_sleep_and_every_token_is_right(
     site: Site,
 ) -> None:
     scenario = site.scenario((), ram_blocks=200, nvme_blocks=400)

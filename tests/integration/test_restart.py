@@ -59,7 +59,7 @@ def wait_for_a_write(site: Site) -> None:
         time.sleep(LOOK_S)
 
 
-def test_what_two_ranks_spilled_one_rank_loads_with_every_token_equal(
+def test_chunks_that_two_ranks_spilled_load_with_one_rank(
     reference: Reference, site: Site
 ) -> None:
     """By night, ``test_every_way`` starts two ranks again, and ``test_ranks`` two after one."""

@@ -153,7 +153,9 @@ def compared(setup: Setup, model: Path, *, seed: int, steps: int) -> PairedWorld
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.setup)
-def test_both_do_the_same(stream: Stream, tmp_path: Path) -> None:
+def test_the_scheduler_differs_from_vllms_only_as_listed(
+    stream: Stream, tmp_path: Path
+) -> None:
     world = compared(SETUPS[stream.setup], tmp_path / "model", seed=stream.seed, steps=150)
     shows = stream.shows | {"loads", "stored", "aborts"}
     missing = {name for name in shows if not world.seen[name]}
@@ -168,6 +170,8 @@ def test_the_streams_by_day_show_every_difference() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 13))
 @pytest.mark.parametrize("name", SETUPS)
-def test_both_do_the_same_in_long_streams(name: str, seed: int, tmp_path: Path) -> None:
+def test_the_scheduler_differs_from_vllms_only_as_listed_in_long_streams(
+    name: str, seed: int, tmp_path: Path
+) -> None:
     world = compared(SETUPS[name], tmp_path / "model", seed=seed, steps=400)
     assert world.seen["stored"]

@@ -321,7 +321,7 @@ def test_a_request_may_bound_what_is_stored_of_it(make_world: MakeWorld, limit: 
         "one group with a window",
     ],
 )
-def test_what_is_computed_after_a_failed_load_is_stored(
+def test_chunks_computed_after_a_failed_load_are_stored(
     setup: Setup, make_world: MakeWorld
 ) -> None:
     world = make_world(dataclasses.replace(setup, engine_blocks=48))

@@ -322,7 +322,7 @@ def test_a_request_that_is_new_twice_stores_nothing_more(start: Open) -> None:
         ({"data_parallel_size": 2}, ConfigError, r"write .*/store/{data_parallel_rank}"),
     ],
 )
-def test_what_the_adapter_does_not_serve_is_refused_at_start(
+def test_an_engine_that_the_spec_does_not_serve_is_refused_at_start(
     file: Path, changes: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
@@ -351,7 +351,7 @@ def test_the_start_warns_of_resets_that_end_the_engine(
     start: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
-    warning = "reset_running_requests while requests load, end the engine"
+    warning = "so does a reset with reset_running_requests while a request loads"
     assert [warning in record.getMessage() for record in caplog.records].count(True) == 1
 
 

@@ -60,7 +60,7 @@ def drive(world: EngineWorld, steps: int, *, resets: float = 0.0) -> None:
 @pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize(("asynchronous", "guesses"), [(False, 0), (False, 3), (True, 3)])
 @pytest.mark.parametrize("hash_tokens", [0, 4], ids=["whole", "parts"])
-def test_what_is_stored_of_states_is_what_its_keys_say(
+def test_stored_states_match_their_keys(
     make_world: MakeWorld,
     *,
     second_runner: bool,
@@ -84,7 +84,7 @@ def test_what_is_stored_of_states_is_what_its_keys_say(
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_what_is_stored_between_resets_is_what_its_keys_say(
+def test_chunks_stored_between_resets_match_their_keys(
     make_world: MakeWorld, *, second_runner: bool, asynchronous: bool
 ) -> None:
     world = make_world(

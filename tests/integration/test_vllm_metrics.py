@@ -50,7 +50,7 @@ def test_of_several_front_ends_the_one_told_last_says_what_a_gauge_is() -> None:
     assert {mode for kind, mode in made if kind is not Gauge} == {None}
 
 
-def test_what_is_reported_reaches_prometheus() -> None:
+def test_reported_figures_reach_prometheus() -> None:
     registry = CollectorRegistry()
 
     def maker(kind: type[Any]) -> Callable[..., Any]:

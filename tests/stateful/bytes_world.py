@@ -3,9 +3,9 @@
 Manager, service, scheduler side, worker sides, transfer engines, routes and control block are
 those of production. The engine (:mod:`tests.stateful.paged_engine`) reuses blocks as vLLM's
 does. Threads, clocks and disks are simulated (:mod:`tests.stateful.stepping`,
-:mod:`tests.stateful.random_fault_tier`): chance decides who gets on, between any two of their
-turns and in the middle of copies. So deadlines pass, processes die, requests end and caches are
-reset whatever else is going on.
+:mod:`tests.stateful.random_fault_tier`): random numbers choose who runs next, also in the
+middle of a copy. So deadlines pass, processes die, requests end and caches are reset at any
+moment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Threads, clocks and event loops that a test plays, turn by turn, in one thread.
 
 An engine has a thread for its scheduler, one for each transfer engine's loop, and some for
-copies. Which of them gets on when, chance decides; here it is a generator of numbers, so that
-every run can be played again. Nothing waits: whoever would block lets the others go on until
-what it waits for is there, or its time is up on a clock that the test moves.
+copies. A generator of random numbers chooses which of them runs next, so that every run can be
+repeated from its seed. Nothing blocks: a thread that would block lets the others run until its
+condition holds, or until its timeout passes on a clock that the test moves.
 """
 
 from __future__ import annotations

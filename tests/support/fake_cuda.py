@@ -1,8 +1,8 @@
 """A GPU that runs queued work late, in any order that CUDA allows, and checks its callers.
 
-Streams are queues. Nothing queued runs until somebody waits for it, or chance lets it run
-before. Then chance decides which stream gets on, and in which order the copies of a batch or a
-kernel run. Operations of torch within a stream's ``active`` block are queued as well. A source
+Streams are queues. Queued work runs when somebody waits for it, or earlier at random. The
+stream that runs next is random, and so is the order of the copies in a batch or a kernel.
+Operations of torch within a stream's ``active`` block are queued as well. A source
 that may be read at any time may be read at once.
 
 "Device" memory is memory of this process, so a copy moves real bytes. One end of a batch's copy

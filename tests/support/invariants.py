@@ -61,7 +61,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     begun = sum(
         any(copy.state == CopyState.WRITING for copy in each.listed.copies) for each in stores
     )
-    _expect("stores in flight", "ram", counted=begun, noted=len(stores))
+    _expect("stores in flight", "ram", counted=begun, recorded=len(stores))
     for tier in stack.tiers:
         _check_copies(tier, moving)
         _check_slots(tier, held[tier.index])
@@ -83,11 +83,13 @@ def eviction_order(eviction: Eviction) -> list[ChunkCopy] | None:
     return eviction.order()
 
 
-def _expect(invariant: str, what: str, *, counted: int, noted: int) -> None:
-    if noted != counted:
-        raise InvariantError(invariant, f"{what}: {noted} in the books, {counted} counted")
-    if noted < 0:
-        raise InvariantError("nothing is negative", f"{what}: {noted}")
+def _expect(invariant: str, what: str, *, counted: int, recorded: int) -> None:
+    if recorded != counted:
+        raise InvariantError(
+            invariant, f"{what}: recorded {recorded}, a recount gives {counted}"
+        )
+    if recorded < 0:
+        raise InvariantError("nothing is negative", f"{what}: {recorded}")
 
 
 def _check_slots(tier: TierState, held: Iterable[ChunkCopy]) -> None:
@@ -103,14 +105,14 @@ def _check_slots(tier: TierState, held: Iterable[ChunkCopy]) -> None:
         "free + used = capacity",
         f"free slots of {tier.name}",
         counted=free,
-        noted=tier.slots.free,
+        recorded=tier.slots.free,
     )
     used = len(tier.copies) + len(gone)
     _expect(
         "free + used = capacity",
         f"slots of {tier.name}",
         counted=free + used,
-        noted=tier.slots.capacity,
+        recorded=tier.slots.capacity,
     )
 
 
@@ -131,8 +133,8 @@ def _check_counters(tier: TierState) -> None:
         ("dirty", dirty),
         ("writing", len(tier.copies) - len(resident)),
     ):
-        noted = getattr(tier, name)
-        _expect(f"{name} equals a recount", tier.name, counted=counted, noted=noted)
+        recorded = getattr(tier, name)
+        _expect(f"{name} equals a recount", tier.name, counted=counted, recorded=recorded)
 
 
 def _check_copies(tier: TierState, moving: Counter[ChunkCopy]) -> None:
@@ -191,13 +193,18 @@ def _check_grants(manager: TieredOffloadingManager) -> None:
         granted.update(request.granted.keys())
         pending = sum(copy.state != CopyState.RESIDENT for copy in request.granted)
         _expect(
-            "pending equals a recount", request.req_id, counted=pending, noted=request.pending
+            "pending equals a recount",
+            request.req_id,
+            counted=pending,
+            recorded=request.pending,
         )
     for copy in {*ram.copies.values(), *granted}:
-        _expect("grants equal a recount", repr(copy), counted=granted[copy], noted=copy.grants)
+        _expect(
+            "grants equal a recount", repr(copy), counted=granted[copy], recorded=copy.grants
+        )
         if copy.grants and ram.copies.get(copy.key) is not copy:
             raise InvariantError("what is granted is in RAM", repr(copy))
-    _expect("granted equals a recount", ram.name, counted=len(granted), noted=grants.granted)
+    _expect("granted equals a recount", ram.name, counted=len(granted), recorded=grants.granted)
     waiting = Counter(
         (id(copy), request.req_id)
         for copy, requests in grants._waiters.items()

@@ -60,7 +60,7 @@ def make_region() -> Iterator[MakeRegion]:
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_was_stored_is_loaded_into_other_blocks_bit_for_bit(
+def test_stored_blocks_load_into_other_blocks_bit_for_bit(
     make_region: MakeRegion, blocks_per_chunk: int, rank: int
 ) -> None:
     region = make_region(blocks_per_chunk=blocks_per_chunk, ranks=2)

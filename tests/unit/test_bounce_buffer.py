@@ -139,7 +139,7 @@ def test_chunks_go_through_the_bounce_buffer_a_lane_at_a_time_and_touch_no_ram()
     assert not any(map(any, way.memory.slots[:2]))
 
 
-def test_what_the_upper_tier_lost_is_not_written_and_the_rest_is() -> None:
+def test_chunks_that_the_upper_tier_cannot_read_are_not_written_and_the_rest_are() -> None:
     def harm(way: Way) -> None:
         way.upper.medium.corrupt([1])
         way.upper.medium.fail([3])
@@ -150,7 +150,7 @@ def test_what_the_upper_tier_lost_is_not_written_and_the_rest_is() -> None:
     assert arrived == [whole(0), None, whole(2), None, whole(4)]
 
 
-def test_what_the_lower_tier_does_not_take_has_failed() -> None:
+def test_chunks_that_the_lower_tier_cannot_write_have_failed() -> None:
     _, moved, arrived = run(lambda way: way.lower.medium.fail([5]))
     assert moved.outcomes == [DONE, DONE, Outcome.FAILED, DONE, DONE]
     assert arrived[2] is None
@@ -191,7 +191,7 @@ def test_a_disk_that_hangs_holds_up_a_lane_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "no"), SystemExit(3)], ids=type)
-def test_what_a_tier_raises_fails_its_job_and_leaves_lanes_and_engine_to_others(
+def test_an_error_of_a_tier_fails_its_job_and_the_next_job_works(
     error: BaseException,
 ) -> None:
     way = Way()

@@ -30,7 +30,9 @@ class TestEvict:
         ran = shell("evict", store.filled().root, KEYS[2].hex(), short_key(KEYS[2]), "--yes")
         assert (ran.code, ran.out.splitlines()[-1]) == (0, "removed 1 chunk (8.00 KiB)")
 
-    def test_what_was_not_used_for_long_leaves(self, shell: Shell, store: Store) -> None:
+    def test_chunks_that_were_not_used_for_long_are_removed(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled()
         store.sql("UPDATE chunks SET stored_at = stored_at - 86400, used_at = used_at - 86400")
         store.sql("UPDATE chunks SET used_at = used_at + 80000 WHERE slot = 3")
@@ -77,7 +79,7 @@ class TestEvict:
         store.filled()
         ran = shell("evict", store.root, KEYS[0].hex(), KEYS[30].hex(), "--yes")
         assert ran.code == 2
-        assert f"{KEYS[30].hex()} is not there; nothing was removed" in ran.err
+        assert f"no chunk has the key {KEYS[30].hex()}; nothing was removed" in ran.err
         assert len(store.start()) == SLOTS
 
     def test_an_age_without_a_unit_is_refused(self, shell: Shell, store: Store) -> None:

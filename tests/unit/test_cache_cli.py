@@ -165,7 +165,7 @@ class TestDisturbingNobody:
         assert shell(command[0], store.root, *command[1:]).code == 0
         assert store.seen() == seen
 
-    def test_what_a_killed_engine_left_is_read_and_left_as_it_is(
+    def test_the_cache_of_a_killed_engine_is_read_and_not_changed(
         self, shell: Shell, store: Store, other_engine: subprocess.Popen[bytes]
     ) -> None:
         other_engine.kill()

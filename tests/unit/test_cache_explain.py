@@ -82,7 +82,7 @@ class TestExplain:
         assert all(key.hex() in ran.err for key in keys)
 
     @pytest.mark.parametrize("key", ["abcdef", "nothex00", "abcdef00/x", ""])
-    def test_what_is_no_key_is_refused(self, shell: Shell, store: Store, key: str) -> None:
+    def test_an_invalid_key_is_refused(self, shell: Shell, store: Store, key: str) -> None:
         ran = shell("explain", store.filled().root, key)
         assert ran.code == 2
         assert "is not a key; write 8 or more hex digits" in ran.err
@@ -197,13 +197,15 @@ class TestExplain:
         for digits in (8, 16, 64):
             ran = shell("explain", store.root, KEYS[0].hex()[:digits])
             assert (ran.code, ran.out) == (2, "")
-            assert f"{short_key(KEYS[0])}, {short_key(twin)}; give one of them" in ran.err
+            assert f"{short_key(KEYS[0])}, {short_key(twin)}; give one key" in ran.err
         for key, reason in ((KEYS[0], "corrupt"), (twin, "evicted")):
             for written in (short_key(key), key.hex()):
                 (answer,) = shell.json("explain", store.root, written, code=1)["answers"]
                 assert (answer["reason"], answer["short_key"]) == (reason, short_key(key))
 
-    def test_what_came_back_and_left_again_left_last(self, shell: Shell, store: Store) -> None:
+    def test_a_chunk_that_came_back_and_left_again_has_the_latest_reason(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.start()
         store.put([KEYS[40]], [3])
         store.put([KEYS[3]], [3])

@@ -103,7 +103,8 @@ def test_a_service_that_hangs_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "problem"), [("00010203ab", "begin of a key"), ("xyz", "not a whole key")]
+    ("key", "problem"),
+    [("00010203ab", "only the beginning of a key"), ("xyz", "not a whole key")],
 )
 def test_a_key_that_is_not_whole_is_refused(
     shell: Shell, file: Path, key: str, problem: str

@@ -86,7 +86,7 @@ def space(store: Store) -> Iterator[StoredNamespace]:
     ],
     ids=["verify", "evict-keys", "evict-all", "compact-index"],
 )
-def test_what_may_take_long_shows_a_bar_on_a_terminal(
+def test_long_commands_show_a_bar_on_a_terminal(
     on_terminal: Callable[[Sequence[object]], str],
     store: Store,
     command: list[str],

@@ -50,14 +50,16 @@ class TestVerify:
         assert "and 3 more" in ran.out
         assert shell("verify", store.root, "--limit", 0).out.count("not the bytes stored") == 5
 
-    def test_what_a_shorter_file_lost_is_bad(self, shell: Shell, store: Store) -> None:
+    def test_chunks_behind_the_end_of_a_short_file_are_bad(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled()
         os.truncate(store.directory / "slots.bin", 10 * SLOT + 4096)
         (found,) = shell.json("verify", store.root, code=1)
         assert (found["good"], found["bad"]) == (10, 6)
 
     @pytest.mark.parametrize("whole", [0, 10])
-    def test_what_a_shorter_file_lost_is_not_said_to_be_read(
+    def test_chunks_behind_the_end_of_a_short_file_count_no_bytes(
         self, shell: Shell, store: Store, whole: int
     ) -> None:
         store.filled()
@@ -66,7 +68,7 @@ class TestVerify:
         assert (found["good"], found["bad"]) == (whole, SLOTS - whole)
         assert found["nbytes"] == whole * SLOT
 
-    def test_what_the_medium_did_not_give_is_not_said_to_be_read(
+    def test_unreadable_chunks_count_no_bytes(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.filled()
@@ -122,7 +124,7 @@ class TestVerifyBesideAnEngine:
             found = verify(space, reader, pause=commit)
         assert (found.changed, found.bad, len(waited)) == (1, [], 1)
 
-    def test_what_stays_wrong_is_bad(self, store: Store) -> None:
+    def test_a_chunk_that_stays_wrong_is_bad(self, store: Store) -> None:
         store.start()
         store.fill()
         store.flip(slot=4)

@@ -60,7 +60,7 @@ def test_everything_but_the_tiers_has_a_default() -> None:
     assert nvme.path == Path("/kv")
 
 
-def test_what_is_dumped_as_a_file_reads_back_equal() -> None:
+def test_a_dumped_configuration_reads_back_equal() -> None:
     config = load_config(CONFIGS / "ram_nvme.yaml")
     text = yaml.safe_dump(config.model_dump(mode="json", by_alias=True))
     assert parse_config(text, source="b.yaml") == config

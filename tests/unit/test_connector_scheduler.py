@@ -156,7 +156,7 @@ def test_a_load_may_begin_inside_a_chunk_of_several_blocks() -> None:
     engine.acknowledge()
 
 
-def test_what_was_loaded_is_not_offered_again() -> None:
+def test_loaded_chunks_are_not_offered_again() -> None:
     engine = ToyEngine()
     engine.fill("a", 4 * TOKENS)
     request = engine.arrive("b", 6 * TOKENS)

@@ -105,7 +105,7 @@ def test_a_request_can_limit_what_is_stored() -> None:
     engine.acknowledge()
 
 
-def test_what_the_cache_has_already_is_offered_and_not_stored_again() -> None:
+def test_chunks_that_the_cache_has_are_offered_and_not_stored_again() -> None:
     engine = ToyEngine()
     engine.fill("a", 2 * TOKENS)
     engine.counted.offers.clear()
@@ -176,7 +176,7 @@ def test_a_continued_prompt_is_stored_under_the_keys_of_its_tokens() -> None:
 
 
 def test_where_later_parts_of_a_prompt_are_not_trusted_they_are_not_stored() -> None:
-    engine = ToyEngine(trusts_later_parts=False)
+    engine = ToyEngine(continues_from_right_kv=False)
     request = engine.arrive("a", 2 * TOKENS)
     engine.schedule(request, TOKENS)
     engine.step()

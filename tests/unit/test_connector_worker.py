@@ -139,7 +139,7 @@ def taken(bench: Bench) -> WorkerOutput:
     return output
 
 
-def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
+def test_stored_blocks_load_into_other_blocks(bench: Bench) -> None:
     original = [cache.clone() for cache in bench.caches]
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3, 4], [5, 6], 7)}))
     stored = bench.until(1)

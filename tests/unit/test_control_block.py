@@ -119,7 +119,9 @@ def test_a_chunk_that_arrives_during_a_look_is_not_lost(
     assert block.arrivals(0, slots, generations) == ([True] * len(slots), [False] * len(slots))
 
 
-def test_what_was_late_for_a_load_of_any_rank_was_not_lost(block: ControlBlock) -> None:
+def test_clearing_the_failed_loads_of_a_slot_clears_them_for_all_ranks(
+    block: ControlBlock,
+) -> None:
     block.record_failed_loads(0, [1, 2], [5, 6])
     block.record_failed_loads(1, [2, 3], [6, 7])
     block.clear_failed_loads([2])

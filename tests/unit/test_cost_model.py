@@ -20,7 +20,7 @@ from tests.unit.cost_models import (
 )
 
 
-def test_what_was_never_measured_is_loaded() -> None:
+def test_chunks_are_loaded_before_anything_was_measured() -> None:
     assert kept(cost_model(), [1] * 8) == 8
     unpaced = cost_model(recompute_s=None)
     measure(unpaced, 1, 8, 1000.0)
@@ -123,7 +123,7 @@ def test_of_several_groups_all_is_loaded_or_nothing() -> None:
     assert kept(gate, [1, 1, 1, 1, 1, 1], groups=2) == 6
 
 
-def test_what_was_not_loaded_is_counted_by_tier() -> None:
+def test_skipped_chunks_are_counted_by_tier() -> None:
     gate = cost_model()
     measure(gate, 1, 1, 100.0)
     choice = choice_of(gate, [0, 1, 1])

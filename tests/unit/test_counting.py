@@ -40,13 +40,13 @@ STEPS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_what_walks_through_all_is_charged_for_all(name: str) -> None:
+def test_a_walk_through_all_items_costs_a_step_per_item(name: str) -> None:
     assert count_steps(WALKS[name]) == 1
     assert 999 <= count_steps(WALKS[name], packages=HERE) <= 1002
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_what_does_not_is_not(name: str) -> None:
+def test_a_call_without_a_walk_costs_few_steps(name: str) -> None:
     assert count_steps(STEPS[name], packages=HERE) < 6
 
 
@@ -60,7 +60,7 @@ def test_the_results_are_the_ordinary_ones_and_nothing_stays_replaced() -> None:
     assert set(globals()) == names
 
 
-def test_what_others_left_behind_is_not_collected_while_counting() -> None:
+def test_garbage_is_not_collected_while_counting() -> None:
     collects = [gc.isenabled()]
     count_steps(lambda: collects.append(gc.isenabled()))
     assert [*collects, gc.isenabled()] == [True, False, True]

@@ -120,7 +120,7 @@ def test_an_export_of_prompts_needs_the_model(
     prompts = write(tmp_path / "p", [tokens(1)])
     ran = shell("export", warm.root, tmp_path / "archive", "--prompts", prompts)
     assert ran.code == 2
-    assert "--prompts needs --model and excludes --keys" in ran.err
+    assert "--prompts needs --model, and cannot be combined with --keys" in ran.err
     assert not (tmp_path / "archive").exists()
 
 

@@ -332,7 +332,7 @@ class TestRemarks:
             ("fails", r"^tiers\[1\]: the tier's remarks\(\) failed: ZeroDiv.*; repair the ti"),
         ],
     )
-    def test_what_it_refuses_is_a_problem(self, mood: str, problem: str) -> None:
+    def test_options_that_the_tier_refuses_are_a_problem(self, mood: str, problem: str) -> None:
         (line,) = option_problems(self.config(mood))
         assert re.search(problem, line)
 

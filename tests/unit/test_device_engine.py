@@ -132,7 +132,7 @@ def test_a_wait_for_a_store_ends_when_the_store_ends(
     assert [result.job_id for result in device.poll()] == [1]
 
 
-def test_what_is_waited_for_is_copied_ahead_of_the_rest(
+def test_awaited_stores_are_copied_before_the_others(
     device: DeviceEngine, region: HostRegion, submitted: list[int]
 ) -> None:
     for number in range(4):

@@ -39,7 +39,7 @@ def lengths(bench: Workbench, *, of: int = 0, tier: int = 0, groups: int = 2) ->
 
 
 @pytest.mark.parametrize("policy", LEAF_FIRST)
-def test_what_came_together_leaves_deepest_first_in_all_groups(policy: str) -> None:
+def test_chunks_stored_together_leave_deepest_first_in_all_groups(policy: str) -> None:
     bench = Workbench(16, eviction=policy)
     bench.store(two_groups(8))
     for left in range(7, -1, -1):
@@ -48,7 +48,7 @@ def test_what_came_together_leaves_deepest_first_in_all_groups(policy: str) -> N
         assert len(bench.resident()) == 2 * left
 
 
-def test_what_was_used_together_leaves_deepest_first_in_all_groups() -> None:
+def test_chunks_used_together_leave_deepest_first_in_all_groups() -> None:
     bench = Workbench(20)
     bench.store(two_groups(8))
     bench.store(two_groups(2, of=1))
@@ -86,7 +86,7 @@ def test_a_prompt_that_comes_in_parts_leaves_deepest_first(groups: int) -> None:
     assert lengths(bench, of=1, groups=groups) == [8] * groups
 
 
-def test_what_was_loaded_leaves_after_what_was_computed_behind_it() -> None:
+def test_loaded_chunks_leave_after_the_chunks_computed_behind_them() -> None:
     bench = Workbench(12)
     bench.store(prefix(4))
     bench.store(prefix(4, of=1))
@@ -110,7 +110,7 @@ def test_a_prefix_of_several_requests_outlives_what_they_add() -> None:
 
 
 @pytest.mark.parametrize("write", ["through", "evict"])
-def test_what_went_down_leaves_deepest_first(write: Literal["through", "evict"]) -> None:
+def test_demoted_chunks_leave_deepest_first(write: Literal["through", "evict"]) -> None:
     bench = Workbench(32, 32, write=write)
     for number in range(2 if write == "through" else 4):
         bench.manager.begin_request(f"{number}")

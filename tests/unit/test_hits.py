@@ -134,7 +134,7 @@ def test_a_limit_cuts_the_hit() -> None:
 # -- tokens that the engine has --------------------------------------------------------------
 
 
-def test_what_the_engine_has_needs_not_be_there() -> None:
+def test_a_hit_may_lack_chunks_that_the_engine_has() -> None:
     assert hit(GroupReach(16), tokens=96, local=48, missing=[(0, 0), (0, 2)]) == 96
     assert hit(GroupReach(16), tokens=96, local=48, missing=[(0, 3)]) == 48
     assert hit(GroupReach(16, WINDOW, 65), tokens=96, local=48, missing=[(0, 2)]) == 96

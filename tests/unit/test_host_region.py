@@ -155,7 +155,7 @@ def test_a_server_that_is_too_busy_to_accept_is_waited_for(name: str) -> None:
             HostRegion.attach(name, SMALL, timeout_s=0.01)
 
 
-def test_what_a_server_that_listens_no_more_handed_over_is_given_back(
+def test_the_memory_of_a_server_that_stopped_listening_is_given_back(
     name: str, sockets: Path
 ) -> None:
     listening = Listener(name)
@@ -266,7 +266,7 @@ def test_a_name_that_another_user_took_is_not_called_another_engine(
         assert "TMPDIR" in str(no.value)
 
 
-def test_what_is_in_the_place_of_the_directory_is_named(name: str, sockets: Path) -> None:
+def test_a_file_in_the_place_of_the_directory_is_named(name: str, sockets: Path) -> None:
     sockets.touch()
     for meet in (create_small, attach_small):
         with pytest.raises(UnsupportedError, match=f"in {sockets}: File exists; remove it"):

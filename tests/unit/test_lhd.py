@@ -124,7 +124,7 @@ def test_it_follows_lru_once_the_allowance_is_lost() -> None:
     assert rivalry.follows_lru
 
 
-def test_what_was_won_may_be_lost_again_up_to_one_allowance() -> None:
+def test_earlier_wins_pay_for_losses_up_to_one_allowance() -> None:
     rivalry = Rivalry(100)
     for _ in range(1000):
         rivalry.record(1, 10, 1)

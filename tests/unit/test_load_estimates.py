@@ -40,7 +40,7 @@ def test_loads_that_all_take_the_same_time_have_no_rate() -> None:
     assert price.start_s == pytest.approx(0.05, rel=0.1)
 
 
-def test_what_waited_in_the_queue_counts_as_bytes_too() -> None:
+def test_bytes_queued_before_a_load_count_as_its_bytes() -> None:
     """Two jobs at once on a disk of one chunk a second: the second one waits for the first."""
     gate = cost_model()
     gate.record_job(1, 1, 4)
@@ -213,7 +213,7 @@ def test_a_tier_slower_than_computing_is_found_out_although_most_jobs_expire() -
     assert tier.ns_per_byte() == pytest.approx(10.0)
 
 
-def test_what_is_kept_of_a_long_prefix_on_a_slow_tier_arrives() -> None:
+def test_the_kept_part_of_a_long_prefix_on_a_slow_tier_arrives() -> None:
     tier = SlowTier(10e-9, 20e-9)
     tier.load(2048)
     for _ in range(6):

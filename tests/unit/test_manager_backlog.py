@@ -23,7 +23,7 @@ def test_beyond_the_backlog_the_newest_chunks_stay_in_ram_only() -> None:
     assert bench.manager.snapshot().tiers[0].counters.lost == 2
 
 
-def test_what_is_on_its_way_is_part_of_the_backlog() -> None:
+def test_chunks_in_flight_are_part_of_the_backlog() -> None:
     bench = slow_disk(backlog=4)
     bench.store(prefix(2))
     (job,) = bench.step()
@@ -34,7 +34,7 @@ def test_what_is_on_its_way_is_part_of_the_backlog() -> None:
     assert bench.resident(1) == {*prefix(2), *prefix(2, of=1)}
 
 
-def test_what_was_dropped_is_an_ordinary_victim() -> None:
+def test_dropped_chunks_are_ordinary_victims() -> None:
     bench = slow_disk(backlog=4)
     bench.store(prefix(6))
     assert bench.manager.snapshot().tiers[0].dirty == 4

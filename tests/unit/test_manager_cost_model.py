@@ -61,7 +61,7 @@ def test_a_prefix_on_a_fast_disk_is_brought_up() -> None:
     assert bench.manager.snapshot().cost_model.skipped_chunks[1] == 0
 
 
-def test_what_a_window_costs_is_weighed_against_the_tokens_of_the_prefix() -> None:
+def test_the_cost_of_a_window_is_weighed_against_the_tokens_of_the_prefix() -> None:
     bench = slow_bench(seconds=CHUNK_S * 0.7, window=2)
     bench.look([*prefix(8), *prefix(8, group=1)])
     assert sum(len(job.keys) for job in bench.step()) == 10

@@ -1,4 +1,4 @@
-"""Copying chunks down: as soon as they are stored, or ahead of need."""
+"""Demotions: when a chunk is stored, and before RAM needs its slot."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_with_write_through_every_slower_tier_gets_it_from_ram() -> None:
     assert (bench.ram.dirty, bench.ram.available) == (0, 4)
 
 
-def test_what_a_slower_tier_has_is_not_written_again() -> None:
+def test_a_chunk_that_a_slower_tier_has_is_not_written_again() -> None:
     bench = Workbench(4, 8)
     bench.manager.recover(1, [(prefix(1)[0], 3)])
     bench.store(prefix(1))
@@ -172,7 +172,7 @@ def test_a_full_slower_tier_makes_room_by_its_own_order() -> None:
     assert bench.resident(1) == {*prefix(2), *prefix(1, of=1)}
 
 
-def test_what_the_placement_refuses_is_not_dirty() -> None:
+def test_chunks_that_the_placement_refuses_are_not_dirty() -> None:
     bench = Workbench(4, 8, placement=Choosy(tiers=2, write="through"))
     bench.store([*prefix(1), *prefix(1, of=1)])
     (job,) = bench.step()

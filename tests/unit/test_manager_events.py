@@ -51,7 +51,7 @@ def recovered(bench: Workbench, chunks: int, *, of: int = 0, tier: int = 1) -> l
     return keys
 
 
-def test_what_survived_a_restart_is_announced_in_its_order() -> None:
+def test_recovered_chunks_are_announced_in_their_order() -> None:
     bench, listener = Workbench(4, 8, 8), Listener(3)
     near = recovered(bench, 3)
     far = recovered(bench, 2, of=1, tier=2)
@@ -174,7 +174,7 @@ def test_a_million_chunks_come_in_small_events_a_few_at_a_time() -> None:
     assert [key for batch in batches for event in batch for key in event.keys] == keys + keys
 
 
-def test_what_a_caller_does_with_its_list_afterwards_changes_no_event() -> None:
+def test_later_changes_of_the_callers_list_change_no_event() -> None:
     log, keys = EventLog(has_listener=True), prefix(2)
     log.add(0, keys, removed=False)
     keys.clear()

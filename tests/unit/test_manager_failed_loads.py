@@ -16,7 +16,7 @@ def loading(bench: Workbench, *, chunks: int = 3, fails: int = 1) -> None:
     bench.slot_status.not_loaded = {plan.slots[fails]}
 
 
-def test_what_a_worker_could_not_load_leaves_ram_and_the_rest_stays() -> None:
+def test_a_chunk_that_a_worker_could_not_load_leaves_ram_and_the_rest_stays() -> None:
     bench = Workbench(4, 0)
     loading(bench)
     bench.manager.complete_load("reader")
@@ -43,7 +43,7 @@ def test_the_request_is_answered_miss_until_it_ends_and_others_are_not() -> None
     assert bench.look(prefix(3)) is None
 
 
-def test_what_it_then_computes_and_offers_stands_at_the_root_again() -> None:
+def test_chunks_offered_after_a_failed_load_begin_at_the_root_again() -> None:
     bench = Workbench(4, 0)
     loading(bench, chunks=2, fails=0)
     bench.manager.complete_load("reader")

@@ -145,7 +145,7 @@ def test_a_reservation_is_given_back_by_the_next_lookup_of_its_request() -> None
     assert bench.look(prefix(7, of=1), "b") == 7
 
 
-def test_what_another_request_reads_from_ram_makes_no_room() -> None:
+def test_chunks_granted_to_another_request_make_no_room() -> None:
     bench = warmed(4, 32)
     bench.store(prefix(2, of=7))
     bench.settle()
@@ -156,7 +156,7 @@ def test_what_another_request_reads_from_ram_makes_no_room() -> None:
     assert bench.look(prefix(3), "c") == 3
 
 
-def test_what_is_pinned_anyway_takes_no_room() -> None:
+def test_chunks_pinned_by_another_load_need_no_room() -> None:
     bench = warmed(4, 32)
     bench.store(prefix(2))
     bench.settle()
@@ -199,7 +199,7 @@ def test_a_chunk_on_its_way_to_ram_is_not_there_yet() -> None:
     assert bench.manager.residence(prefix(1)[0], "r") == 0
 
 
-def test_what_a_request_may_load_from_and_what_is_in_service_counts() -> None:
+def test_residence_counts_only_permitted_tiers_in_service() -> None:
     bench = Workbench(4, 8, 8)
     bench.manager.recover(1, [(prefix(1)[0], 5)])
     bench.manager.recover(2, [(prefix(1)[0], 6)])
@@ -209,7 +209,7 @@ def test_what_a_request_may_load_from_and_what_is_in_service_counts() -> None:
     assert bench.manager.residence(prefix(1)[0], "any") == 2
 
 
-def test_what_was_found_is_fetched_once_and_then_only_ram_counts() -> None:
+def test_found_chunks_are_fetched_once_and_then_only_ram_counts() -> None:
     bench = Workbench(4, 8)
     bench.manager.recover(1, zip(prefix(3), range(3), strict=True))
     found = prefix(3)

@@ -180,7 +180,7 @@ def test_jobs_that_were_not_handed_out_yet_never_are() -> None:
     assert not bench.manager.has_work()
 
 
-def test_what_a_running_request_computed_before_a_reset_is_not_stored_after_it() -> None:
+def test_chunks_computed_before_a_reset_are_not_stored_after_it() -> None:
     bench = Workbench(8, 8)
     for req_id in ("started", "stored", "loaded", "new"):
         bench.manager.begin_request(req_id)

@@ -41,14 +41,14 @@ def test_an_eviction_counts_once() -> None:
     assert gaps.take() == [1.0]
 
 
-def test_what_never_left_has_no_gap() -> None:
+def test_a_chunk_that_was_never_evicted_has_no_gap() -> None:
     gaps = ReuseGaps(8)
     gaps.record_wanted(keys(1)[0])
     gaps.end_step(1.0)
     assert gaps.take() == []
 
 
-def test_what_is_remembered_is_bounded_and_the_latest_is_kept() -> None:
+def test_remembered_evictions_are_bounded_and_the_latest_are_kept() -> None:
     gaps = ReuseGaps(8)
     for now, key in enumerate(keys(100_000)):
         gaps.record_evicted([key])
@@ -125,7 +125,7 @@ def test_every_chunk_of_a_prefix_that_left_the_slowest_tier_has_its_gap() -> Non
     assert len(ram) == len(nvme) == 10
 
 
-def test_what_a_slower_tier_still_has_is_no_gap_of_that_tier() -> None:
+def test_a_chunk_that_a_slower_tier_still_has_is_no_gap_there() -> None:
     bench = Workbench(4, 8)
     first, second = prefix(4, of=1), prefix(4, of=2)
     for keys in (first, second):

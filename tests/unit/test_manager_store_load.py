@@ -85,7 +85,7 @@ def test_the_deepest_chunks_make_room_and_are_announced_first() -> None:
     assert bench.manager.take_events() == []
 
 
-def test_what_is_loaded_is_no_victim_until_the_load_is_complete() -> None:
+def test_a_loading_chunk_is_no_victim_until_the_load_is_complete() -> None:
     bench = Workbench(2, 0)
     bench.store(prefix(2))
     bench.settle()
@@ -235,7 +235,7 @@ def test_a_chunk_follows_on_a_load_whose_beginning_the_engine_itself_had() -> No
     assert bench.ram.copies[prefix(5)[4]].depth == 4
 
 
-def test_what_was_loaded_and_is_offered_again_counts_once() -> None:
+def test_chunks_offered_again_after_a_load_keep_their_depth() -> None:
     for stored in (5, 6):
         bench = Workbench(8, 0)
         bench.store(prefix(stored))
@@ -298,7 +298,7 @@ def stranded(bench: Workbench) -> list[int]:
     return [tier.counters.stranded for tier in bench.tiers]
 
 
-def test_what_follows_a_chunk_that_no_tier_has_is_stranded_in_the_tier_that_has_it() -> None:
+def test_chunks_behind_a_missing_chunk_are_stranded_in_their_tier() -> None:
     bench = Workbench(4, 8)
     whole = prefix(5)
     bench.manager.recover(1, [(whole[2], 0), (whole[3], 1)])
@@ -345,7 +345,7 @@ def test_an_offer_that_is_put_off_is_counted_once_it_is_taken() -> None:
     assert stranded(bench) == [2]
 
 
-def test_what_a_preempted_request_offers_again_is_not_stranded() -> None:
+def test_chunks_that_a_preempted_request_offers_again_are_not_stranded() -> None:
     bench = Workbench(4)
     bench.manager.begin_request("reader")
     bench.store(prefix(3), "reader")

@@ -76,7 +76,7 @@ def test_a_slot_has_no_generation_while_its_next_chunk_is_on_its_way() -> None:
     assert control.arrivals(0, plan.slots, plan.generations) == (without, without)
 
 
-def test_what_was_only_asked_for_changes_nothing() -> None:
+def test_a_lookup_alone_takes_no_slots_and_plans_no_jobs() -> None:
     bench = streaming(4, below=4)
     for _ in range(3):
         assert bench.look(prefix(4)) == 4
@@ -85,7 +85,7 @@ def test_what_was_only_asked_for_changes_nothing() -> None:
     assert bench.tiers[1].available == 64
 
 
-def test_what_is_in_ram_is_loaded_from_there_beside_what_streams() -> None:
+def test_chunks_in_ram_load_from_there_beside_streamed_chunks() -> None:
     bench = streaming(4, below=3)
     bench.store(prefix(1))
     bench.step()
@@ -123,7 +123,7 @@ def test_a_reservation_counts_what_the_request_has_in_ram_already() -> None:
     assert bench.look(prefix(4)) is None
 
 
-def test_what_it_finds_in_ram_makes_no_room_for_what_it_reserved() -> None:
+def test_chunks_that_a_lookup_finds_in_ram_make_no_room_for_its_reservation() -> None:
     bench = streaming(3, below=1)
     bench.store(prefix(4)[1:])
     bench.settle()
@@ -166,7 +166,7 @@ def test_asking_twice_in_a_step_reserves_once() -> None:
         assert bench.look(prefix(3)) == 3
 
 
-def test_what_another_load_promotes_is_awaited_and_not_read_twice() -> None:
+def test_a_chunk_that_another_load_promotes_is_awaited_and_read_once() -> None:
     bench = streaming(4, below=2)
     bench.look(prefix(2), "a")
     _, (job,) = begin(bench, 2, "a")
@@ -237,7 +237,7 @@ def test_a_chunk_that_came_too_late_for_one_load_is_loaded_by_the_next_and_stays
     assert bench.look(prefix(2)) == 0, "its own did not"
 
 
-def test_what_one_load_could_not_wait_for_is_not_forgotten_before_another_is_over() -> None:
+def test_an_expired_promotion_that_two_loads_awaited_is_kept_until_both_end() -> None:
     bench = streaming(4, below=1)
     assert bench.look(prefix(1), "a") == bench.look(prefix(1), "b") == 1
     plan, (job,) = begin(bench, 1, "a")
@@ -273,7 +273,7 @@ def test_a_chunk_that_came_too_late_stays_for_a_load_that_found_it_there_meanwhi
     assert bench.look(prefix(1), "c") == 1, "its load worked"
 
 
-def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
+def test_a_load_does_not_wait_for_a_store_in_progress() -> None:
     bench = streaming(4, below=2)
     assert bench.look(prefix(2)) == 2
     store = bench.manager.prepare_store(prefix(1), "writer")

@@ -135,7 +135,9 @@ def test_sliding_windows_count_in_full_and_are_mentioned(geometry: Any) -> None:
     ("key", "what"),
     [("num_nextn_predict_layers", "speculative decoding"), ("index_head_dim", "index cache")],
 )
-def test_what_comes_on_top_is_mentioned(geometry: Any, key: str, what: str) -> None:
+def test_parts_that_the_geometry_leaves_out_are_noted(
+    geometry: Any, key: str, what: str
+) -> None:
     (note,) = geometry({**DEEPSEEK_V3, key: 1}).notes
     assert what in note
 

@@ -78,7 +78,7 @@ def taken_by(path: Path) -> Iterator[tuple[str, str]]:
                 yield node.module or "", alias.name
 
 
-def test_what_one_module_takes_from_another_is_among_what_that_one_exports() -> None:
+def test_modules_import_only_exported_names() -> None:
     taken = {pair for path in ROOT.rglob("*.py") for pair in taken_by(path)}
     exported = {name: getattr(importlib.import_module(name), "__all__", ()) for name in MODULES}
     hidden = [

@@ -76,7 +76,7 @@ def planner_of(layout: Layout, kv: KVBlocks) -> HashPlanner:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_all_writers_hash_adds_up_to_the_hash_of_the_part_in_the_slot(seed: int) -> None:
+def test_hashes_of_all_writers_add_up_to_the_hash_of_the_part_in_the_slot(seed: int) -> None:
     layout = draw(seed)
     kv = make_kv(layout)
     with map_slots(layout.geometry) as region:

@@ -28,7 +28,7 @@ def test_a_request_without_hints_asks_for_nothing() -> None:
         assert HintReader(NATURES).read(params) == NO_HINTS
 
 
-def test_hints_are_read() -> None:
+def test_retention_skip_store_and_session_are_read_from_the_hints() -> None:
     hints = read({"retain_s": 600, "skip_store": True, "session": "chat 7"})
     assert hints.retain_s == 600.0
     assert hints.terms.stores_nothing
@@ -158,7 +158,7 @@ def test_clients_cannot_fill_the_log_with_names_of_their_own(
 
 
 @pytest.mark.parametrize("field", ["load_tiers", "no_such_field"])
-def test_what_is_nested_too_deep_to_be_shown_does_not_take_the_good_fields_with_it(
+def test_a_value_nested_too_deep_does_not_spoil_the_other_fields(
     field: str,
 ) -> None:
     nested: list[Any] = []
@@ -179,7 +179,7 @@ def test_keys_that_are_no_text_are_ignored_too() -> None:
         {str(number): 0 for number in range(200_000)},
     ],
 )
-def test_what_is_far_too_long_is_ignored_without_being_read(raw: Any) -> None:
+def test_hints_that_are_far_too_long_are_ignored_unread(raw: Any) -> None:
     class Unread(dict[str, Any]):
         def items(self) -> Any:
             assert len(self) < 17, "read"

@@ -58,7 +58,7 @@ def test_a_chunk_is_found_if_an_allowed_tier_has_it(
     bench.load(prefix(1), "r")
 
 
-def test_what_was_moved_to_ram_for_a_request_is_still_a_hit_for_it() -> None:
+def test_a_chunk_moved_to_ram_for_a_request_is_still_its_hit() -> None:
     bench = Workbench(4, 8, placement=TieredPlacement(tiers=2, write="evict", promote="move"))
     bench.manager.recover(1, [(prefix(1)[0], 5)])
     bench.manager.begin_request("r", only(1))

@@ -46,7 +46,7 @@ def test_a_chunk_stays_retained_over_any_number_of_restarts(filled: Store) -> No
         filled.stop()
 
 
-def test_what_is_over_is_not_retained(filled: Store) -> None:
+def test_a_chunk_whose_time_is_over_is_not_retained(filled: Store) -> None:
     retain(filled, [3], until=1)
     filled.start()
     assert filled.tier.retained() == {}

@@ -77,7 +77,7 @@ def figures(result: Any) -> dict[str, Any]:
 # -- engines
 
 
-def test_what_one_engine_stores_another_finds() -> None:
+def test_chunks_that_one_engine_stores_are_hits_of_another() -> None:
     trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=100.0)
     result = fleet_of(trace, tiers_of(20, 100), 2)
     assert result.hit_tokens == {"ram": 0, "shared_dir": 3 * 16}

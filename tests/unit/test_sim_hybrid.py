@@ -245,7 +245,7 @@ def test_a_policy_that_picks_too_little_is_named() -> None:
         ("state:16", "state has no number of tokens"),
     ],
 )
-def test_what_are_no_groups_is_refused_with_a_remedy(text: str, problem: str) -> None:
+def test_invalid_groups_are_refused_with_a_remedy(text: str, problem: str) -> None:
     with pytest.raises(
         ConfigError, match=f"^--groups {re.escape(f'{text}: {problem}')}.*; write"
     ):

@@ -164,7 +164,7 @@ def test_a_capacity_is_a_share_a_number_or_a_size(text: str, chunks: int) -> Non
         ("x%", "capacity x%: "),
     ],
 )
-def test_what_is_no_capacity_is_refused(text: str, problem: str) -> None:
+def test_an_invalid_capacity_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         parse_capacity(text, distinct=100, chunk_bytes=64 << 20)
 

@@ -119,7 +119,7 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
         assert result.writes_per_ref == trace.distinct / trace.refs
 
 
-def test_what_is_retained_is_hit_for_as_long_and_no_longer() -> None:
+def test_retained_chunks_are_hits_until_their_time_is_over() -> None:
     chains = [[0], [1], [2], [3], [0], [4], [5], [6], [0]]
     trace = trace_of(chains, every_s=10.0)
     forgetful = simulate_cache(trace, tiers_of(3), chunk_bytes=CHUNK, model=MODEL)

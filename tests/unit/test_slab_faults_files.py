@@ -249,7 +249,7 @@ def test_a_disk_one_may_not_write_is_a_configuration_error(
         (errno.EDQUOT, "raise this user's quota"),
     ],
 )
-def test_what_a_start_is_short_of_is_named_with_its_remedy(
+def test_a_start_that_is_short_of_files_or_room_names_the_remedy(
     store: Store, code: int, remedy: str
 ) -> None:
     store.io.fail("make_directory", code)

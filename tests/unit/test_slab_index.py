@@ -282,7 +282,7 @@ class TestLog:
         assert "the index's log has grown to" in said
 
 
-def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
+def test_a_due_clear_precedes_the_next_change(
     database: IndexDatabase,
 ) -> None:
     database.apply(Change(rows=rows_of([0, 1])))
@@ -358,7 +358,7 @@ class TestWhatWaitsForACommit:
         change = await self.after_the_first([9], "0", "reset", "1")
         assert (change.clear, change.after_reset, list(change.rows)) == (True, True, [1])
 
-    async def test_what_could_not_be_deleted_is_tried_again_unless_it_was_replaced(
+    async def test_a_failed_deletion_is_tried_again_unless_the_row_was_replaced(
         self,
     ) -> None:
         change = await self.after_the_first([0, 5], "0", fails=True)

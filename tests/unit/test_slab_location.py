@@ -86,7 +86,7 @@ def test_files_that_a_restart_would_miss_are_logged_once(
     assert look() == []
     change(store)
     (warning,) = look()
-    assert f"tier nvme: {store / named} is not the file that is in use any more" in warning
+    assert f"tier nvme: {store / named} no longer leads to the file in use" in warning
     assert look() == []
 
 
@@ -97,7 +97,7 @@ def test_a_file_that_is_put_back_is_logged_once_and_watched_again(
     store.rename(moved)
     assert len(look()) == 1
     moved.rename(store)
-    assert look() == [f"tier nvme: {store / 'slots.bin'} is the file in use again"]
+    assert look() == [f"tier nvme: {store / 'slots.bin'} leads to the file in use again"]
     assert look() == []
     store.rename(moved)
     assert len(look()) == 1
@@ -130,7 +130,7 @@ def test_the_last_look_is_not_put_off(
     assert len(caplog.records) == 1
 
 
-def test_what_is_removed_is_an_error_unless_the_disk_does_not_say(
+def test_a_removed_file_is_an_error_but_a_warning_if_the_disk_fails(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[Callable[[], bool]] = [lambda: True, disk_error]

@@ -79,7 +79,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 @pytest.mark.parametrize("resets", [1, 2])
-async def test_what_was_stored_after_a_reset_is_dropped_at_the_next_start_and_not_again(
+async def test_chunks_stored_after_a_reset_are_dropped_at_the_next_start_only(
     start: Start,
     caplog: pytest.LogCaptureFixture,
     durability: str,

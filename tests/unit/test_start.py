@@ -84,7 +84,7 @@ def test_a_cache_of_another_identity_is_named_field_by_field_and_the_start_agree
     assert told in str(refusal.value)
 
 
-def test_what_a_start_would_remove_is_a_warning(store: Store) -> None:
+def test_a_cache_that_a_start_would_remove_is_a_warning(store: Store) -> None:
     store.filled()
     report = of_stores(config_of(store, more="on_mismatch: remove"), OTHER)
     assert report.lines(Status.PROBLEM) == []
@@ -191,7 +191,7 @@ def test_foreign_files_are_no_room(store: Store, offer: Callable[[int], None]) -
     assert "the disk has 0 B" in "\n".join(problems(config_of(store), FIELDS))
 
 
-def test_what_the_cache_has_reserved_is_no_reason_not_to_start(
+def test_room_that_the_cache_has_reserved_counts_as_free(
     store: Store, offer: Callable[[int], None]
 ) -> None:
     store.filled()
@@ -199,7 +199,9 @@ def test_what_the_cache_has_reserved_is_no_reason_not_to_start(
     assert problems(config_of(store), FIELDS) == []
 
 
-def test_what_leaves_gives_its_room(store: Store, offer: Callable[[int], None]) -> None:
+def test_the_room_of_a_cache_that_a_start_removes_counts_as_free(
+    store: Store, offer: Callable[[int], None]
+) -> None:
     store.filled()
     offer(20 * MIB + SLOT)
     config = config_of(store, more="on_mismatch: remove")
@@ -214,7 +216,7 @@ def test_an_index_of_another_version_refuses_the_start_unless_it_may_go(store: S
     assert problems(config_of(store, more="on_mismatch: remove"), FIELDS) == []
 
 
-def test_what_another_version_made_refuses_the_start(store: Store) -> None:
+def test_a_cache_of_another_version_refuses_the_start(store: Store) -> None:
     store.filled()
     layout = store.directory / "layout.json"
     layout.write_text(layout.read_text().replace('"version": 1', '"version": 2'))
@@ -222,7 +224,7 @@ def test_what_another_version_made_refuses_the_start(store: Store) -> None:
     assert "was made by another version of kvtier" in line
 
 
-def test_what_cannot_be_counted_is_a_warning(store: Store) -> None:
+def test_a_cache_of_unknown_size_is_a_warning(store: Store) -> None:
     store.filled()
     (store.directory / "layout.json").write_text("{}")
     (warning,) = of_stores(config_of(store), OTHER).lines(Status.WARNING)

@@ -84,7 +84,7 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
     assert "hangs" in closed
 
 
-def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
+def test_the_figures_have_recovered_chunks_and_the_place_of_each_store(
     region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = list(zip(make_keys(range(3)), range(3), strict=True))

@@ -1,4 +1,4 @@
-"""Both ends of a load that begins before its bytes are there: the worker's and the disk's."""
+"""Direct loads: the worker copies each chunk to the GPU when the disk has published it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_chunks_are_copied_as_they_arrive(load: Load, copier: Copier) -> None:
     assert control.loaded(SLOTS, GENERATIONS) == [True] * 4
 
 
-def test_what_is_there_at_once_is_one_copy(load: Load, copier: Copier) -> None:
+def test_chunks_that_are_there_at_once_are_one_copy(load: Load, copier: Copier) -> None:
     control = Scripted([comes(0, 1, 2, 3)])
     assert load(control, wait_s=0.0).outcomes == [DONE] * 4
     assert (copier.batches, control.looks) == ([SLOTS], 1)
@@ -367,7 +367,7 @@ def test_the_parts_of_a_large_job_are_published_as_they_arrive() -> None:
     assert disk.used == [2, 0]
 
 
-def test_what_was_published_before_a_deadline_is_whole_once_the_job_is_over() -> None:
+def test_chunks_published_before_a_deadline_are_whole_once_the_job_is_over() -> None:
     """The deadline marks it lost, and the manager then has it as a hit for others."""
     disk = LargeSlots(DONE, DONE, DONE)
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(8, 1))), slots=8, ranks=1)

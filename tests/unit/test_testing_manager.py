@@ -112,7 +112,7 @@ def test_each_kind_of_damage_is_named(
     assert caught.value.invariant == invariant
 
 
-def test_what_waits_for_nothing_is_found() -> None:
+def test_a_waiting_request_without_a_waiter_is_found() -> None:
     bench = busy()
     bench.manager._grants._waiters.clear()
     with pytest.raises(InvariantError, match="who waits is told"):

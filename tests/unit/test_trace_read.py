@@ -75,7 +75,7 @@ def test_chats_that_go_on_from_each_other_are_one_session(saved: Save) -> None:
 
 @pytest.mark.parametrize("key", ["session_id", "chat_id", "parent_chat_id"])
 @pytest.mark.parametrize("value", [[1], 1.5, True, {}])
-def test_what_is_no_name_is_refused(saved: Save, key: str, value: Any) -> None:
+def test_an_invalid_name_is_refused(saved: Save, key: str, value: Any) -> None:
     with pytest.raises(TraceError, match=rf"a.trace:2: {key} = .* is not a name; write a text"):
         read_trace(saved(bailian(1, -1) + line(**{"chat_id": 2, key: value})))
 
@@ -419,7 +419,7 @@ def test_next_uses_follow_the_order_of_access(saved: Save) -> None:
 
 
 @pytest.mark.parametrize("format_name", ["mooncake", "keys", "oracle"])
-def test_what_is_written_reads_back(saved: Save, tmp_path: Path, format_name: str) -> None:
+def test_a_written_trace_reads_back(saved: Save, tmp_path: Path, format_name: str) -> None:
     lines = line(block_tokens=16) + line(block_tokens=16, hash_ids=[3, 8])
     trace = read_trace(saved(lines))
     path = tmp_path / "copy"

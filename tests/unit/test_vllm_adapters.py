@@ -103,7 +103,7 @@ def test_how_an_adapter_is_applied_is_part_of_what_it_is(
     assert len(same) == 1
 
 
-def test_what_vllm_does_not_read_is_not_looked_at(engine: MakeEngine, tmp_path: Path) -> None:
+def test_files_that_vllm_does_not_read_are_ignored(engine: MakeEngine, tmp_path: Path) -> None:
     path = write(tmp_path / "a")
     contents = engine()
     before = contents.of(asked(path))
@@ -133,7 +133,7 @@ def test_an_adapter_that_changes_under_the_engine_is_believed_no_more(
     assert outlives(engine, path)
 
 
-def test_what_may_have_been_loaded_anew_is_told_apart_only_where_nothing_else_does(
+def test_after_a_change_each_way_to_load_an_adapter_has_its_own_digest(
     engine: MakeEngine, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a")
@@ -144,7 +144,7 @@ def test_what_may_have_been_loaded_anew_is_told_apart_only_where_nothing_else_do
     assert len({contents.of(way).digest for way in ways}) == 3
 
 
-def test_of_adapters_that_share_a_number_nothing_more_outlives_the_engine(
+def test_chunks_of_adapters_that_share_a_number_do_not_outlive_the_engine(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM applies the one that it has loaded under that number to requests for the other."""
@@ -161,7 +161,7 @@ def test_of_adapters_that_share_a_number_nothing_more_outlives_the_engine(
     assert contents.of(asked(paths[2], number=3)).digest == believed[2]
 
 
-def test_of_an_adapter_newer_than_the_engine_nothing_outlives_it(
+def test_chunks_of_an_adapter_newer_than_the_engine_do_not_outlive_it(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a")
@@ -173,7 +173,7 @@ def test_of_an_adapter_newer_than_the_engine_nothing_outlives_it(
     assert contents.of(asked(path)).digest == contents.of(asked(path)).digest
 
 
-def test_of_an_adapter_that_cannot_be_read_nothing_outlives_the_engine(
+def test_chunks_of_an_unreadable_adapter_do_not_outlive_the_engine(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name: Any = "organisation/adapter"

@@ -210,7 +210,7 @@ def test_the_longest_context_does_not_count_for_other_embeddings(rope: str) -> N
     assert short == long
 
 
-def test_what_overrides_the_switch_of_long_contexts_counts_with_it() -> None:
+def test_overrides_of_the_long_context_switch_count_with_it() -> None:
     off = {"override_generation_config": {"attn_temperature_tuning": False}}
     meanings = [
         of({"hf_config": SWITCHED}),
@@ -220,7 +220,7 @@ def test_what_overrides_the_switch_of_long_contexts_counts_with_it() -> None:
     assert len(set(meanings)) == len(meanings)
 
 
-def test_what_json_does_not_have_is_a_text_that_stays() -> None:
+def test_values_that_json_lacks_become_a_stable_text() -> None:
     def twice() -> str:
         nested: dict[str, Any] = {"within": {1: "number"}}
         nested["itself"] = nested

@@ -240,9 +240,7 @@ def test_no_more_is_computed_than_a_tier_holds(tmp_path: Path, world: World) -> 
     assert len(site.stored()) == 8
 
 
-def test_what_one_prompt_contains_of_another_is_not_computed_twice(
-    site: Site, world: World
-) -> None:
+def test_a_prompt_that_another_contains_is_not_computed_twice(site: Site, world: World) -> None:
     site.write([ids(10, 11), ids(10, 11), {"prompt_token_ids": [1, 2]}])
     report = report_of(site.job(world))
     assert (report.planned.prompts, report.planned.shared, report.planned.short) == (1, 1, 1)

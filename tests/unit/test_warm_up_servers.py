@@ -189,7 +189,7 @@ async def test_every_rank_of_a_server_computes_every_prompt(
     assert (report.coverage.prompts, report.coverage.whole) == (10, 10)
 
 
-async def test_what_is_stored_is_not_sent_again(world: Servers, prompts: Path) -> None:
+async def test_stored_prompts_are_not_sent_again(world: Servers, prompts: Path) -> None:
     await report_of(job(world, prompts))
     for rank in world.ranks:
         rank.computed.clear()
@@ -267,7 +267,7 @@ async def test_a_server_that_does_not_answer_is_named(world: Servers, prompts: P
 @pytest.mark.parametrize(
     "options", [{"retain_s": 9.0}, {"arguments": ["--x"]}], ids=["retain", "arguments"]
 )
-async def test_what_has_no_effect_on_a_server_is_refused(
+async def test_options_without_effect_on_a_server_are_refused(
     world: Servers, prompts: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match="not with --server"):

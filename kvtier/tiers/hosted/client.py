@@ -334,7 +334,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
-            await self._connection.wait_ended()  # the old host locks the cache until then
+            await self._connection.wait_for_exit()  # the old host locks the cache until then
             self._connection = self._host = None
         host = self._host or await self._start_wanted()
         connection = Connection(self.name, host)

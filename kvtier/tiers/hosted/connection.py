@@ -126,9 +126,9 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
         self._mark_gone()
         with contextlib.suppress(TierUnavailableError):
-            await self.wait_ended()
+            await self.wait_for_exit()
 
-    async def wait_ended(self) -> None:
+    async def wait_for_exit(self) -> None:
         """Wait until the host has ended. The connection must be lost or closed already.
 
         The deadline counts from the end of the connection. Repeated calls do not extend it.

@@ -190,7 +190,7 @@ def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
 
 
 def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
-    """Return the memory that contains all buffers.
+    """Return the shared memory of ``context``, which contains all buffers.
 
     Raises:
         ConfigError: The context has no shared memory.

@@ -222,7 +222,7 @@ class ObjectTier(SharedTier):
         turns: asyncio.Semaphore,
         request: Callable[[int], Awaitable[Outcome]],
     ) -> list[Outcome]:
-        """Return the outcomes of ``count`` requests; FAILED for requests that were not sent."""
+        """Send ``count`` requests; return their outcomes, FAILED for requests not sent."""
         outcomes = [Outcome.FAILED] * count
         error = await _in_parallel(outcomes, request, turns, at_once=self._connections)
         if error is not None and set(outcomes) == {Outcome.FAILED}:

@@ -178,7 +178,7 @@ class Change:
         after_reset: Whether ``clear`` also records a reset, so that other engines do not serve
             chunks that are stored later.
         rows: New row of each slot; None deletes the slot's row.
-        records: Uses and removals.
+        records: Uses, removals and part hashes.
     """
 
     clear: bool = False
@@ -187,7 +187,9 @@ class Change:
     records: LazyRecords = field(default_factory=LazyRecords)
 
     def statements(self, now: int) -> Iterator[Statement]:
-        """Yield the statements that change rows; usually three or fewer.
+        """Yield the statements for rows, uses, hits and part hashes; usually three or fewer.
+
+        :meth:`IndexDatabase.apply` handles ``clear`` and the removals itself.
 
         Args:
             now: Seconds since the epoch.

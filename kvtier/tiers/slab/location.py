@@ -22,7 +22,7 @@ _INTERVAL_S: Final = 1.0
 
 
 class LocationCheck:
-    """Logs when a path no longer leads to the open file, and when it does so again.
+    """Logs when a path no longer leads to the open file, and when it leads there again.
 
     Args:
         tier: The tier's name, for messages.
@@ -63,7 +63,9 @@ class LocationCheck:
         if self._missing is None and missing is not None:
             self._log(missing)
         elif self._missing is not None and missing is None:
-            logger.warning("tier %s: %s is the file in use again", self._tier, self._missing)
+            logger.warning(
+                "tier %s: %s leads to the file in use again", self._tier, self._missing
+            )
         self._missing = missing
 
     def _log(self, missing: Path) -> None:
@@ -80,9 +82,9 @@ class LocationCheck:
             )
             return
         logger.warning(
-            "tier %s: %s is not the file that is in use any more: it or its directory was "
-            "moved, replaced or removed; chunks are stored and served as before, but the next "
-            "engine does not find them unless it is put back",
+            "tier %s: %s no longer leads to the file in use: it or its directory was moved, "
+            "replaced or removed; chunks are stored and served as before, but the next engine "
+            "does not find them unless it is put back",
             self._tier,
             missing,
         )
@@ -95,7 +97,10 @@ class LocationCheck:
 
 
 def _leads_to(path: Path, file: tuple[int, int]) -> bool:
-    """Return whether ``path`` leads to ``file``; True if the disk does not answer."""
+    """Return whether ``path`` leads to ``file``.
+
+    An error other than a missing file or directory counts as True: the path may be unchanged.
+    """
     try:
         return _identity(path) == file
     except (FileNotFoundError, NotADirectoryError):

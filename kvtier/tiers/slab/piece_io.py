@@ -159,11 +159,11 @@ def hash_key(key: bytes) -> int:
 
 
 def select_digest(*, alone: bool) -> Digest:
-    """Return the function that computes the checksums in the index.
+    """Return the checksum function that suits this process; all of them give equal checksums.
 
     Args:
-        alone: Whether this thread may release the interpreter's lock freely, because other
-            threads hold it only briefly.
+        alone: Whether no engine runs in this process. Then hashing may release the interpreter
+            lock, because other threads hold the lock only briefly.
     """
     return _xxh3_alone if alone else _xxh3
 

@@ -1,4 +1,4 @@
-"""The slot file: preallocated for all slots, with O_DIRECT if the file system supports it."""
+"""The slot file of an NVMe tier: allocated whole, used with O_DIRECT if possible."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TestImport:
         assert (found["chunks"], found["present"]) == (2, 14)
         assert sorted(read_all(other)) == sorted(KEYS[:SLOTS])
 
-    def test_what_the_store_had_stays_where_it_is(
+    def test_chunks_that_the_cache_had_keep_their_slots(
         self, shell: Shell, archive: Path, other: Store
     ) -> None:
         other.start(slots=20)

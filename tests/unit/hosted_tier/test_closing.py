@@ -21,7 +21,7 @@ from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, let_no_
 pytestmark = pytest.mark.usefixtures("forked_hosts")
 
 
-async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
+async def test_drops_and_uses_arrive_before_the_store_is_closed(
     harness: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys(range(3))

@@ -204,7 +204,7 @@ async def test_an_engine_that_died_before_its_host_looked_is_one_that_died() -> 
         assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
-async def test_what_a_dying_engine_sent_last_is_no_error_of_its_host() -> None:
+async def test_the_last_bytes_of_a_dying_engine_are_no_error_of_its_host() -> None:
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: problems.append(context)

@@ -52,7 +52,7 @@ async def test_the_host_logs_through_the_engine(
     await tier.aclose()
 
 
-async def test_what_lies_in_the_working_directory_is_not_taken_for_a_module(
+async def test_packages_in_the_working_directory_are_not_imported(
     options: NvmeTierConfig,
     context: TierContext,
     tmp_path: Path,

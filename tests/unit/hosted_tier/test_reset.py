@@ -54,7 +54,7 @@ async def test_a_reset_for_which_no_host_could_be_started_is_owed(
 
 
 @pytest.mark.parametrize("index_is_lost", [False, True])
-async def test_what_is_stored_after_a_reset_outlives_the_host_but_not_the_engine(
+async def test_chunks_stored_after_a_reset_outlive_the_host_but_not_the_engine(
     harness: TierHarness[HostedTier], options: NvmeTierConfig, index_is_lost: bool
 ) -> None:
     keys = make_keys(range(3))

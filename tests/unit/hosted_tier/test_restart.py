@@ -92,7 +92,7 @@ async def test_of_a_host_that_is_stuck_the_log_tells_once(
 
     monkeypatch.setattr(connection, "aend", ends_at_last)
     await harness.put(make_keys([1]), [0])
-    await lose(harness.tier).wait_ended()
+    await lose(harness.tier).wait_for_exit()
     assert tries == 4
     assert caplog.text.count("is stuck in the operating system") == 1
 
@@ -116,7 +116,7 @@ async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
 ) -> None:
     keys = make_keys([1])
     await harness.put(keys, [0])
-    await lose(harness.tier).wait_ended()
+    await lose(harness.tier).wait_for_exit()
     cancelled = asyncio.ensure_future(harness.get(keys, [0]))
     hosts = call_at_start(monkeypatch, cancelled.cancel)
     with pytest.raises(asyncio.CancelledError):
@@ -131,7 +131,7 @@ async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_
     closing: list[asyncio.Future[None]] = []
     keys = make_keys([1])
     await harness.put(keys, [0])
-    await lose(harness.tier).wait_ended()
+    await lose(harness.tier).wait_for_exit()
     hosts = call_at_start(
         monkeypatch, lambda: closing.append(asyncio.ensure_future(harness.tier.aclose()))
     )

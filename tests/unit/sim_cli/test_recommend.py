@@ -50,7 +50,7 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
         ),
     ],
 )
-def test_what_cannot_be_recommended_for_is_refused(
+def test_unusable_sizes_and_speeds_are_refused(
     trace: Path, arguments: tuple[str, ...], problem: str
 ) -> None:
     text = refusal("sim", "recommend", trace, "--chunk-bytes", "1MiB", *arguments)

@@ -21,7 +21,7 @@ from tests.unit.slab_namespace.opening import (
 )
 
 
-def test_what_is_not_ours_is_neither_counted_nor_removed(
+def test_foreign_files_are_neither_counted_nor_removed(
     open_tier: Opener, root: Path, tmp_path: Path
 ) -> None:
     root.mkdir()

@@ -326,7 +326,7 @@ def test_a_tool_that_has_this_models_store_is_named_with_a_remedy(
         open_tier()
 
 
-def test_what_two_engines_filled_side_by_side_is_within_the_cap_when_one_starts_alone(
+def test_an_engine_that_starts_alone_removes_the_cache_that_ran_beside_it(
     open_tier: Opener, root: Path
 ) -> None:
     tiers = [open_tier(model=model) for model in ("a", "b")]
@@ -375,7 +375,7 @@ def future(open_tier: Opener, root: Path) -> Path:
     return directory
 
 
-def test_what_a_later_version_made_counts_and_stays(
+def test_a_cache_of_a_later_version_counts_and_stays(
     open_tier: Opener, root: Path, future: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_tier(model="new", slots=24, slot_nbytes=15 * SLOT)  # one slot; with all of them 26
@@ -413,7 +413,7 @@ def test_a_namespace_without_a_readable_layout_causes_a_warning(
     assert (layout.parent / "slots.bin").stat().st_size == 8 * SLOT
 
 
-def test_what_another_user_left_is_warned_of(
+def test_a_cache_that_this_user_cannot_read_is_a_warning(
     open_tier: Opener,
     root: Path,
     caplog: pytest.LogCaptureFixture,
@@ -465,7 +465,7 @@ def test_slots_that_somebody_gave_another_name_keep_what_they_hold(
     assert kept.read_bytes() == held
 
 
-def test_what_a_later_version_has_open_counts_against_its_own_engine(
+def test_an_open_cache_of_a_later_version_counts_against_its_own_engine(
     open_tier: Opener, root: Path, future: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with held(future):
@@ -475,7 +475,7 @@ def test_what_a_later_version_has_open_counts_against_its_own_engine(
     assert (root / fingerprint("old").namespace()).is_dir()
 
 
-def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
+def test_remains_of_another_models_cache_are_removed_at_the_next_start(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = open_tier(model="old", ranks=2, slots=2)

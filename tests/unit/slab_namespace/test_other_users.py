@@ -91,7 +91,7 @@ def test_a_namespace_or_a_file_that_others_can_write_to_is_not_served(
     assert slots_of(open_tier()) == list(range(8))
 
 
-def test_what_a_stranger_left_beside_is_neither_removed_nor_changed(
+def test_a_cache_with_a_strangers_file_is_neither_removed_nor_changed(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = open_tier(model="old")

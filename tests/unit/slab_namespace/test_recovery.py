@@ -24,7 +24,9 @@ from tests.unit.slab_namespace.opening import (
 from tests.unit.warned import warnings_in
 
 
-def test_what_a_removal_cut_short_left_is_used_again(open_tier: Opener, own: Path) -> None:
+def test_the_remains_of_an_interrupted_removal_are_used_again(
+    open_tier: Opener, own: Path
+) -> None:
     tier = open_tier()
     fill(tier)
     close(tier)

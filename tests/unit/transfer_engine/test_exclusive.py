@@ -72,7 +72,7 @@ def test_an_exclusive_action_waits_for_all_that_run_and_not_for_the_first(
     assert engine.close(timeout_s=10)
 
 
-def test_what_is_done_exclusively_to_a_tier_that_hangs_keeps_no_other_tier_waiting(
+def test_an_exclusive_action_on_a_hanging_tier_delays_no_other_tier(
     route: Scripted,
 ) -> None:
     engine = engine_of(route, UP, DOWN, ("tape", "ram"))

@@ -52,7 +52,7 @@ def test_closing_runs_what_is_queued_then_the_closers(route: Scripted) -> None:
         engine.submit(job())
 
 
-def test_tiers_get_ready_before_the_engine_is_there_and_one_that_cannot_is_no_reason_not_to_be(
+def test_openers_run_at_the_start_and_an_engine_starts_without_one_that_fails(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     ready: list[str] = []
