@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Change",
     "IndexDatabase",
-    "IndexSpec",
     "LazyRecords",
     "PackedRows",
     "Row",
@@ -61,6 +60,9 @@ Row = tuple[int, ChunkKey, int, int, int]
 
 Statement = tuple[str, Sequence[object]]
 """SQL and its parameters."""
+
+Durability = Literal["process", "power"]
+"""With ``power``, commits wait for the device and survive a power loss."""
 
 _SLOTS_PER_STEP: Final = 1 << 16
 _INSTRUCTIONS_PER_CALLBACK: Final = 4096  # of SQLite's machine: some 0.2 ms
@@ -100,19 +102,6 @@ SELECT count(*),
        group_concat(hex(key))
 FROM chunks WHERE slot >= ? AND slot < ?
 """
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSpec:
-    """How to open an index.
-
-    Attributes:
-        path: The database file.
-        durability: With ``power``, commits wait for the device and survive a power loss.
-    """
-
-    path: Path
-    durability: Literal["process", "power"]
 
 
 class PackedRows(NamedTuple):
@@ -213,18 +202,20 @@ class IndexDatabase:
     Every method raises :class:`sqlite3.Error` when the database fails.
     """
 
-    def __init__(self, connection: sqlite3.Connection, spec: IndexSpec) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, durability: Durability
+    ) -> None:
         self._connection = connection
-        self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
-        self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
+        self._synchronous = "FULL" if durability == "power" else "NORMAL"
+        self._log_path = path.with_name(f"{path.name}-wal")
         self._removals_end = 0
         self._has_retained = self._has_part_hashes = False
         self._clear_is_due = False
         self._reset_record_is_due = False
 
     @classmethod
-    def open(cls, spec: IndexSpec, io: BlockIo) -> Self:
-        """Open or create the index.
+    def open(cls, path: Path, io: BlockIo, *, durability: Durability) -> Self:
+        """Open or create the index at ``path``.
 
         Raises:
             IndexDamagedError: The file exists and is not a usable index.
@@ -232,22 +223,20 @@ class IndexDatabase:
             sqlite3.Error: The database failed for a reason other than the file's content.
         """
         # SQLite gives its side files the mode of the database, which the umask would set.
-        io.close(io.open(spec.path, os.O_RDWR | os.O_CREAT))
+        io.close(io.open(path, os.O_RDWR | os.O_CREAT))
         try:
-            return cls._open(spec, io, locking="NORMAL")
+            return cls._open(path, io, durability, locking="NORMAL")
         except sqlite3.OperationalError as error:
             if not lacks_shared_memory(error):
                 raise
             # The disk is full. Only other readers need the missing file, so start anyway.
-            return cls._open(spec, io, locking="EXCLUSIVE")
+            return cls._open(path, io, durability, locking="EXCLUSIVE")
 
     @classmethod
-    def _open(
-        cls, spec: IndexSpec, io: BlockIo, *, locking: Literal["NORMAL", "EXCLUSIVE"]
-    ) -> Self:
-        connection = io.connect(spec.path)
+    def _open(cls, path: Path, io: BlockIo, durability: Durability, *, locking: str) -> Self:
+        connection = io.connect(path)
         try:
-            database = cls(connection, spec)
+            database = cls(connection, path, durability)
             with damage_raised():
                 connection.execute(f"PRAGMA locking_mode={locking}").fetchall()
                 database._prepare()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, LazyRecords
+from kvtier.tiers.slab.index import Change, IndexDatabase, LazyRecords
 from kvtier.tiers.slab.index_reader import Entry
 from kvtier.tiers.slab.inspect import (
     StoredNamespace,
@@ -163,8 +163,7 @@ def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> Co
 
 @contextlib.contextmanager
 def _index(space: StoredNamespace, on_progress: Callable[[], None]) -> Iterator[IndexDatabase]:
-    spec = IndexSpec(space.index_path, durability="power")
-    database = IndexDatabase.open(spec, BlockIo())
+    database = IndexDatabase.open(space.index_path, BlockIo(), durability="power")
     try:
         with database.reporting_progress(on_progress):
             yield database

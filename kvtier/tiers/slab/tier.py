@@ -34,12 +34,7 @@ from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_slab
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.location import LocationCheck
-from kvtier.tiers.slab.opening import (
-    OpenSlab,
-    open_slab,
-    release_slab,
-    slots_within,
-)
+from kvtier.tiers.slab.opening import OpenSlab, open_slab, release_slab
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
     PieceBuffers,
@@ -137,7 +132,7 @@ class SlabTier(StorageTier, PartHashKeeper):
     ) -> None:
         self.name = options.name
         self.slot_nbytes = context.slot_nbytes
-        self.capacity_slots = slots_within(options, context)
+        self.capacity_slots = store.file.capacity_slots
         self._options = options
         self._pool = context.pool
         self._slots_per_piece = min(
