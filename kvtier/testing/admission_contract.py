@@ -85,7 +85,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
 
     def test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
-        for query in make_queries(2000, tiers=TIERS, chunks=8000, seed=3):
+        for query in make_queries(2000, chunks=8000, seed=3):
             self.answers(admission, query, ctx)
         slots = (TIERS - 1) * _CAPACITY
         self.check_memory(admission, most_keys=self.keys_per_slot * slots, slots=slots)
@@ -98,9 +98,9 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         """Return the steps per chunk of a policy that has seen more keys than it can keep."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
-        for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
+        for query in make_queries(2 * capacity, chunks=chunks, seed=4):
             self.answers(admission, query, ctx)
-        asked = make_queries(300, tiers=TIERS, chunks=chunks, seed=5)
+        asked = make_queries(300, chunks=chunks, seed=5)
         return self.steps_per_chunk(admission, ctx, asked)
 
 

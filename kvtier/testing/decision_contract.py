@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -85,33 +85,29 @@ def make_copies(
     return copies
 
 
-def make_queries(count: int, *, tiers: int, chunks: int, seed: int) -> list[Query]:
-    """Return random queries. Several queries may be about the same chunk.
+def make_queries(count: int, *, chunks: int, seed: int) -> list[Query]:
+    """Return random queries about :data:`TIERS` tiers. Several may be about the same chunk.
 
     Args:
         count: Number of queries.
-        tiers: Number of tiers, at least two.
         chunks: Number of different chunks.
         seed: Seed of the random numbers.
     """
-    return list(_queries(count, tiers, chunks, random.Random(seed)))
-
-
-def _queries(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterator[Query]:
-    now = 0.0
+    rng, now, queries = random.Random(seed), 0.0, list[Query]()
     for number in range(count):
         now += rng.choice((0.0, 0.5, 60.0, 7200.0))
         first = rng.randrange(chunks)
         numbers = [(first + at) % chunks for at in range(rng.randrange(1, 12))]
-        tier = rng.randrange(1, tiers)
+        tier = rng.randrange(1, TIERS)
         # Copies in RAM have the generation of their write; those in slower tiers have none.
         generation = number + 1 if tier == 1 or rng.random() < 0.5 else 0
-        yield Query(now, tier, make_copies(numbers, rng, generation=generation))
+        queries.append(Query(now, tier, make_copies(numbers, rng, generation=generation)))
+    return queries
 
 
 def sample_queries(count: int) -> Sequence[Query]:
     """Return ``count`` random queries about few chunks, so that chunks repeat."""
-    return make_queries(count, tiers=TIERS, chunks=96, seed=8)
+    return make_queries(count, chunks=96, seed=8)
 
 
 class DecisionContract(ABC, Generic[Policy, Answer]):

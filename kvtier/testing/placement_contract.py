@@ -115,7 +115,7 @@ class PlacementContract(DecisionContract[Placement, object]):
     def test_what_it_remembers_is_bounded_and_no_copy(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
         chunks = 1000 + 3 * self.most_keys
-        for query in make_queries(chunks, tiers=TIERS, chunks=4 * chunks, seed=3):
+        for query in make_queries(chunks, chunks=4 * chunks, seed=3):
             self.answers(placement, query, ctx)
         self.check_memory(placement, most_keys=self.most_keys)
 
@@ -125,11 +125,11 @@ class PlacementContract(DecisionContract[Placement, object]):
         chunks = 100 * many
 
         def work(seed: int, count: int) -> float:
-            asked = make_queries(count, tiers=TIERS, chunks=chunks, seed=seed)
+            asked = make_queries(count, chunks=chunks, seed=seed)
             return self.steps_per_chunk(placement, ctx, asked)
 
         first = work(seed=4, count=100)
-        for query in make_queries(many, tiers=TIERS, chunks=chunks, seed=5):
+        for query in make_queries(many, chunks=chunks, seed=5):
             self.answers(placement, query, ctx)
         assert work(seed=6, count=100) <= GROWTH * first
 
