@@ -61,14 +61,9 @@ class EngineHarness(TierHarness[KeyedTier]):
 
     recorder: RecordingTier
 
-    async def find(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Look up the chunks ``numbers`` in the service; return the outcomes."""
-        part = QuestionPart(len(numbers), 0, 1, is_prefix=True)
-        return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
-
-    async def find_window(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Look up the chunks ``numbers`` of a sliding window; return the outcomes."""
-        part = QuestionPart(len(numbers), 0, 1, is_prefix=False)
+    async def find(self, numbers: Sequence[int], *, is_prefix: bool = True) -> list[Outcome]:
+        """Look up the chunks ``numbers`` of a prefix, or of a sliding window."""
+        part = QuestionPart(len(numbers), 0, 1, is_prefix=is_prefix)
         return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
 
     async def store(self, numbers: Sequence[int]) -> list[Outcome]:
@@ -434,7 +429,7 @@ class SharedTierContract(ABC):
     ) -> None:
         one, other = await make_engine(), await make_engine()
         await one.store(range(20, 24))
-        found = await other.find_window(range(24))
+        found = await other.find(range(24), is_prefix=False)
         assert found == [MISSING] * 20 + [DONE] * 4
 
     async def test_an_engine_finds_and_loads_what_another_stored(

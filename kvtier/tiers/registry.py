@@ -30,9 +30,9 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
 
         return HostedTier.open(options, context)
     if isinstance(options, SharedTierConfig):
-        from kvtier.tiers.shared import KeyedTier, SharedTier  # noqa: PLC0415
+        from kvtier.tiers.shared import KeyedTier  # noqa: PLC0415
 
-        return KeyedTier.over(TIERS.find_derived(options.kind, SharedTier), options, context)
+        return KeyedTier.open(options, context)
     return _storage_tier(options.kind).open(options, context)
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -93,18 +93,13 @@ class HostProcess:
             problem = _cannot_start(error)
             raise TierUnavailableError(tier, problem) from error
         try:
-            with _abandoned_on_failure(host):
-                opened = host.open(_opening(options, context))
-        except TimeoutError as error:
-            problem = _took_too_long(host.process)
-            raise TierUnavailableError(tier, problem) from error
-        except (EOFError, OSError) as error:
-            problem = (
-                "its I/O process ended before the cache was open, exit code "
-                f"{host.process.returncode}; the engine's error output may say why"
-            )
-            raise TierUnavailableError(tier, problem) from error
-        return host, opened
+            return host, host.open(_opening(options, context))
+        except BaseException as error:
+            host.abandon()
+            if isinstance(error, EOFError | OSError):
+                problem = _cannot_open(error, host.process)
+                raise TierUnavailableError(tier, problem) from error
+            raise
 
     def open(
         self, opening: dict[str, Any], *, clock: Callable[[], float] = time.monotonic
@@ -179,16 +174,6 @@ def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) ->
     return Opened(slots, recovered, retained, part_hashes, slot_file)
 
 
-@contextlib.contextmanager
-def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
-    """End ``host`` if the ``with`` body raises, and name the host's exit code in the error."""
-    try:
-        yield
-    except BaseException:
-        host.abandon()
-        raise
-
-
 def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
     """Return the memory that contains all buffers.
 
@@ -239,7 +224,12 @@ def _cannot_start(error: OSError) -> str:
     )
 
 
-def _took_too_long(process: subprocess.Popen[bytes]) -> str:
+def _cannot_open(error: EOFError | OSError, process: subprocess.Popen[bytes]) -> str:
+    if not isinstance(error, TimeoutError):
+        return (
+            f"its I/O process ended before the cache was open, exit code {process.returncode}; "
+            "the engine's error output may say why"
+        )
     fate = "was ended" if process.returncode is not None else "is stuck in the operating system"
     return (
         f"its I/O process {process.pid} had not opened the cache after {_OPEN_TIMEOUT_S:g} s "

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeAlias
 
-__all__ = ["AT_ONCE", "Ask", "count_leading", "count_rounds"]
+__all__ = ["AT_ONCE", "Ask", "count_leading", "count_rounds", "find_leading"]
 
 Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[bool]]]
 """Returns for each given position of a chain whether the service has the key there."""
@@ -49,6 +49,17 @@ async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
             present = position + 1
         positions = _even(present, absent, at_once)
     return present
+
+
+async def find_leading(
+    keys: Sequence[str], ask: Callable[[Sequence[str]], Awaitable[Sequence[bool]]]
+) -> list[bool]:
+    """Return for each key of a chain whether the service has it, by a galloping search.
+
+    ``ask`` returns for each given key whether the service has the key.
+    """
+    count = await count_leading(len(keys), lambda places: ask([keys[at] for at in places]))
+    return [True] * count + [False] * (len(keys) - count)
 
 
 def count_rounds(found: Sequence[bool]) -> int:

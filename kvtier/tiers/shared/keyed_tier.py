@@ -34,7 +34,7 @@ from typing import ClassVar, Final, Self, TypeVar
 
 from typing_extensions import override
 
-from kvtier.config import SharedTierConfig, TierConfig
+from kvtier.config import TIERS, SharedTierConfig, TierConfig
 from kvtier.errors import ClosedError, KvtierError, TierUnavailableError
 from kvtier.keys import ChunkKey, group_of, hash_part
 from kvtier.tiers.base import (
@@ -101,23 +101,15 @@ class KeyedTier(StorageTier, KeyFinder):
             self._begin_epoch()
 
     @classmethod
-    def over(
-        cls, kind: type[SharedTier], options: SharedTierConfig, context: TierContext
-    ) -> Self:
-        """Open a shared tier of class ``kind`` and return the storage tier on top of it.
-
-        Raises:
-            ConfigError: The options cannot work here.
-        """
+    @override
+    def open(cls, options: TierConfig, context: TierContext) -> Self:
+        """Open the shared tier of kind ``options.kind``; see :meth:`StorageTier.open`."""
+        assert isinstance(options, SharedTierConfig)
+        kind = TIERS.find_derived(options.kind, SharedTier)
         nbytes, memory = context.slot_nbytes, _memory_of(context)
         scratch = memoryview(mmap.mmap(-1, nbytes))  # untouched pages take no memory
         shared = SharedContext(nbytes, context.pool, memory, scratch=scratch)
         return cls(options, context, kind.open(options, shared), scratch)
-
-    @classmethod
-    @override
-    def open(cls, options: TierConfig, context: TierContext) -> Self:
-        raise TypeError("use KeyedTier.over with the class of the shared tier")
 
     @override
     def recovered(self) -> Iterable[tuple[ChunkKey, int]]:

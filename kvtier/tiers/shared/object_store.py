@@ -34,7 +34,7 @@ from kvtier.os.iopool import UncancellableFuture, wait_uncancelled
 from kvtier.os.object_stores import explain, open_store
 from kvtier.printable import printable
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
-from kvtier.tiers.shared.gallop import count_leading
+from kvtier.tiers.shared.gallop import find_leading
 from kvtier.tiers.shared.proof import PROOF_NBYTES
 from kvtier.types import Outcome
 
@@ -114,23 +114,12 @@ class ObjectTier(SharedTier):
     @override
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
         self._require_open()
-
-        async def ask(number: int) -> bool:
-            return await self._has(keys[number])
-
-        return await self._ask_all(len(keys), ask)
+        return await self._ask(keys)
 
     @override
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
         self._require_open()
-
-        async def ask(positions: Sequence[int]) -> list[bool]:
-            return await self._ask_all(
-                len(positions), lambda at: self._has(keys[positions[at]])
-            )
-
-        count = await count_leading(len(keys), ask)
-        return [True] * count + [False] * (len(keys) - count)
+        return await find_leading(keys, self._ask)
 
     @override
     async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
@@ -229,9 +218,12 @@ class ObjectTier(SharedTier):
             raise self._unavailable(error)
         return outcomes
 
-    async def _ask_all(self, count: int, ask: Callable[[int], Awaitable[bool]]) -> list[bool]:
-        answers = [False] * count
-        error = await _in_parallel(answers, ask, self._questions, at_once=self._connections)
+    async def _ask(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its object exists and has the right size."""
+        answers = [False] * len(keys)
+        error = await _in_parallel(
+            answers, lambda at: self._has(keys[at]), self._questions, at_once=self._connections
+        )
         if error is not None:
             raise self._unavailable(error)
         return answers

@@ -34,7 +34,7 @@ from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
 from kvtier.tiers.shared.dir_io import DirIo
 from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
 from kvtier.tiers.shared.dir_room import DirRoom
-from kvtier.tiers.shared.gallop import count_leading
+from kvtier.tiers.shared.gallop import find_leading
 from kvtier.tiers.slab.direct_io import (
     PAGE_NBYTES,
     aligned_buffer,
@@ -130,23 +130,12 @@ class SharedDirTier(SharedTier):
     @override
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
         await self._begin()
-        found = await self._split(self._files.contain, list(keys), purpose=Purpose.FIND)
-        if not all(found):
-            await self._check(Purpose.FIND)
-        return found
+        return await self._checked(await self._ask(keys))
 
     @override
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
         await self._begin()
-
-        async def ask(positions: Sequence[int]) -> Sequence[bool]:
-            asked = [keys[position] for position in positions]
-            return await self._split(self._files.contain, asked, purpose=Purpose.FIND)
-
-        count = await count_leading(len(keys), ask)
-        if count < len(keys):
-            await self._check(Purpose.FIND)
-        return [True] * count + [False] * (len(keys) - count)
+        return await self._checked(await find_leading(keys, self._ask))
 
     @override
     async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
@@ -189,6 +178,14 @@ class SharedDirTier(SharedTier):
             raise ClosedError(f"tier {self._name} is closed")
         if not self._layout.is_ready:
             await self._pool.run(self._layout.prepare, priority=int(Purpose.FIND))
+
+    async def _ask(self, keys: Sequence[str]) -> list[bool]:
+        return await self._split(self._files.contain, keys, purpose=Purpose.FIND)
+
+    async def _checked(self, found: Sequence[bool]) -> Sequence[bool]:
+        if not all(found):
+            await self._check(Purpose.FIND)
+        return found
 
     async def _check(self, purpose: Purpose) -> None:
         """Raise TierUnavailableError if values are missing because of an unmount."""

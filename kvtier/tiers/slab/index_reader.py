@@ -209,8 +209,7 @@ class IndexReader:
 
     def chunks_from(self, slot: int) -> int:
         """Return the number of chunks in ``slot`` and later slots."""
-        rows = self._query("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
-        return int(rows[0][0])
+        return self._number("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
 
     def all_keys(self) -> Iterator[list[ChunkKey]]:
         """Yield the keys of all rows in batches, in slot order."""
@@ -225,18 +224,18 @@ class IndexReader:
 
     def first_use(self) -> int:
         """Return the smallest logical time of a chunk's last use; 0 without chunks."""
-        rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
-        return int(rows[0][0] or 0)
+        sql = "SELECT coalesce(min(last_use), 0) FROM (SELECT {columns} FROM chunks)"
+        return self._number(sql)
 
     def less_recent(self, entry: Entry) -> int:
         """Return the number of chunks used less recently than ``entry``."""
-        rows = self._query("SELECT count(*) FROM chunks WHERE last_use < ?", (entry.last_use,))
-        return int(rows[0][0])
+        sql = "SELECT count(*) FROM chunks WHERE last_use < ?"
+        return self._number(sql, (entry.last_use,))
 
     def latest_generation(self) -> int:
         """Return the logical time of the last store; -1 without chunks."""
-        rows = self._query("SELECT CAST(max(generation) AS INTEGER) FROM chunks")
-        return -1 if rows[0][0] is None else int(rows[0][0])
+        sql = "SELECT coalesce(CAST(max(generation) AS INTEGER), -1) FROM chunks"
+        return self._number(sql)
 
     def entries_of_slots(self, first: int, end: int, stored_after: int = -1) -> list[Entry]:
         """Return the rows of slots ``first`` to ``end - 1``, in slot order.
@@ -262,6 +261,9 @@ class IndexReader:
     def _entries(self, where: str, parameters: _Parameters) -> list[Entry]:
         sql = f"SELECT * FROM (SELECT {{columns}} FROM chunks) WHERE {where}"
         return [_entry(row) for row in self._query(sql, parameters)]
+
+    def _number(self, sql: str, parameters: _Parameters = ()) -> int:
+        return int(self._query(sql, parameters)[0][0])
 
     def _query(self, sql: str, parameters: _Parameters = ()) -> list[tuple[Any, ...]]:
         connection = self._connect()

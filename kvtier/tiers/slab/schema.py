@@ -81,18 +81,9 @@ CREATE TABLE IF NOT EXISTS retained(
 """SQL that creates the table of retained chunks, once a chunk is retained."""
 
 _COLUMNS: Final = {
-    "chunks": [
-        "slot",
-        "key",
-        "checksum",
-        "generation",
-        "last_use",
-        "stored_at",
-        "used_at",
-        "hits",
-    ],
-    "meta": ["name", "value"],
-    "removals": ["end", "at", "reason", "key_marks"],
+    "chunks": "slot key checksum generation last_use stored_at used_at hits",
+    "meta": "name value",
+    "removals": "end at reason key_marks",
 }
 _MACHINE_ERRORS: Final = frozenset(
     {
@@ -173,7 +164,7 @@ def check_schema(connection: sqlite3.Connection) -> None:
     if version != _VERSION:
         raise IndexVersionError(f"it has version {version}, and this kvtier reads {_VERSION}")
     for table, columns in _COLUMNS.items():
-        if [row[1] for row in run(f"PRAGMA table_info({table})")] != columns:
+        if " ".join(row[1] for row in run(f"PRAGMA table_info({table})")) != columns:
             raise IndexDamagedError(f"table {table} has other columns")
 
 
