@@ -148,11 +148,7 @@ def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -
 
 
 def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of ``views`` to the file at ``offset``; continue after short writes.
-
-    Raises:
-        OSError: The medium failed.
-    """
+    """Write all of ``views`` at ``offset`` of a file, also after short writes."""
     done = 0
     rest = list(views)
     while rest:

@@ -108,7 +108,6 @@ class PackedRows(NamedTuple):
     """Rows of the index, packed as a statement returns them.
 
     Attributes:
-        row_count: Number of rows.
         numbers: Slot, checksum, generation and last use of each row, 16 hex digits each.
         keys: The keys in hex, separated by commas.
     """
@@ -176,11 +175,7 @@ class Change:
     records: LazyRecords = field(default_factory=LazyRecords)
 
     def statements(self, now: int) -> Iterator[Statement]:
-        """Yield the statements that change rows; usually three or fewer.
-
-        Args:
-            now: Seconds since the epoch.
-        """
+        """Yield the statements that change rows at ``now``; usually three or fewer."""
         deleted = [slot for slot, row in self.rows.items() if row is None]
         if deleted:
             yield _DELETE, (json.dumps(deleted),)
@@ -219,8 +214,6 @@ class IndexDatabase:
 
         Raises:
             IndexDamagedError: The file exists and is not a usable index.
-            OSError: The file system failed.
-            sqlite3.Error: The database failed for a reason other than the file's content.
         """
         # SQLite gives its side files the mode of the database, which the umask would set.
         io.close(io.open(path, os.O_RDWR | os.O_CREAT))
@@ -273,11 +266,8 @@ class IndexDatabase:
     def retain(self, chunks: Iterable[tuple[int, int]], until: int) -> None:
         """Durably record that chunks must not be evicted before ``until``.
 
-        The record for a slot has no effect if the slot holds another chunk than the given one.
-
-        Args:
-            chunks: Slot and generation of each chunk.
-            until: Seconds since the epoch.
+        Each of ``chunks`` is a slot and a generation. The record has no effect if the slot
+        holds another chunk.
         """
         rows = [(slot, generation, until) for slot, generation in chunks]
         with self._durably():
@@ -292,9 +282,6 @@ class IndexDatabase:
 
         This call also creates the table of part hashes, so that later changes can contain
         hashes.
-
-        Raises:
-            IndexDamagedError: The rows cannot be read.
         """
         with damage_raised():
             part_hash_table.create(self._connection)
@@ -359,10 +346,7 @@ class IndexDatabase:
         return bool(self._connection.execute(_RESET_RECORD).fetchone())
 
     def record_reset(self) -> None:
-        """Record a reset at an unknown time.
-
-        The record survives a power loss under both ``durability`` settings.
-        """
+        """Record a reset at an unknown time; the record survives a power loss."""
         with self._durably():
             self._connection.execute(_RECORD_RESET, ("0",))
         self._reset_record_is_due = False
@@ -383,8 +367,7 @@ class IndexDatabase:
     def reporting_progress(self, on_progress: Callable[[], None]) -> Iterator[None]:
         """Call ``on_progress`` regularly while a statement runs in the body.
 
-        Raises:
-            KeyboardInterrupt: The user interrupted a statement; the statement changed nothing.
+        A user's interrupt raises KeyboardInterrupt, and the statement then changed nothing.
         """
 
         def callback() -> int:

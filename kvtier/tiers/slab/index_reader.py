@@ -90,8 +90,6 @@ class Entry:
     """One row of the index. The chunk's bytes may be damaged.
 
     Attributes:
-        slot: The chunk's slot.
-        key: The chunk's key.
         checksum: The chunk's checksum, unsigned.
         generation: Logical time of the store; unique.
         last_use: Logical time of the chunk's last use.
@@ -158,9 +156,7 @@ class IndexReader:
         return self._beside_engine
 
     def reset_at(self) -> int | None:
-        """Return the time of the recorded reset; None if no reset is recorded.
-
-        If a reset is recorded, the next start deletes all chunks.
+        """Return the time of the recorded reset, after which the next start deletes all chunks.
 
         Returns:
             Seconds since the epoch, 0 if unknown; None if no reset is recorded.
@@ -240,10 +236,7 @@ class IndexReader:
     def entries_of_slots(self, first: int, end: int, stored_after: int = -1) -> list[Entry]:
         """Return the rows of slots ``first`` to ``end - 1``, in slot order.
 
-        Args:
-            first: The first slot.
-            end: The slot after the last.
-            stored_after: Return only rows of later generations.
+        Only rows of generations after ``stored_after`` count.
         """
         return self._entries(
             "slot >= ? AND slot < ? AND generation > ? ORDER BY slot",
@@ -311,11 +304,9 @@ class IndexReader:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return how many chunks the next engine start would find; nobody may use the namespace.
+    """Return how many chunks the next start finds in a namespace that nobody uses.
 
-    Returns:
-        The number of chunks; 0 if the index is missing or records a reset; None if the index
-        cannot be read.
+    The number is 0 if the index is missing or records a reset; None if it cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -327,11 +318,7 @@ def count_chunks(space: StoredNamespace) -> int | None:
 
 
 def find_other_version(space: StoredNamespace) -> str:
-    """Check whether another version of kvtier wrote the index of an idle namespace.
-
-    Returns:
-        A message if another version wrote the index; else an empty text.
-    """
+    """Return a message if another version of kvtier wrote the index of an idle namespace."""
     try:
         with IndexReader(space, idle=True) as reader:
             reader.reset_at()
@@ -343,11 +330,7 @@ def find_other_version(space: StoredNamespace) -> str:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Create a directory for a copy of ``index``; the exit of ``stack`` deletes the directory.
-
-    Raises:
-        ConfigError: The directory cannot be created.
-    """
+    """Create a directory for a copy of ``index``, which the exit of ``stack`` deletes."""
     try:
         return Path(stack.enter_context(tempfile.TemporaryDirectory()))
     except OSError as error:
@@ -355,12 +338,7 @@ def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _copy(index: Path, source: BinaryIO, destination: Path) -> None:
-    """Append ``source``, a file of ``index``, to ``destination``.
-
-    Raises:
-        ConfigError: The copy cannot be written.
-        OSError: The file cannot be read.
-    """
+    """Append ``source``, a file of ``index``, to ``destination``."""
     while data := source.read(_COPIED_AT_ONCE):
         try:
             with destination.open("ab") as file:

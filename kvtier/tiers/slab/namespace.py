@@ -73,12 +73,7 @@ class LayoutVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The settings that give the bytes in a namespace their meaning; saved as ``layout.json``.
-
-    Attributes:
-        fingerprint: The settings that a chunk's bytes depend on.
-        slot_nbytes: Bytes of one slot.
-    """
+    """The settings that give a namespace's bytes their meaning; saved as ``layout.json``."""
 
     fingerprint: LayoutFingerprint
     slot_nbytes: int
@@ -133,11 +128,7 @@ class Layout:
 
 
 class Namespace:
-    """A namespace, locked by this object.
-
-    Attributes:
-        directory: The namespace's directory.
-    """
+    """A namespace, locked by this object. Methods raise :class:`OSError` if the disk fails."""
 
     def __init__(self, directory: Path, lock_fd: int, io: BlockIo) -> None:
         self.directory = directory
@@ -155,7 +146,6 @@ class Namespace:
         Raises:
             CacheLockedError: The namespace is open already, in this process or another.
             CacheDamagedError: The directory is foreign, or has another layout.
-            OSError: The file system failed.
         """
         directory = root / layout.fingerprint.namespace()
         with contextlib.suppress(FileExistsError):
@@ -205,11 +195,7 @@ class Namespace:
     def set_index_aside(self) -> Path:
         """Rename a damaged index, and replace an earlier one; return the new path.
 
-        The new names survive a power loss.
-
-        Raises:
-            OSError: The file system failed; after a restart, some of the index's files may have
-                their old names.
+        The new names survive a power loss. After an error, some files may have their old names.
         """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
@@ -226,9 +212,6 @@ class Namespace:
 
         Syncing a file does not sync its name or the directories above it. If the path of
         the cache directory has symbolic links, their targets are synced.
-
-        Raises:
-            OSError: The file system failed.
         """
         root = self.directory.parent.resolve()
         for directory in (self.directory, root, root.parent):
@@ -330,7 +313,6 @@ def open_root(
     Raises:
         ConfigError: ``root`` cannot be created or used, or others can replace its content.
         CacheLockedError: Another process held the lock for longer than ``patience``.
-        OSError: The file system failed.
     """
     _make_root(tier, root, io)
     if exposure := find_exposure(root):
@@ -359,11 +341,7 @@ def has_namespace_name(path: Path) -> bool:
 
 
 def find_foreign_file(directory: Path) -> str:
-    """Return a message if another user owns or may write a namespace's files; else empty.
-
-    Raises:
-        OSError: The permission to examine a file is missing.
-    """
+    """Return a message if another user owns or may write a namespace's files; else empty."""
     paths = (directory, *(directory / name for name in FILES))
     return find_foreign_owner(paths) or find_writable(paths)
 

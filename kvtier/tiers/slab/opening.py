@@ -74,13 +74,7 @@ _REMEDIES: Final[dict[int | None, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenSlab:
-    """The parts of an open slab.
-
-    Attributes:
-        namespace: The directory and its lock.
-        file: The slots.
-        database: The index.
-    """
+    """The directory with its lock, the slots, and the index of an open slab."""
 
     namespace: Namespace
     file: SlotFile
@@ -114,12 +108,7 @@ def open_slab(
 
 
 def release_slab(store: OpenSlab) -> None:
-    """Close the files and release the lock, without another commit.
-
-    Raises:
-        OSError: The file system failed; all files are released.
-        sqlite3.Error: The index failed; all files are released.
-    """
+    """Close the files and release the lock, without another commit, also after an error."""
     with contextlib.ExitStack() as stack:
         stack.callback(store.namespace.close)
         stack.callback(store.file.close)
@@ -389,11 +378,7 @@ class _Opener:
 
 
 def _slots_within(options: NvmeTierConfig, context: TierContext) -> int:
-    """Return the number of slots that fit into the capacity.
-
-    Raises:
-        ConfigError: No slot fits, or the slot size is not a multiple of the page size.
-    """
+    """Return the number of slots that fit into the capacity; raise a ConfigError for none."""
     slot_nbytes = context.slot_nbytes
     if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
         raise ConfigError(

@@ -113,11 +113,10 @@ class IndexVersionError(IndexDamagedError):
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One row of the removal log.
+    """One row of the removal log; ``reason`` is a value of RemovalReason.
 
     Attributes:
         at: Seconds since the epoch.
-        reason: A value of :class:`kvtier.tiers.slab.removals.RemovalReason`.
         key_marks: Marks as little-endian 64-bit numbers; empty if the keys are unknown.
     """
 
@@ -135,11 +134,7 @@ def index_room_nbytes(capacity_slots: int) -> int:
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """Create the tables if the file is empty, and check them.
-
-    Raises:
-        IndexDamagedError: See :func:`check_schema`.
-    """
+    """Create the tables if the file is empty, and check them with :func:`check_schema`."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         connection.executescript(
             f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id={_APPLICATION_ID};"

@@ -32,15 +32,7 @@ _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP,
 
 @dataclass(frozen=True, slots=True)
 class SlotFileSpec:
-    """How to open a slot file.
-
-    Attributes:
-        tier: The tier's name, for messages.
-        path: The file.
-        capacity_slots: Number of slots.
-        slot_nbytes: Bytes of one slot, a multiple of 4096.
-        direct_io: Whether to bypass the page cache.
-    """
+    """How to open a slot file; ``slot_nbytes`` is a multiple of 4096."""
 
     tier: str
     path: Path
@@ -55,7 +47,9 @@ class SlotFileSpec:
 
 
 class SlotFile:
-    """An open slot file. Its methods block; several threads may call them.
+    """An open slot file. Several threads may call its methods.
+
+    The methods block, and raise :class:`OSError` if the medium fails.
 
     Attributes:
         path: Path of the file.
@@ -81,9 +75,6 @@ class SlotFile:
         """Open or create the file without changing its size.
 
         Call :meth:`truncate` and :meth:`reserve` before the first read or write.
-
-        Raises:
-            OSError: The file system failed.
         """
         fd = io.open(spec.path, os.O_RDWR | os.O_CREAT)
         try:
@@ -94,11 +85,7 @@ class SlotFile:
         return cls(spec, io, fd, found_nbytes=found_nbytes)
 
     def truncate(self) -> None:
-        """Truncate the file if it is longer than the capacity.
-
-        Raises:
-            OSError: The file system failed.
-        """
+        """Truncate the file if it is longer than the capacity."""
         if self.found_nbytes > self._spec.nbytes:
             self._io.truncate(self._fd, self._spec.nbytes)
 
@@ -107,7 +94,6 @@ class SlotFile:
 
         Raises:
             ConfigError: The disk has too little room, or O_DIRECT is required and unsupported.
-            OSError: The file system failed for another reason.
         """
         self._allocate()
         if self._spec.direct_io != "off":
@@ -115,11 +101,7 @@ class SlotFile:
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
-        """Open a slot file for reading, if possible with O_DIRECT; an engine may have it open.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Open a slot file to read, with O_DIRECT if possible; an engine may have it open."""
         fd = io.open(path, os.O_RDONLY)
         try:
             found_nbytes = os.fstat(fd).st_size
@@ -140,14 +122,7 @@ class SlotFile:
         return file
 
     def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
-        """Read consecutive slots into ``views``, one per slot.
-
-        Returns:
-            Number of whole slots read; fewer than requested only at the end of the file.
-
-        Raises:
-            OSError: The medium failed.
-        """
+        """Read consecutive slots; return how many were whole, fewer only at the file's end."""
         if not self._needs_bounce(views):
             return self._read(first_slot, views)
         bounce = aligned_buffer(len(views) * self._slot_nbytes)
@@ -158,11 +133,7 @@ class SlotFile:
         return whole
 
     def write(self, first_slot: int, views: Sequence[memoryview]) -> None:
-        """Write consecutive slots from ``views``, one per slot.
-
-        Raises:
-            OSError: The medium failed.
-        """
+        """Write consecutive slots from ``views``, one per slot."""
         if self._needs_bounce(views):
             parts = self._parts(aligned_buffer(len(views) * self._slot_nbytes))
             for view, part in zip(views, parts, strict=True):
@@ -185,20 +156,12 @@ class SlotFile:
             raise
 
     def identity(self) -> tuple[int, int]:
-        """Return the device number and the inode number of the file.
-
-        Raises:
-            OSError: The file system failed.
-        """
+        """Return the device number and the inode number of the file."""
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
 
     def is_removed(self) -> bool:
-        """Return whether the file has no directory entry left, so that closing deletes it.
-
-        Raises:
-            OSError: The file system failed.
-        """
+        """Return whether the file has no directory entry left, so that closing deletes it."""
         return not os.fstat(self._fd).st_nlink
 
     def close(self) -> None:

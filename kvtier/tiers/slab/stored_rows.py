@@ -75,7 +75,6 @@ def load_rows(database: IndexDatabase, capacity_slots: int) -> StoredRows:
 
     Raises:
         IndexDamagedError: The rows cannot be read.
-        sqlite3.Error: The database failed.
     """
     with damage_raised():
         database.drop_beyond(capacity_slots)

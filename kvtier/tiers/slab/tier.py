@@ -113,12 +113,7 @@ class SlabTier(StorageTier, PartHashKeeper):
     """A tier that keeps chunks in a directory on a local disk.
 
     Only the event loop's thread accesses the tier's state; pool threads return results to it.
-
-    Args:
-        options: The tier's section of the configuration.
-        context: Slot size, fingerprint, and threads.
-        store: The open files; owned by the tier.
-        rows: The rows of earlier engines.
+    The tier owns the open files of ``store``; ``rows`` are those of earlier engines.
     """
 
     Options: ClassVar[type[TierConfig]] = NvmeTierConfig

@@ -42,12 +42,7 @@ _SETTLE_S: Final = 2.0  # an engine commits a row much sooner after its payload
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
-    """A chunk that an engine could not use.
-
-    Attributes:
-        entry: The chunk's row.
-        unreadable: Whether the medium failed; otherwise the checksum is wrong.
-    """
+    """A chunk that an engine could not use: unreadable, or with a wrong checksum."""
 
     entry: Entry
     unreadable: bool
@@ -58,11 +53,9 @@ class Verification:
     """Result of verifying one namespace.
 
     Attributes:
-        chunks: Number of checked chunks.
         nbytes: Payload bytes of the chunks that could be read whole.
         seconds: Seconds that the reads took.
         changed: Number of suspects that an engine replaced or removed before the second check.
-        bad: Bad chunks.
     """
 
     chunks: int = 0
