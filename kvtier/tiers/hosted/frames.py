@@ -88,13 +88,7 @@ class FrameParser:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The chunks of a read or a write.
-
-    Attributes:
-        keys: The chunks' keys.
-        slots: The chunks' slots in the tier.
-        offsets: Offsets of the chunks' bytes in the shared memory.
-    """
+    """Keys and slots of the chunks of a read or a write, and their offsets in shared memory."""
 
     keys: Sequence[ChunkKey]
     slots: npt.NDArray[np.int64]

@@ -66,7 +66,6 @@ class _Marker(NamedTuple):
     Attributes:
         place: Device number and inode number of the directory.
         version: Device number, inode number and time of modification of the marker.
-        folders: Number of folders.
     """
 
     place: tuple[int, int]
@@ -76,11 +75,6 @@ class _Marker(NamedTuple):
 
 class DirLayout:
     """Paths of a shared directory's values. All methods except ``path_of`` may block.
-
-    Args:
-        options: The tier's options.
-        value_nbytes: Size of one value's file in bytes.
-        io: System calls.
 
     Attributes:
         direct: Whether I/O bypasses the page cache.
@@ -245,11 +239,7 @@ class DirLayout:
             )
 
     def _probe_direct_io(self) -> bool:
-        """Return whether the directory's files can be read with O_DIRECT.
-
-        Raises:
-            ConfigError: O_DIRECT does not work, and the options require it.
-        """
+        """Return whether O_DIRECT works; raise a ConfigError if the options require it."""
         if self._options.direct_io == "off":
             return False
         try:

@@ -29,14 +29,8 @@ AT_ONCE: Final = 8
 async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
     """Return how many leading keys of a chain of ``count`` keys the service has.
 
-    The search takes up to ``2 + log(count) / log(at_once + 1)`` rounds. Each round sends at
-    most ``at_once`` requests, each for one key.
-
-    Args:
-        count: Number of keys.
-        ask: Returns for each given position whether the service has the key there. The
-            positions are ascending, from 0 to ``count - 1``.
-        at_once: Largest number of requests in one round; ``ask`` may send them in parallel.
+    The search takes up to ``2 + log(count) / log(at_once + 1)`` rounds. Each round calls
+    ``ask`` with at most ``at_once`` positions, ascending from 0 to ``count - 1``.
     """
     present, absent = 0, count
     positions = _exponential(count, at_once)
@@ -63,11 +57,7 @@ async def find_leading(
 
 
 def count_rounds(found: Sequence[bool]) -> int:
-    """Return how many rounds :func:`count_leading` takes.
-
-    Args:
-        found: For each key of the chain, whether the service has the key.
-    """
+    """Return how many rounds :func:`count_leading` takes; ``found`` has an answer per key."""
     rounds = 0
 
     async def ask(positions: Sequence[int]) -> list[bool]:

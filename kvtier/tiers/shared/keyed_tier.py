@@ -66,13 +66,9 @@ _WRONG: Final = "the value has no matching proof"
 
 
 class KeyedTier(StorageTier, KeyFinder):
-    """A storage tier on top of a shared tier.
+    """A storage tier on top of a shared tier, which it owns.
 
-    Args:
-        options: Options of the shared tier.
-        context: The tier's context.
-        shared: The client of the service; owned by this object.
-        scratch: Memory for one chunk that is read again before a repair.
+    ``scratch`` is memory for one chunk that is read again before a repair.
     """
 
     Options: ClassVar[type[TierConfig]] = SharedTierConfig
@@ -266,11 +262,7 @@ class KeyedTier(StorageTier, KeyFinder):
         return outcomes
 
     async def _reach(self, calling: Awaitable[_T]) -> _T:
-        """Await a call of the service.
-
-        Raises:
-            TierUnavailableError: The call failed; the error names the cause in one line.
-        """
+        """Await a call of the service; raise TierUnavailableError for its library's errors."""
         try:
             return await calling
         except KvtierError:
@@ -304,9 +296,7 @@ def _last_chunks(part: QuestionPart, end_token: float) -> slice:
 def value_key(space: str, key: ChunkKey) -> str:
     """Return the key of a chunk's value in a shared tier.
 
-    Args:
-        space: The layout's fingerprint; after a reset, the fingerprint and the epoch.
-        key: The chunk's key in the engine.
+    ``space`` is the layout's fingerprint; after a reset, the fingerprint and the epoch.
     """
     return f"{_FORMAT}-{space}/{group_of(key)}-{hash_part(key).hex()}"
 

@@ -74,10 +74,7 @@ _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk
 class ObjectTier(SharedTier):
     """Keeps values as objects under one prefix of a bucket.
 
-    Args:
-        options: Options of the tier.
-        context: The size of a chunk.
-        store: obstore's client of the bucket, limited to the prefix.
+    ``store`` is obstore's client of the bucket, limited to the prefix.
     """
 
     Options: ClassVar[type[SharedTierConfig]] = ObjectTierConfig
@@ -247,8 +244,7 @@ async def _in_parallel(
 ) -> Exception | None:
     """Send requests and put their results into ``results``; start none after an error.
 
-    Returns:
-        The first error; None if all requests succeeded.
+    The first error is returned; None if all requests succeeded.
 
     Cancellation:
         Deferred until the started requests have ended.
@@ -336,11 +332,7 @@ def _open(options: ObjectTierConfig, timeout_s: float) -> ObjectStore:
 
 
 def _check_access(options: ObjectTierConfig, store: ObjectStore) -> None:
-    """Send one request; log a warning if the service does not answer.
-
-    Raises:
-        ConfigError: The service refuses the request.
-    """
+    """Send one request; warn if no answer comes, and raise a ConfigError if it is refused."""
     import obstore  # noqa: PLC0415 - an optional extra
 
     try:

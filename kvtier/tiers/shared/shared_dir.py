@@ -63,17 +63,7 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class SharedDirTier(SharedTier):
-    """One engine's access to a shared directory.
-
-    Args:
-        options: The tier's options.
-        context: The size of a chunk and threads.
-        io: System calls.
-        clock: Returns seconds on a monotonic clock.
-
-    Raises:
-        ConfigError: The capacity is too small for one chunk.
-    """
+    """One engine's access to a shared directory."""
 
     Options: ClassVar[type[SharedTierConfig]] = SharedDirTierConfig
 
@@ -109,14 +99,7 @@ class SharedDirTier(SharedTier):
         return tier
 
     def prepare(self, *, timeout_s: float = _OPEN_S) -> None:
-        """Prepare the directory if it is reachable now. This call blocks.
-
-        Args:
-            timeout_s: Longest wait for the file system.
-
-        Raises:
-            ConfigError: The options cannot work here; the message says what to do.
-        """
+        """Prepare the directory if it is reachable in time. This call blocks."""
         try:
             call_within(self._layout.prepare, timeout_s, name="kvtier-shared-dir-open")
         except TierUnavailableError as error:
@@ -213,7 +196,6 @@ class _Written(NamedTuple):
     """The result of a put.
 
     Attributes:
-        outcome: The put's outcome.
         added_nbytes: Bytes by which the value's folder grew; negative if the folder shrank.
     """
 
@@ -268,9 +250,6 @@ class _ValueFiles:
         """Return whether ``key`` has a value of the right size.
 
         A truncated file counts as absent, so that it is replaced.
-
-        Raises:
-            OSError: The file system failed.
         """
         try:
             nbytes = self._nbytes_of(self._layout.path_of(key))

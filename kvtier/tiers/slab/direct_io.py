@@ -128,14 +128,7 @@ def is_aligned(view: memoryview) -> bool:
 
 
 def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill ``views`` from the file at ``offset``; continue after short reads.
-
-    Returns:
-        Number of bytes read; fewer than requested only at the end of the file.
-
-    Raises:
-        OSError: The medium failed.
-    """
+    """Fill ``views`` from the file at ``offset``; return fewer bytes only at the file's end."""
     done = 0
     rest = list(views)
     while rest:

@@ -311,12 +311,9 @@ class IndexDatabase:
     def clear(self, *, after_reset: bool = False) -> None:
         """Delete all rows.
 
-        The deletion survives a power loss under both ``durability`` settings.
-
-        Args:
-            after_reset: Whether to record a reset in the same transaction, so that other
-                engines do not serve chunks that are stored later. If False, an earlier record
-                of a reset is deleted.
+        The deletion survives a power loss under both ``durability`` settings. The same
+        transaction records a reset if ``after_reset``, so that no other engine serves chunks
+        stored later; else it deletes an earlier record of a reset.
         """
         record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
