@@ -297,13 +297,7 @@ def _explain_absence(
 ) -> None:
     """Add to ``answer`` when and why the chunk that matches ``pattern`` was removed.
 
-    Args:
-        answer: The explanation to complete, for the namespace of ``removals``.
-        pattern: The chunk's key.
-        removals: The entries of the removal log, newest first.
-
-    Raises:
-        ConfigError: Several keys match.
+    The ``removals`` are newest first. Several matching keys are a ConfigError.
     """
     marks = pattern.of_marks()
     found = find_marks(removals, marks)
@@ -322,11 +316,7 @@ def _explain_absence(
 
 
 def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
-    """Return the newest entry of the matching key; None if no key matches.
-
-    Raises:
-        ConfigError: Several keys match.
-    """
+    """Return the newest entry of the only matching key; None if no key matches."""
     found: dict[ChunkKey, Entry] = {}
     for entry in reader.entries_of_prefix(pattern.common_digits):
         if pattern.matches(entry.key):

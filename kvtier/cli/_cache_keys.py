@@ -85,9 +85,7 @@ class KeyPattern:
 class KeyList:
     """The keys of a file. :meth:`take` finds a key in the list and marks it as taken.
 
-    Args:
-        patterns: Pattern of each key, by the key's text in the file. Each pattern has at
-            least 16 digits.
+    ``patterns`` has each key's pattern, of at least 16 digits, by its text in the file.
     """
 
     def __init__(self, patterns: dict[str, KeyPattern]) -> None:

@@ -194,11 +194,7 @@ def _one_of(spaces: Sequence[StoredNamespace], directory: Path) -> StoredNamespa
 def _working(
     what: str, total: int, space: StoredNamespace | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in the ``with`` block, and convert errors to ConfigErrors.
-
-    Yields:
-        A function that moves the bar by a number of chunks.
-    """
+    """Show a progress bar; yield a function that moves it. Convert errors to ConfigErrors."""
     with contextlib.ExitStack() as stack:
         if space is not None:
             stack.enter_context(explained(space))

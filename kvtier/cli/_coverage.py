@@ -148,11 +148,7 @@ def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
 def needed_by(
     prompts: Path, space: StoredNamespace, model: str, arguments: Sequence[str]
 ) -> Callable[[ChunkKey], bool]:
-    """Return a predicate: whether a prompt in the file ``prompts`` needs the chunk of a key.
-
-    Raises:
-        ConfigError: The file cannot be read, or numpy or vLLM is needed and not installed.
-    """
+    """Return a predicate: whether a prompt in the file ``prompts`` needs the chunk of a key."""
     with numpy_needed("kvtier cache export --prompts", "sim"):
         import kvtier.coverage  # noqa: F401, PLC0415 - imports asyncio and numpy
 

@@ -51,10 +51,7 @@ def make_console() -> Console:
 def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> Table:
     """Return an empty table with text columns, then right-aligned number columns.
 
-    Args:
-        *words: Headers of the text columns.
-        numbers: Headers of the number columns.
-        narrow: Whether to reduce the space between columns.
+    ``words`` and ``numbers`` are headers; ``narrow`` reduces the space between columns.
     """
     table = Table(
         box=None,
@@ -91,11 +88,8 @@ def show_tiers_apart(
 ) -> None:
     """Print one row per tier, or one column per tier if the rows are too wide.
 
-    Args:
-        console: The console to print to.
-        *words: Headers of the text columns; the first column has the tier's name.
-        numbers: Headers of the number columns.
-        tiers: The cells of each tier, in the order of the headers.
+    The cells of each tier are in the order of ``words`` and ``numbers``, the headers of text
+    and numbers. The first has the tier's name.
     """
     table = make_table(*words, numbers=numbers, narrow=True)
     for tier in tiers:

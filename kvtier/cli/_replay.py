@@ -205,10 +205,8 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
 def exit_on_signals() -> Iterator[None]:
     """Convert SIGTERM and SIGHUP to ``SystemExit``, so that the ``with`` block cleans up.
 
-    An ignored signal, as under ``nohup``, stays ignored.
-
-    Raises:
-        SystemExit: A signal came; the exit code is 128 plus the signal's number, as in shells.
+    The exit code is 128 plus the signal's number, as in shells. An ignored signal, as under
+    ``nohup``, stays ignored.
     """
     signals = (signal.SIGTERM, signal.SIGHUP)
     taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]

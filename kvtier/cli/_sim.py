@@ -325,11 +325,8 @@ def _refuse_others(
 ) -> None:
     """Refuse options that have no effect on this kind of simulation.
 
-    Args:
-        context: The command line with its parameters.
-        used: Names of the parameters that the simulation uses, besides ``as_json``.
-        kind: The option that selected the kind of simulation.
-        remedy: Advice on how to use the refused option.
+    ``used`` are the parameters that it uses, besides ``as_json``. ``kind`` is the option that
+    selected it, and ``remedy`` says how to use the refused option.
     """
     for parameter in context.command.params:
         name = parameter.name or ""

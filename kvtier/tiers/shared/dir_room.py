@@ -99,9 +99,7 @@ class _Folder:
         return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
-        """Compute the growth: all files have ``found_nbytes``, of which ``put_nbytes`` are new
-        puts of this engine.
-        """
+        """Compute the growth from a new listing and this engine's bytes since the last."""
         if put_nbytes > 0:
             growth = (found_nbytes - self.listed_nbytes) / put_nbytes
             self.growth = min(max(growth, 1.0), _MOST_GROWTH)

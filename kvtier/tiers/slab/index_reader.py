@@ -179,14 +179,7 @@ class IndexReader:
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
     def retained(self, at: int) -> tuple[int, int]:
-        """Return how many chunks are protected after ``at``, and when the last protection ends.
-
-        Args:
-            at: Seconds since the epoch.
-
-        Returns:
-            The number of chunks, and the latest end in seconds since the epoch.
-        """
+        """Return how many chunks are protected after ``at``, and when the last one is not."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'retained'"):
             return 0, 0
         rows = self._query(
