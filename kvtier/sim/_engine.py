@@ -72,11 +72,9 @@ class ModelRequest:
 
 
 class PlannedLoad(NamedTuple):
-    """A load of the leading chunks of a request.
+    """A load of the leading ``request.hits`` chunks of a request.
 
     Attributes:
-        request: The request. Its ``hits`` is the number of chunks to load.
-        plan: The manager's plan.
         promoted_s: Time at which all chunks of the load are in RAM, in seconds.
     """
 

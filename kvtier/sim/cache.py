@@ -64,9 +64,6 @@ class TierTraffic:
     """The figures of one tier. The names of the fields are a stable interface.
 
     Attributes:
-        name: The tier's name.
-        kind: The tier's kind.
-        eviction: The tier's eviction policy.
         capacity_chunks: Largest number of chunks in the tier.
         hits: Number of chunks loaded into the GPU from this tier, through RAM or directly.
         hit_ratio: Hits as a share of all chunk references.
@@ -106,18 +103,13 @@ class SimulationResult:
     """The figures of one engine or of a fleet. The names of the fields are a stable interface.
 
     Attributes:
-        trace: The trace's name.
-        trace_sha256: SHA-256 of the trace's file.
-        requests: Number of served requests.
         refs: Number of chunk references.
         chunk_bytes: Size in bytes of a chunk, without padding to whole pages.
-        chunk_tokens: Number of tokens of a chunk.
         load_path: Path of loads from slower tiers: ``direct`` or ``staged``.
         total_hit_ratio: Chunks loaded from any tier, as a share of all chunk references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, as a share of all prompt tokens.
         ttft_s: Seconds from arrival to the first token: quantiles ``p50``, ``p90`` and ``p99``.
         ttft_no_cache_s: The same quantiles for an engine that computes every prompt.
-        time_model: The speeds of the simulation.
         seconds: Real duration of the simulation.
         refs_per_second: ``refs / seconds``.
     """
@@ -216,14 +208,7 @@ def simulate_cache(
 
 
 class BuiltEngine(NamedTuple, Generic[_Engine]):
-    """A simulated engine and its parts.
-
-    Attributes:
-        engine: The engine.
-        manager: The engine's manager.
-        tiers: The manager's tiers, fastest first.
-        shared: The engine's client of the shared tier; None without a shared tier.
-    """
+    """A simulated engine, its manager, tiers, and client of the shared tier if there is one."""
 
     engine: _Engine
     manager: TieredOffloadingManager
@@ -327,13 +312,8 @@ def _build_engine(
 ) -> BuiltEngine[_Engine]:
     """Build a simulated engine with empty local tiers.
 
-    Args:
-        engine_type: The kind of engine.
-        trace: The trace that the engine will serve.
-        config: The configuration. Its load path is resolved, so it is not ``auto``.
-        model: The speeds.
-        slot_bytes: Size in bytes of a chunk in a tier.
-        service: The service behind the shared tier; None without a shared tier.
+    The load path of ``config`` is resolved, so it is not ``auto``. ``service`` is behind the
+    shared tier, if there is one.
     """
     tiers = build_tiers(
         config,

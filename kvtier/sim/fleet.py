@@ -58,8 +58,7 @@ class EngineResult:
     """The figures of one engine. The names of the fields are a stable interface.
 
     Attributes:
-        requests: Number of requests that the engine served.
-        prompt_tokens: Number of tokens of the prompts of these requests.
+        prompt_tokens: Number of tokens of all prompts.
         saved_tokens: Number of prompt tokens loaded from any tier.
         hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
         shared: The engine's calls to the shared tier; None without a shared tier.

@@ -55,8 +55,6 @@ class RecommendRequest:
     Attributes:
         ram_bytes: Number of bytes of memory for chunks.
         nvme_bytes: Number of bytes of disk for chunks.
-        path: Directory of the disk tier.
-        chunk_bytes: Size in bytes of one chunk of the trace.
         prefill_tokens_per_s: Number of prompt tokens that the engine computes per second; None
             for the default.
         speeds: Known speeds by tier: ``ram``, ``nvme``.

@@ -46,7 +46,6 @@ class Cell:
     Attributes:
         trace: Index of the trace.
         distinct: Number of distinct chunks of the trace, in all KV cache groups.
-        policy: The policy's name.
         capacity: The size as the user wrote it.
         capacity_chunks: The size as a number of chunks of this trace.
     """
@@ -120,8 +119,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         capacities: Sizes in a form that :func:`~kvtier.sim.capacity.parse_capacity` reads.
         chunk_bytes: Size in bytes of a chunk of each trace.
         touch_order: The order of touches in every simulation.
-        groups: The model's KV cache groups, in a form that
-            :func:`~kvtier.sim.hybrid.parse_group_list` reads.
+        groups: KV cache groups as :func:`~kvtier.sim.hybrid.parse_group_list` reads them.
         jobs: Number of processes. With 1, the sweep runs in this process.
         progress: Called with the share of finished simulations after each simulation.
 
@@ -159,11 +157,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
 
 
 def write_csv(results: Sequence[SweepResult], path: Path) -> None:
-    """Write ``results`` to ``path``: a header line, then one row per result.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write ``results`` to ``path``: a header line, then one row per result."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
         writer.writeheader()
