@@ -128,8 +128,7 @@ class BudgetContract(AdmissionContract):
     def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
         """Send more chunks than the budget allows; return the times of admission by tier.
 
-        Args:
-            quiet_s: Length of a pause after half of the requests, in seconds.
+        After half of the requests there is a pause of ``quiet_s`` seconds.
         """
         admission, ctx = self.make_admission(capacity=64), PolicyContext()
         admitted: dict[int, list[float]] = {1: [], 2: []}

@@ -67,10 +67,7 @@ def make_copies(
 ) -> list[ChunkCopy]:
     """Return resident copies of chunks. Eight chunks with consecutive numbers make a prompt.
 
-    Args:
-        numbers: Numbers of the chunks.
-        rng: Draws the hit counts.
-        generation: Generation of the copies in RAM; 0 for copies in a slower tier.
+    ``rng`` draws the hit counts. ``generation`` is 0 for copies in a slower tier than RAM.
     """
     copies = []
     for number in numbers:
@@ -86,13 +83,7 @@ def make_copies(
 
 
 def make_queries(count: int, *, chunks: int, seed: int) -> list[Query]:
-    """Return random queries about :data:`TIERS` tiers. Several may be about the same chunk.
-
-    Args:
-        count: Number of queries.
-        chunks: Number of different chunks.
-        seed: Seed of the random numbers.
-    """
+    """Return random queries about :data:`TIERS` tiers; several may be about the same chunk."""
     rng, now, queries = random.Random(seed), 0.0, list[Query]()
     for number in range(count):
         now += rng.choice((0.0, 0.5, 60.0, 7200.0))
@@ -140,13 +131,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
     def check_memory(self, policy: Policy, *, most_keys: int, slots: int = 0) -> None:
         """Check that ``policy`` refers to no copies and to at most ``most_keys`` keys.
 
-        The policy may refer to a limited number of other objects.
-
-        Args:
-            policy: The policy.
-            most_keys: Largest number of keys.
-            slots: Number of slots of the cache. The limit for other objects grows with this
-                number.
+        The limit for other objects grows with the keys, or with the ``slots`` of the cache.
         """
         copies, keys = held_by(policy)
         assert not copies, "it keeps copies"

@@ -141,9 +141,6 @@ class _HeldThreads:
 
     The threads are held in a ``with`` block. The end of this block releases the threads and
     waits until they are idle.
-
-    Args:
-        pool: The threads of a tier.
     """
 
     def __init__(self, pool: IoPool) -> None:
@@ -213,14 +210,8 @@ def run_and_kill(
 ) -> None:
     """Run ``work`` in a forked process, run ``meanwhile`` here, then kill the forked process.
 
-    The signal is SIGKILL, so the forked process closes nothing.
-
-    Args:
-        work: Runs in the forked process, on a new event loop.
-        meanwhile: Runs in this process while the forked process lives.
-
-    Raises:
-        AssertionError: ``work`` raised, or took too long.
+    The signal is SIGKILL, so the forked process closes nothing. ``work`` runs on a new event
+    loop; if it raises or takes too long, so does this function.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
