@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
@@ -364,13 +364,12 @@ def _time_model(
     *,
     engines: int = 1,
 ) -> TimeModel:
-    model = default_time_model(config, trace, engines=engines)
-    known = dict(model.speeds)
-    for text in speeds or ():
-        name, speed = parse_speed(text)
-        choice("--tier-speed", name, known)
-        known[name] = speed
-    return replace(model, speeds=known, prefill_tokens_per_s=rate or model.prefill_tokens_per_s)
+    given = dict(map(parse_speed, speeds or ()))
+    for name in given:
+        choice("--tier-speed", name, [tier.name for tier in config.tiers])
+    return default_time_model(
+        config, trace, engines=engines, prefill_tokens_per_s=rate, speeds=given
+    )
 
 
 def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ arrive at the times of the trace, and wait for promotions and demotions in progr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus
 from kvtier.sim._sequential_engine import SequentialEngine, serve_fleet
 from kvtier.sim.shared_cache import SharedCache, SharedClient
 from kvtier.sim.single import Progress, chunk_keys
-from kvtier.sim.time_model import TimeModel, TransferModel, default_speed
+from kvtier.sim.time_model import TierSpeed, TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
 
 if TYPE_CHECKING:
@@ -150,8 +150,15 @@ class CacheResult(SimulationResult):
     peak_load_no_cache: float
 
 
-def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) -> TimeModel:
-    """Return the default time model for ``config`` and ``trace``.
+def default_time_model(
+    config: KvtierConfig,
+    trace: Trace,
+    *,
+    engines: int = 1,
+    prefill_tokens_per_s: float | None = None,
+    speeds: Mapping[str, TierSpeed] | None = None,
+) -> TimeModel:
+    """Return a time model for ``config`` and ``trace`` with defaults for what is not given.
 
     Each tier has the default speed of its kind. Without a cache, each of ``engines`` engines
     would compute prompts during 70 % of the trace's time.
@@ -159,8 +166,9 @@ def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) 
     tokens = int(trace.input_tokens.sum()) / engines
     duration_s = max(trace.duration_s, 1e-3)
     return TimeModel(
-        prefill_tokens_per_s=max(tokens / duration_s / _BUSY, 1.0),
-        speeds={tier.name: default_speed(tier.kind) for tier in config.tiers},
+        prefill_tokens_per_s=prefill_tokens_per_s or max(tokens / duration_s / _BUSY, 1.0),
+        speeds={tier.name: default_speed(tier.kind) for tier in config.tiers}
+        | dict(speeds or {}),
     )
 
 

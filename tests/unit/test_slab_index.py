@@ -286,7 +286,7 @@ def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
     database: IndexDatabase,
 ) -> None:
     database.apply(Change(rows=rows_of([0, 1])))
-    database.clear_later()
+    database.call_later(database.clear)
     database.apply(Change(rows=rows_of([1, 2])))
     assert sorted(load_rows(database, SLOTS).slots.tolist()) == [1, 2]
 

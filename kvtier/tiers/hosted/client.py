@@ -203,7 +203,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         answer = await connection.call(
             "find", lambda header: Frame({**header, **counts}, packed)
         )
-        return _outcomes_in(answer, len(keys))
+        return _outcomes_in(answer)
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
@@ -298,7 +298,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             answer = await answering
         except TierUnavailableError as error:
             return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
-        return _outcomes_in(answer, len(batch.keys))
+        return _outcomes_in(answer)
 
     async def _connect(self) -> Connection:
         """Return a usable connection; if a reset is due, do the reset first.
@@ -460,6 +460,5 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             raise ClosedError(f"tier {self.name} is closed")
 
 
-def _outcomes_in(answer: Frame, chunks: int) -> SlotOutcomes:
-    outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, chunks)
-    return SlotOutcomes(outcomes, answer.header["failure"])
+def _outcomes_in(answer: Frame) -> SlotOutcomes:
+    return SlotOutcomes(decode_outcomes(answer.arrays), answer.header["failure"])

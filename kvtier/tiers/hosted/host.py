@@ -172,8 +172,7 @@ class _Server:
 
     def _outcomes(self, moved: SlotOutcomes, chunks: int) -> Frame:
         check_outcomes(moved, chunks, mover=f"tier {self._tier.name}")
-        word, codes = encode_outcomes(moved.outcomes)
-        return Frame({"outcomes": word, "failure": moved.error}, codes)
+        return Frame({"failure": moved.error}, encode_outcomes(moved.outcomes))
 
     async def _reset(self) -> Frame:
         await self._tier.reset()

@@ -205,8 +205,7 @@ class IndexDatabase:
         self._log_path = path.with_name(f"{path.name}-wal")
         self._removals_end = 0
         self._has_retained = self._has_part_hashes = False
-        self._clear_is_due = False
-        self._reset_record_is_due = False
+        self._due: list[Callable[[], None]] = []
 
     @classmethod
     def open(cls, path: Path, io: BlockIo, *, durability: Durability) -> Self:
@@ -295,10 +294,9 @@ class IndexDatabase:
 
     def apply(self, change: Change) -> None:
         """Commit ``change``. If this method raises, at most ``change.clear`` is committed."""
-        if self._clear_is_due:
-            self.clear()
-        if self._reset_record_is_due:
-            self.record_reset()
+        while self._due:
+            self._due[0]()
+            del self._due[0]
         if change.clear:
             self.clear(after_reset=change.after_reset)
         now = _now()
@@ -326,11 +324,10 @@ class IndexDatabase:
             writes.append((part_hash_table.CLEAR, ()))
         with self._durably():
             self._transact(writes)
-        self._clear_is_due = False
 
-    def clear_later(self) -> None:
-        """Delete all rows before the next change. That change fails if the deletion fails."""
-        self._clear_is_due = True
+    def call_later(self, write: Callable[[], None]) -> None:
+        """Call ``write`` just before the next change. That change fails if ``write`` fails."""
+        self._due.append(write)
 
     def log_removals(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Append ``key_marks`` to the removal log without changing the chunks' rows."""
@@ -346,11 +343,6 @@ class IndexDatabase:
         """Record a reset at an unknown time; the record survives a power loss."""
         with self._durably():
             self._connection.execute(_RECORD_RESET, ("0",))
-        self._reset_record_is_due = False
-
-    def record_reset_later(self) -> None:
-        """Record a reset just before the next change. That change fails if the record fails."""
-        self._reset_record_is_due = True
 
     @property
     def log_nbytes(self) -> int:

@@ -137,7 +137,7 @@ class IndexReader:
         self._path = space.index_path
         self._resources = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
-        self._beside_engine = False
+        self.live = False  # whether an engine had the namespace open at the last query
 
     def __enter__(self) -> Self:
         return self
@@ -149,11 +149,6 @@ class IndexReader:
         trace: TracebackType | None,
     ) -> None:
         self._resources.close()
-
-    @property
-    def live(self) -> bool:
-        """Whether an engine had the namespace open at the last query."""
-        return self._beside_engine
 
     def reset_at(self) -> int | None:
         """Return the time of the recorded reset, after which the next start deletes all chunks.
@@ -259,16 +254,16 @@ class IndexReader:
 
     def _connect(self) -> sqlite3.Connection:
         occupied = not self._idle and holder_of(self._directory) is not None
-        if self._connection is None or (occupied and not self._beside_engine):
+        if self._connection is None or (occupied and not self.live):
             self._resources.close()
-            self._beside_engine = occupied
+            self.live = occupied
             self._connection = self._open()
         return self._connection
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():
             raise IndexMissingError("it is missing")
-        if self._beside_engine:
+        if self.live:
             uri = _uri(self._path, "mode=ro")
         elif nbytes_of(self._directory / WAL):
             return self._open_copy()

@@ -129,19 +129,15 @@ def is_tool(holder: str) -> bool:
     return holder.endswith(_TOOL)
 
 
-def _holder_text(owner_pid: int, *, tool: bool) -> str:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
-    return f"{text}{_TOOL if tool else ''}\n"
-
-
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
     """Write the holder's name into the lock file of ``directory``, which the caller has locked.
 
     The file's modification time is the time when an engine last opened the namespace. A tool
     preserves this time.
     """
-    data = _holder_text(owner_pid, tool=tool).encode()
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
+    data = f"{text}{_TOOL if tool else ''}\n".encode()
     opened_ns = last_opened(directory)
     fd = io.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
     try:

@@ -341,7 +341,7 @@ class _Opener:
             except sqlite3.OperationalError as error:
                 if not is_full(error):
                     raise
-                database.clear_later()
+                database.call_later(database.clear)
                 return no_rows()
         # Rows beyond a lowered capacity are deleted without a warning.
         cut_off = database.count_within(written_slots, capacity_slots)
@@ -368,7 +368,7 @@ class _Opener:
         except sqlite3.OperationalError as error:
             if not is_full(error):
                 raise
-            database.record_reset_later()
+            database.call_later(database.record_reset)
             logger.warning(
                 "tier %s: the disk of %s is full: stored chunks are served, and no chunk is "
                 "stored until there is room",
