@@ -33,12 +33,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.explain import explained, missing_cache
 from kvtier.tiers.slab.index_reader import Entry, IndexReader, Order
-from kvtier.tiers.slab.inspect import (
-    StoredNamespace,
-    find_namespaces,
-    holder_of,
-    index_nbytes,
-)
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces, holder_of, index_nbytes
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.removals import RemovalReason, find_marks
 from kvtier.tiers.slab.schema import Removal

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError
-from kvtier.keys import (
-    ADAPTER_OFFSET,
-    GROUP_NBYTES,
-    ChunkKey,
-    group_of,
-    strip_adapter,
-)
+from kvtier.keys import ADAPTER_OFFSET, GROUP_NBYTES, ChunkKey, group_of, strip_adapter
 from kvtier.printable import printable
 from kvtier.tiers.slab.removals import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 

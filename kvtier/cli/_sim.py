@@ -12,13 +12,7 @@ import typer
 
 from kvtier.cli._options import AsJson, Commands, choice, finite, quantity
 from kvtier.cli._progress import show_progress
-from kvtier.cli._render import (
-    make_console,
-    make_table,
-    show_facts,
-    show_json,
-    show_table,
-)
+from kvtier.cli._render import make_console, make_table, show_facts, show_json, show_table
 from kvtier.cli._sim_render import show_cache, show_fleet
 from kvtier.cli._trace import (
     FormatOption,
@@ -39,13 +33,7 @@ from kvtier.sim.fleet import ROUTINGS, simulate_fleet
 from kvtier.sim.hybrid import ONE_GROUP
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
-from kvtier.sim.single import (
-    BELADY,
-    SingleResult,
-    TouchOrder,
-    distinct_chunks,
-    simulate_single,
-)
+from kvtier.sim.single import BELADY, SingleResult, TouchOrder, distinct_chunks, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.time_model import TimeModel, parse_speed
 from kvtier.sim.traces import Trace

@@ -22,13 +22,7 @@ from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import Eviction, PolicyContext, build_eviction
 from kvtier.policies.base import ChunkCopy, Evictable
 from kvtier.policies.simulated_tier import SimulatedTier
-from kvtier.sim.hybrid import (
-    ONE_GROUP,
-    HybridTier,
-    PromptHits,
-    is_hybrid,
-    parse_group_list,
-)
+from kvtier.sim.hybrid import ONE_GROUP, HybridTier, PromptHits, is_hybrid, parse_group_list
 from kvtier.sim.traces import Trace
 
 __all__ = [

@@ -19,13 +19,7 @@ from typing import Any
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.testing.model_tier import PINNED, STREAMS, ModelTier, Stream
-from kvtier.testing.probes import (
-    count_entries,
-    count_steps,
-    noting,
-    packages_of,
-    reachable,
-)
+from kvtier.testing.probes import count_entries, count_steps, noting, packages_of, reachable
 
 __all__ = ["EvictionContract"]
 

@@ -30,11 +30,7 @@ import pytest
 
 from kvtier.config import SharedTierConfig, parse_tier
 from kvtier.os.iopool import IoPool
-from kvtier.testing.shared_tier_harness import (
-    KEY_CHARACTERS,
-    RecordingTier,
-    SharedTierHarness,
-)
+from kvtier.testing.shared_tier_harness import KEY_CHARACTERS, RecordingTier, SharedTierHarness
 from kvtier.testing.tier_harness import Arena, TierHarness, make_keys, tier_section
 from kvtier.testing.tier_probes import (
     blocking_calls,

@@ -15,21 +15,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from kvtier.config import TierConfig
-from kvtier.errors import (
-    CapacityError,
-    ClosedError,
-    KvtierError,
-    TierUnavailableError,
-)
+from kvtier.errors import CapacityError, ClosedError, KvtierError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
-from kvtier.tiers.base import (
-    KeyFinder,
-    SlotOutcomes,
-    StorageTier,
-    TierContext,
-    check_batch,
-)
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, TierContext, check_batch
 from kvtier.tiers.hosted.connection import Connection
 from kvtier.tiers.hosted.frames import (
     Batch,

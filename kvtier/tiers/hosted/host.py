@@ -35,13 +35,7 @@ from kvtier.os.memory import (
     paused_garbage_collection,
     set_malloc_mmap_threshold,
 )
-from kvtier.tiers.base import (
-    KeyFinder,
-    SlotOutcomes,
-    StorageTier,
-    TierContext,
-    check_outcomes,
-)
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
     Batch,

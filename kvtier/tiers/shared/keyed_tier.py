@@ -37,13 +37,7 @@ from typing_extensions import override
 from kvtier.config import TIERS, SharedTierConfig, TierConfig
 from kvtier.errors import ClosedError, KvtierError, TierUnavailableError
 from kvtier.keys import ChunkKey, group_of, hash_part
-from kvtier.tiers.base import (
-    KeyFinder,
-    SlotOutcomes,
-    StorageTier,
-    TierContext,
-    check_batch,
-)
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, TierContext, check_batch
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value, with_proof_buffers
 from kvtier.tiers.shared.proof import is_proof_of, make_proof
 from kvtier.types import Outcome, Purpose, QuestionPart

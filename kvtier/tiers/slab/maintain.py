@@ -15,19 +15,8 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase, LazyRecords
 from kvtier.tiers.slab.index_reader import Entry
-from kvtier.tiers.slab.inspect import (
-    StoredNamespace,
-    holder_of,
-    index_nbytes,
-    root_locked,
-)
-from kvtier.tiers.slab.lock import (
-    PATIENCE,
-    Patience,
-    is_tool,
-    name_holder,
-    try_acquire,
-)
+from kvtier.tiers.slab.inspect import StoredNamespace, holder_of, index_nbytes, root_locked
+from kvtier.tiers.slab.lock import PATIENCE, Patience, is_tool, name_holder, try_acquire
 from kvtier.tiers.slab.namespace import find_foreign_file
 from kvtier.tiers.slab.removals import RemovalReason, pack_marks
 

@@ -21,14 +21,7 @@ from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
 from kvtier.os.ownership import find_exposure, find_foreign_owner, find_writable
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
-from kvtier.tiers.slab.lock import (
-    LOCK,
-    PATIENCE,
-    Patience,
-    acquire,
-    name_holder,
-    try_acquire,
-)
+from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, acquire, name_holder, try_acquire
 from kvtier.types import LayoutFingerprint
 
 __all__ = [

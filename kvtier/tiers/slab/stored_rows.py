@@ -16,12 +16,7 @@ import numpy.typing as npt
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.tiers.slab.index import IndexDatabase
 from kvtier.tiers.slab.piece_io import hash_key
-from kvtier.tiers.slab.removals import (
-    GROUP_SHIFT,
-    MARKED_NBYTES,
-    PackedMarks,
-    pack_marks,
-)
+from kvtier.tiers.slab.removals import GROUP_SHIFT, MARKED_NBYTES, PackedMarks, pack_marks
 from kvtier.tiers.slab.schema import LATEST, IndexDamagedError, damage_raised
 
 __all__ = ["KeyMarks", "StoredRows", "hash_keys", "load_rows", "mark_keys", "no_rows"]
