@@ -43,18 +43,13 @@ _Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
 
 @dataclass(slots=True, eq=False)
 class ModelRequest:
-    """One request of a trace.
+    """One request of a trace. Its id is its number in the trace.
 
     Attributes:
-        number: Position of the request in the trace and in the queue.
-        arrival_s: Time of the arrival, in seconds.
-        tokens: Number of tokens of the prompt.
         keys: The prompt's chunks, root to leaf.
         session: The request's session; an empty string if unknown.
         output_tokens: Number of tokens to generate. The sequential engine ignores this number.
-        req_id: The request's id, which is ``number`` as text.
         hits: Number of leading chunks that were loaded.
-        first_token_s: Time of the first token, in seconds.
     """
 
     number: int

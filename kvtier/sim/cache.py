@@ -182,18 +182,9 @@ def simulate_cache(
 ) -> CacheResult:
     """Replay ``trace`` through the tiers of ``config``.
 
-    Args:
-        trace: The trace.
-        config: The configuration. The simulation uses no directories. ``load_path: auto`` has
-            the same meaning as with kvtier's connector.
-        chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
-        model: The speeds; by default :func:`default_time_model`. With a :class:`StepModel`,
-            the simulated engine computes in steps.
-        progress: Called at intervals with the share of finished requests, 0 to 1.
-
-    Raises:
-        ConfigError: A tier is smaller than one chunk, or a policy is not installed.
-        NoVictimError: An eviction policy picks too few victims.
+    The simulation uses no directories. ``load_path: auto`` has the same meaning as with
+    kvtier's connector. With a :class:`StepModel`, the simulated engine computes in steps.
+    :func:`simulate_engines` documents the parameters and errors.
     """
     run = simulate_engines(
         trace,

@@ -77,9 +77,6 @@ class SharedResult:
 
     Attributes:
         traffic: The calls of all engines together.
-        questions_per_s: Number of questions per second.
-        read_bytes_per_s: Number of bytes read from the shared tier per second.
-        written_bytes_per_s: Number of bytes written to the shared tier per second.
         chunks_at_end: Number of chunks in the shared tier after the last put.
         belady_hit_ratio: Hits as a share of all references, in a single cache of the shared
             tier's size. This cache serves every request and evicts by Belady's optimal rule.
@@ -128,18 +125,8 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
 ) -> FleetResult:
     """Replay ``trace`` through several engines with the tiers of ``config``.
 
-    Args:
-        trace: The trace.
-        config: The configuration of every engine. The simulation uses no directories.
-        engines: Number of engines, at least 1.
-        routing: One of :data:`ROUTINGS`.
-        chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
-        model: The speeds of each engine; by default :func:`default_time_model` for the fleet.
-        progress: Called at intervals with the share of finished requests, 0 to 1.
-
-    Raises:
-        ConfigError: A tier is smaller than one chunk, or a policy is not installed.
-        NoVictimError: An eviction policy picks too few victims.
+    ``routing`` is one of :data:`ROUTINGS`. :func:`~kvtier.sim.cache.simulate_engines` documents
+    the other parameters and the errors.
     """
     routes = ROUTINGS[routing](trace, engines)
     run = simulate_engines(

@@ -51,12 +51,8 @@ class Meter:
 class SharedCache:
     """The chunks that a service keeps for many engines. Calls must be in order of time.
 
-    Attributes:
-        capacity: Largest number of chunks in the service.
-        evicted: Number of chunks evicted so far.
-        asked: Meter of the questions that all engines asked.
-        read: Meter of the chunks that all engines got.
-        written: Meter of the chunks that all engines put.
+    The capacity is in chunks. ``asked`` meters questions; ``read`` and ``written`` meter
+    chunks.
     """
 
     def __init__(self, capacity: int) -> None:

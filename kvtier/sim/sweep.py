@@ -29,6 +29,7 @@ from kvtier.sim.single import (
     BELADY,
     SEED,
     Progress,
+    SingleResult,
     TouchOrder,
     check_belady,
     distinct_chunks,
@@ -58,35 +59,21 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepResult:
+class SweepResult(SingleResult):
     """One row of a sweep; the fields are the columns of its CSV file.
 
-    :class:`~kvtier.sim.single.SingleResult` documents the fields that both classes have.
     ``capacity`` is the size as the user wrote it. ``distinct`` is the number of chunks that a
     tier without evictions has in the end. ``assumed`` and ``warnings`` are the
     attributes of the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
     """
 
-    trace: str
     trace_sha256: str
     format: str
     chunk_tokens: int
     distinct: int
-    policy: str
-    touch_order: str
-    groups: str
     capacity: str
-    capacity_chunks: int
     capacity_share: float
-    refs: int
-    hits: int
-    block_hit_ratio: float
-    prefix_hit_ratio: float
-    lead_chunks: int
-    stranded_hits: int
     seed: int
-    seconds: float
-    refs_per_second: float
     kvtier_version: str
     assumed: str
     warnings: str

@@ -161,7 +161,6 @@ class Change:
         after_reset: Whether ``clear`` also records a reset, so that other engines do not serve
             chunks that are stored later.
         rows: New row of each slot; None deletes the slot's row.
-        records: Uses and removals.
     """
 
     clear: bool = False

@@ -174,7 +174,7 @@ class IndexReader:
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
     def retained(self, at: int) -> tuple[int, int]:
-        """Return how many chunks are protected after ``at``, and when the last one is not."""
+        """Return how many chunks are protected after ``at``, and when the last one ends."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'retained'"):
             return 0, 0
         rows = self._query(

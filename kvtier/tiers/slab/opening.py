@@ -73,17 +73,9 @@ class OpenSlab:
 def open_slab(
     options: NvmeTierConfig, context: TierContext, io: BlockIo
 ) -> tuple[OpenSlab, StoredRows]:
-    """Open the namespace of ``context.fingerprint`` in the cache directory ``options.path``.
+    """Open the namespace of ``context.fingerprint``; return the rows of earlier engines too.
 
-    Returns:
-        The open cache, and the rows of earlier engines.
-
-    Raises:
-        ConfigError: The options cannot work here.
-        CacheLockedError: The namespace is open already, or a namespace that must be removed is
-            open in another process.
-        CacheDamagedError: The namespace has foreign files or another layout.
-        TierUnavailableError: The medium failed.
+    The errors are those of :meth:`kvtier.tiers.slab.tier.SlabTier.open`.
     """
     opener = _Opener(options, context, io)
     try:
@@ -203,10 +195,6 @@ class _Opener:
         Returns:
             None if the slot files are within the capacity now. Otherwise the namespace to wait
             for; then nothing was removed.
-
-        Raises:
-            ConfigError: The disk has too little room even without the idle namespaces; or a
-                namespace that must be removed is protected, or was made by another version.
         """
         root = own.directory.parent
         found = [
@@ -264,12 +252,7 @@ class _Opener:
     def _open_index(
         self, namespace: Namespace, file: SlotFile
     ) -> tuple[IndexDatabase, StoredRows]:
-        """Open the index; replace an unusable index by an empty one.
-
-        Raises:
-            ConfigError: Another version of kvtier made the index, and ``on_mismatch`` is
-                ``refuse``.
-        """
+        """Open the index; replace an unusable one by an empty one, if the options allow it."""
         name, path = self._options.name, namespace.index_path
         try:
             return self._load_index(path, file)

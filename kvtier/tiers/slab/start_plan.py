@@ -51,11 +51,7 @@ class Opening:
 class StartPlan:
     """What a starting engine does with the other namespaces in its cache directory.
 
-    Attributes:
-        removed: Namespaces to remove, in this order. If there are refusals, no namespace is
-            removed.
-        refusals: Reasons not to start.
-        warnings: Warnings for the operator.
+    The namespaces to remove are in order. If there are refusals, no namespace is removed.
     """
 
     removed: Sequence[Neighbour] = ()

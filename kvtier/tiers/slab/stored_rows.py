@@ -36,10 +36,7 @@ class StoredRows:
 
     Attributes:
         keys: The chunks' keys; an array, because a million objects would fragment the heap.
-        slots: The chunks' slots.
-        key_hashes: 64-bit hash of each key.
         key_marks: Mark of each key for the removal log.
-        checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row in another slot.
         clock: A logical time later than all times in the index.
         retained: For each slot with a protected chunk, the end of the protection from eviction,

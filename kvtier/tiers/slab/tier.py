@@ -167,10 +167,7 @@ class SlabTier(StorageTier, PartHashKeeper):
     ) -> Self:
         """Open the cache in ``options.path`` and recover earlier chunks. This call blocks.
 
-        Args:
-            options: A :class:`kvtier.config.NvmeTierConfig`.
-            context: Slot size, fingerprint, and threads.
-            io: The system calls; tests pass failing ones.
+        The system calls of ``io`` may fail in tests.
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
