@@ -214,7 +214,7 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
     Rewrites the whole index. Stop the engine that uses the cache first.
     """
     spaces = filled(find_namespaces(directory, namespace))
-    done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
+    done: list[tuple[StoredNamespace, tuple[int, int]]] = []
     with _held(spaces, _STOP_FIRST), show_bars() as progress:
         for space in spaces:
             with explained(space), pulse(progress, f"compacting {space.name}") as sign:

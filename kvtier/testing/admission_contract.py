@@ -25,7 +25,6 @@ from kvtier.testing.decision_contract import (
     Query,
     make_copies,
     make_queries,
-    sample_queries,
 )
 
 __all__ = ["AdmissionContract", "BudgetContract"]
@@ -69,7 +68,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
 
     def test_an_answer_is_yes_or_no(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
-        for query in sample_queries(100):
+        for query in make_queries(100):
             assert all(
                 isinstance(answer, bool) for answer in self.answers(admission, query, ctx)
             )
@@ -77,7 +76,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
     def test_each_tier_is_judged_by_itself(self) -> None:
         alone, both = self.make_policy(), self.make_policy()
         ctx, same_ctx, other_ctx = PolicyContext(), PolicyContext(), PolicyContext()
-        for query in sample_queries(400):
+        for query in make_queries(400):
             if query.tier == 1:
                 there = Query(query.now, 2, query.copies)
                 self.answers(both, there, other_ctx)

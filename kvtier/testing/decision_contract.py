@@ -28,7 +28,6 @@ __all__ = [
     "Query",
     "make_copies",
     "make_queries",
-    "sample_queries",
 ]
 
 TIERS: Final = 3
@@ -82,8 +81,8 @@ def make_copies(
     return copies
 
 
-def make_queries(count: int, *, chunks: int, seed: int) -> list[Query]:
-    """Return random queries about :data:`TIERS` tiers; several may be about the same chunk."""
+def make_queries(count: int, *, chunks: int = 96, seed: int = 8) -> list[Query]:
+    """Return random queries about :data:`TIERS` tiers; few ``chunks`` repeat often."""
     rng, now, queries = random.Random(seed), 0.0, list[Query]()
     for number in range(count):
         now += rng.choice((0.0, 0.5, 60.0, 7200.0))
@@ -94,11 +93,6 @@ def make_queries(count: int, *, chunks: int, seed: int) -> list[Query]:
         generation = number + 1 if tier == 1 or rng.random() < 0.5 else 0
         queries.append(Query(now, tier, make_copies(numbers, rng, generation=generation)))
     return queries
-
-
-def sample_queries(count: int) -> Sequence[Query]:
-    """Return ``count`` random queries about few chunks, so that chunks repeat."""
-    return make_queries(count, chunks=96, seed=8)
 
 
 class DecisionContract(ABC, Generic[Policy, Answer]):
@@ -142,7 +136,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
     def test_batches_are_answered_like_single_chunks(self) -> None:
         single, batch = self.make_policy(), self.make_policy()
         one_ctx, many_ctx = PolicyContext(), PolicyContext()
-        for query in sample_queries(400):
+        for query in make_queries(400):
             one_by_one = self.answers_one_by_one(single, query, one_ctx)
             assert self.answers(batch, query, many_ctx) == one_by_one
         drew_alike = one_ctx.rng.getstate() == many_ctx.rng.getstate()
@@ -154,7 +148,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         for seed in (1, 2):
             random.seed(seed)
             policy, ctx = self.make_policy(), PolicyContext()
-            given.append([self.answers(policy, each, ctx) for each in sample_queries(400)])
+            given.append([self.answers(policy, each, ctx) for each in make_queries(400)])
         random.setstate(state)
         # Compared one by one: pytest would take minutes to show how long lists differ.
         for first, again in zip(*given, strict=True):
@@ -162,7 +156,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
 
     def test_it_decides_and_does_nothing_else(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        queries = sample_queries(100)
+        queries = make_queries(100)
         with impure_calls(ctx.rng) as found:
             for query in queries:
                 self.answers(policy, query, ctx)
@@ -171,7 +165,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
 
     def test_copies_and_context_are_read_only(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        for query in sample_queries(100):
+        for query in make_queries(100):
             before = [fields_of(copy) for copy in query.copies]
             self.answers(policy, query, ctx)
             assert [fields_of(copy) for copy in query.copies] == before

@@ -22,7 +22,6 @@ from kvtier.testing.decision_contract import (
     DecisionContract,
     Query,
     make_queries,
-    sample_queries,
 )
 from kvtier.testing.probes import noting
 
@@ -81,7 +80,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         for tiers in (1, 2, 3, 4):
             with noting(tiers=tiers):
                 placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
-                for query in sample_queries(60):
+                for query in make_queries(60):
                     query.apply_to(ctx)
                     for places in placement.place_many(query.copies, ctx):
                         assert set(places) <= set(range(1, tiers))
@@ -96,7 +95,7 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def test_a_promotion_is_a_promotion_and_an_admission_yes_or_no(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
-        for query in sample_queries(60):
+        for query in make_queries(60):
             query.apply_to(ctx)
             copies, tier = query.copies, query.tier
             ways = placement.promote_many(copies, tier, ctx)
@@ -108,7 +107,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         placement, ctx = self.make_policy(), PolicyContext()
         before = _of_all_chunks(placement)
         assert isinstance(placement.places_used, bool)
-        for query in sample_queries(60):
+        for query in make_queries(60):
             self.answers(placement, query, ctx)
             assert _of_all_chunks(placement) == before
 
@@ -137,7 +136,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
         targets = placement.demotion_targets(source)
         assert set(targets) <= set(range(source + 1, tiers))
-        for query in sample_queries(40):
+        for query in make_queries(40):
             query.apply_to(ctx)
             answers = placement.demote_many(query.copies, source, ctx)
             assert {*answers} - {None} <= {*targets}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -20,15 +19,7 @@ from kvtier.tiers.slab.lock import PATIENCE, Patience, is_tool, name_holder, try
 from kvtier.tiers.slab.namespace import find_foreign_file
 from kvtier.tiers.slab.removals import RemovalReason, pack_marks
 
-__all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold", "retain_chunks"]
-
-
-@dataclass(frozen=True, slots=True)
-class CompactedIndex:
-    """Bytes of an index and its log, before and after compaction."""
-
-    before_nbytes: int
-    after_nbytes: int
+__all__ = ["compact_index", "drop_chunks", "hold", "retain_chunks"]
 
 
 @contextlib.contextmanager
@@ -113,12 +104,15 @@ def retain_chunks(
     return len(kept)
 
 
-def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> CompactedIndex:
-    """Rewrite the index of ``space`` without unused bytes; the caller has locked ``space``."""
+def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> tuple[int, int]:
+    """Rewrite the index of ``space`` without unused bytes; the caller has locked ``space``.
+
+    Return the bytes of the index and its log, before and after.
+    """
     before_nbytes = index_nbytes(space)
     with _index(space, on_progress) as database:
         database.compact()
-    return CompactedIndex(before_nbytes, index_nbytes(space))
+    return before_nbytes, index_nbytes(space)
 
 
 @contextlib.contextmanager
