@@ -39,6 +39,7 @@ from kvtier.tiers.slab.direct_io import (
     PAGE_NBYTES,
     aligned_buffer,
     is_aligned,
+    opened,
     read_fully,
     write_fully,
 )
@@ -264,11 +265,8 @@ class _ValueFiles:
         key, value = item
         flags = os.O_RDONLY | self._direct_flag(value)
         try:
-            fd = self._io.open(self._layout.path_of(key), flags)
-            try:
+            with opened(self._io, self._layout.path_of(key), flags) as fd:
                 return self._read_open(fd, key, value)
-            finally:
-                self._io.close(fd)
         except OSError as error:
             if error.errno in _ABSENT:
                 return Outcome.MISSING

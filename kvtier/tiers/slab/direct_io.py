@@ -7,13 +7,14 @@ before each call, and copied through an aligned buffer if necessary.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ __all__ = [
     "BlockIo",
     "aligned_buffer",
     "is_aligned",
+    "opened",
     "read_fully",
     "write_fully",
 ]
@@ -107,6 +109,16 @@ class BlockIo:
     def connect(self, path: Path) -> sqlite3.Connection:
         """Open the database at ``path`` in autocommit mode."""
         return sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+
+
+@contextlib.contextmanager
+def opened(io: BlockIo, path: Path, flags: int) -> Iterator[int]:
+    """Yield a descriptor of ``path``, which the end of the block closes."""
+    fd = io.open(path, flags)
+    try:
+        yield fd
+    finally:
+        io.close(fd)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:

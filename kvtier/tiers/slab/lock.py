@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import CacheLockedError
-from kvtier.tiers.slab.direct_io import BlockIo, write_fully
+from kvtier.tiers.slab.direct_io import BlockIo, opened, write_fully
 
 __all__ = [
     "LOCK",
@@ -139,15 +139,12 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
     text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
     data = f"{text}{_TOOL if tool else ''}\n".encode()
     opened_ns = last_opened(directory)
-    fd = io.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
-    try:
+    with opened(io, directory / LOCK, os.O_RDWR | os.O_CREAT) as fd:
         # Overwrite in place: on a full disk, another file could take the room of a new one.
         write_fully(io, fd, [memoryview(data)], 0)
         io.truncate(fd, len(data))
         if tool:
             os.utime(fd, ns=(opened_ns, opened_ns))
-    finally:
-        io.close(fd)
 
 
 def read_holder(directory: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Final, Self
 from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
 from kvtier.os.ownership import find_exposure, find_foreign_owner, find_writable
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo, write_fully
+from kvtier.tiers.slab.direct_io import BlockIo, opened, write_fully
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, acquire, name_holder, try_acquire
 from kvtier.types import LayoutFingerprint
 
@@ -232,11 +232,8 @@ class Namespace:
         with contextlib.suppress(FileNotFoundError):
             if self.slots_path.lstat().st_nlink > 1:
                 return  # the file has another name, which kvtier did not give
-            fd = self._io.open(self.slots_path, os.O_WRONLY)
-            try:
+            with opened(self._io, self.slots_path, os.O_WRONLY) as fd:
                 self._io.truncate(fd, 0)
-            finally:
-                self._io.close(fd)
 
     def _leave_to_parent_at_fork(self) -> None:
         """Close the lock's descriptor in forked children, which may outlive this process."""
@@ -273,12 +270,9 @@ class Namespace:
 
     def _write_layout(self, layout: Layout) -> None:
         draft = self.directory / _DRAFT
-        fd = self._io.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
+        with opened(self._io, draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
             write_fully(self._io, fd, [memoryview(layout.to_json().encode())], 0)
             self._io.sync(fd)
-        finally:
-            self._io.close(fd)
         self._io.rename(draft, self.directory / LAYOUT)
         # The layout exists before any slot: slots without it would count as foreign.
         _sync_directory(self._io, self.directory)
@@ -310,13 +304,10 @@ def open_root(
     _make_root(tier, root, io)
     if exposure := find_exposure(root):
         raise ConfigError(f"tier {tier}: {exposure.problem}; {exposure.remedy}")
-    fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(io, root.resolve(), os.O_RDONLY | os.O_DIRECTORY) as fd:
         if not patience.take(lambda: io.lock(fd)):
             raise CacheLockedError(tier, root, _OPENER)
         yield
-    finally:
-        io.close(fd)
 
 
 def _no_directory(tier: str, root: Path) -> str:
@@ -361,11 +352,8 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:
-    fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(io, directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
         io.sync(fd)
-    finally:
-        io.close(fd)
 
 
 def _require_own_files(tier: str, directory: Path) -> None:
