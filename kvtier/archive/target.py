@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec
+from kvtier.tiers.slab.index import Change, IndexDatabase
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import LAYOUT, SLOTS, Layout, Namespace, nbytes_of, open_root
@@ -149,13 +149,13 @@ def open_target(
         _require_room(spec, space, io)
         file = SlotFile.open(spec, io)
         stack.callback(file.close)
-        database = IndexDatabase.open(IndexSpec(space.index_path, "process"), io)
+        database = IndexDatabase.open(space.index_path, io, durability="process")
         stack.callback(database.close)
         _require_trusted(space, database, spec)
         # Read before the file grows: later, its size does not tell which slots were written.
         with damage_raised():
             database.drop_beyond(file.found_nbytes // spec.slot_nbytes)
-        file.reserve(spec)
+        file.reserve()
         target = Target(space.directory, file, database)
         target.read_rows(spec.capacity_slots)
         yield target

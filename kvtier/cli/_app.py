@@ -113,12 +113,7 @@ for _name, (_, _summary) in _COMMANDS.items():
 
 
 def run() -> int:
-    """Run the command line and return the exit code.
-
-    Raises:
-        BrokenPipeError: The reader of the output closed the pipe.
-        KeyboardInterrupt: The user pressed Ctrl-C.
-    """
+    """Run the command line and return the exit code. Raise for a closed pipe and for Ctrl-C."""
     try:
         return app(prog_name="kvtier", standalone_mode=False) or 0
     except KvtierError as error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final, cast
@@ -34,12 +33,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.explain import explained, missing_cache
 from kvtier.tiers.slab.index_reader import Entry, IndexReader, Order
-from kvtier.tiers.slab.inspect import (
-    StoredNamespace,
-    find_namespaces,
-    holder_of,
-    index_nbytes,
-)
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces, holder_of, index_nbytes
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.removals import RemovalReason, find_marks
 from kvtier.tiers.slab.schema import Removal
@@ -58,48 +52,6 @@ _STOP_OR_RESET = (
     f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
     "a server with VLLM_SERVER_DEV_MODE=1 by POST /reset_prefix_cache?reset_external=true"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """The chunks that ``evict`` removes.
-
-    Attributes:
-        keys: The keys on the command line.
-        older_than: The age on the command line, a text such as ``7d``; None if not given.
-        everything: Whether to remove all chunks.
-    """
-
-    keys: tuple[str, ...]
-    older_than: str | None
-    everything: bool
-
-    def find(
-        self, reader: IndexReader, note: Callable[[str, Entry | None], None]
-    ) -> list[Entry]:
-        """Return the selected chunks of one namespace.
-
-        Args:
-            reader: The namespace's index.
-            note: Called with each key and the index entry of the matching chunk. The entry is
-                None if no chunk matches.
-
-        Raises:
-            ConfigError: No attribute or several attributes are set, or a value is invalid.
-        """
-        ways = [bool(self.keys), self.older_than is not None, self.everything]
-        if sum(ways) != 1:
-            raise ConfigError("give exactly one of KEYs, --older-than and --all")
-        if self.everything:
-            return reader.entries("stored", -1)
-        if self.older_than is not None:
-            days = functools.partial(parse_duration, likely_unit="d")
-            age_s = quantity("--older-than", self.older_than, days)
-            return reader.entries_unused_since(_now() - int(age_s))
-        matches = {text: _one_entry(KeyPattern.parse(text), reader) for text in self.keys}
-        for text, match in matches.items():
-            note(text, match)
-        return list(dict.fromkeys(filter(None, matches.values())))
 
 
 @cache.command()
@@ -244,10 +196,12 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     Give keys, --older-than or --all. The slots are free at the engine's next start; the files
     keep their size. Without --yes the command shows what it would remove and asks.
     """
-    selection = _Selection(tuple(keys or ()), older_than, everything=everything)
+    ways = [bool(keys), older_than is not None, everything]
+    if sum(ways) != 1:
+        raise ConfigError("give exactly one of KEYs, --older-than and --all")
     spaces = filled(find_namespaces(directory, namespace))
     with _held(spaces, _STOP_OR_RESET):
-        chosen = _choose(spaces, selection)
+        chosen = _find_keys(spaces, keys) if keys else _find_unused(spaces, older_than)
         if not yes and any(entries for _, entries in chosen):
             typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
         _remove(chosen)
@@ -264,7 +218,7 @@ def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson =
     Rewrites the whole index. Stop the engine that uses the cache first.
     """
     spaces = filled(find_namespaces(directory, namespace))
-    done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
+    done: list[tuple[StoredNamespace, tuple[int, int]]] = []
     with _held(spaces, _STOP_FIRST), show_bars() as progress:
         for space in spaces:
             with explained(space), pulse(progress, f"compacting {space.name}") as sign:
@@ -342,13 +296,7 @@ def _explain_absence(
 ) -> None:
     """Add to ``answer`` when and why the chunk that matches ``pattern`` was removed.
 
-    Args:
-        answer: The explanation to complete, for the namespace of ``removals``.
-        pattern: The chunk's key.
-        removals: The entries of the removal log, newest first.
-
-    Raises:
-        ConfigError: Several keys match.
+    The ``removals`` are newest first. Several matching keys are a ConfigError.
     """
     marks = pattern.of_marks()
     found = find_marks(removals, marks)
@@ -366,11 +314,7 @@ def _explain_absence(
 
 
 def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
-    """Return the newest entry of the matching key; None if no key matches.
-
-    Raises:
-        ConfigError: Several keys match.
-    """
+    """Return the newest entry of the only matching key; None if no key matches."""
     found: dict[ChunkKey, Entry] = {}
     for entry in reader.entries_of_prefix(pattern.common_digits):
         if pattern.matches(entry.key):
@@ -384,24 +328,48 @@ def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
     return next(iter(found.values()), None)
 
 
-def _choose(
-    spaces: Sequence[StoredNamespace], selection: _Selection
+def _find_unused(
+    spaces: Sequence[StoredNamespace], older_than: str | None
 ) -> list[tuple[StoredNamespace, list[Entry]]]:
+    """Return the chunks not stored or used for ``older_than``, such as ``7d``; all if None."""
     chosen = []
-    missing = dict.fromkeys(selection.keys)
-    with show_bars() as progress:
-        task = progress.add_task("looking", total=len(spaces) * len(selection.keys) or None)
-
-        def note(text: str, found: Entry | None) -> None:
-            progress.advance(task)
-            if found is not None:
-                missing.pop(text, None)
-
+    with show_bars() as progress, pulse(progress, "looking"):
         for space in spaces:
             with explained(space), IndexReader(space) as reader:
-                chosen.append((space, selection.find(reader, note)))
-    for text in missing:
-        raise ConfigError(f"no chunk has the key {text}; nothing was removed")
+                if older_than is None:
+                    entries = reader.entries("stored", -1)
+                else:
+                    days = functools.partial(parse_duration, likely_unit="d")
+                    age_s = quantity("--older-than", older_than, days)
+                    entries = reader.entries_unused_since(_now() - int(age_s))
+                chosen.append((space, entries))
+    return chosen
+
+
+def _find_keys(
+    spaces: Sequence[StoredNamespace], keys: Sequence[str]
+) -> list[tuple[StoredNamespace, list[Entry]]]:
+    """Return the chunks with the given keys.
+
+    Raises:
+        ConfigError: A key is invalid, matches several chunks, or matches none.
+    """
+    patterns = {text: KeyPattern.parse(text) for text in keys}
+    chosen, missing = [], set(patterns)
+    with show_bars() as progress:
+        task = progress.add_task("looking", total=len(spaces) * len(patterns))
+        for space in spaces:
+            with explained(space), IndexReader(space) as reader:
+                found = []
+                for text, pattern in patterns.items():
+                    if entry := _one_entry(pattern, reader):
+                        found.append(entry)
+                        missing.discard(text)
+                    progress.advance(task)
+            chosen.append((space, list(dict.fromkeys(found))))
+    for text in patterns:
+        if text in missing:
+            raise ConfigError(f"no chunk has the key {text}; nothing was removed")
     return chosen
 
 

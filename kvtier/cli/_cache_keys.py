@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError
-from kvtier.keys import (
-    ADAPTER_OFFSET,
-    GROUP_NBYTES,
-    ChunkKey,
-    group_of,
-    strip_adapter,
-)
+from kvtier.keys import ADAPTER_OFFSET, GROUP_NBYTES, ChunkKey, group_of, strip_adapter
 from kvtier.printable import printable
 from kvtier.tiers.slab.removals import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
@@ -85,9 +79,7 @@ class KeyPattern:
 class KeyList:
     """The keys of a file. :meth:`take` finds a key in the list and marks it as taken.
 
-    Args:
-        patterns: Pattern of each key, by the key's text in the file. Each pattern has at
-            least 16 digits.
+    ``patterns`` has each key's pattern, of at least 16 digits, by its text in the file.
     """
 
     def __init__(self, patterns: dict[str, KeyPattern]) -> None:

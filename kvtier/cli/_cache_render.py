@@ -18,7 +18,6 @@ from kvtier.keys import group_of, short_key
 from kvtier.printable import printable
 from kvtier.tiers.slab.index_reader import Entry, Totals
 from kvtier.tiers.slab.inspect import StoredNamespace
-from kvtier.tiers.slab.maintain import CompactedIndex
 from kvtier.tiers.slab.verify import Verification
 from kvtier.units import approximate_duration, approximate_rate, approximate_size
 
@@ -284,22 +283,23 @@ def removal_document(chosen: _Chosen) -> dict[str, Any]:
 
 
 def show_compactions(
-    console: Console, done: Sequence[tuple[StoredNamespace, CompactedIndex]]
+    console: Console, done: Sequence[tuple[StoredNamespace, tuple[int, int]]]
 ) -> None:
     """Print the size of each index before and after its compaction."""
     table = make_table("namespace", "model", numbers=("before", "after"), narrow=True)
-    for space, sizes in done:
-        before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
-        table.add_row(space.name, printable(space.layout.model), before, after)
+    for space, nbytes in done:
+        sizes = map(approximate_size, nbytes)
+        table.add_row(space.name, printable(space.layout.model), *sizes)
     show_table(console, table)
 
 
-def compaction_document(space: StoredNamespace, sizes: CompactedIndex) -> dict[str, Any]:
+def compaction_document(space: StoredNamespace, nbytes: tuple[int, int]) -> dict[str, Any]:
     """Return the size of an index before and after its compaction, as a dict for JSON."""
+    before_nbytes, after_nbytes = nbytes
     return {
         **_place(space),
-        "before_nbytes": sizes.before_nbytes,
-        "after_nbytes": sizes.after_nbytes,
+        "before_nbytes": before_nbytes,
+        "after_nbytes": after_nbytes,
     }
 
 

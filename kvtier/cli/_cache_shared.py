@@ -37,10 +37,7 @@ class SharedExplanation:
     """A shared tier's answer about a chunk.
 
     Attributes:
-        tier: Name of the tier.
-        kind: Kind of the tier.
         value: Key of the chunk's value in the service.
-        is_stored: Whether the service has the value.
         is_whole: Whether the value's bytes match the proof; None if the value was not verified.
         answered_s: Seconds until the service answered whether it has the value.
     """

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final
 
 import typer
 from rich.text import Text
@@ -24,10 +24,11 @@ from kvtier.archive import (
 )
 from kvtier.cli._cache_keys import KeyList
 from kvtier.cli._cache_ship_render import (
-    ExportReport,
-    ImportReport,
-    MergeReport,
-    VerifyReport,
+    Report,
+    report_export,
+    report_import,
+    report_merge,
+    report_verify,
 )
 from kvtier.cli._coverage import EngineArguments, needed_by
 from kvtier.cli._options import AsJson, BadLimit, Only, Store, filled, quantity
@@ -48,20 +49,6 @@ _LOCATION: Final = "a directory, or s3://, gs:// or az:// with a bucket and a pr
 
 Zstd = Annotated[bool, typer.Option("--zstd", help="Compress each chunk with zstd.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help=f"The archive to write: {_LOCATION}")]
-
-
-class _Report(Protocol):
-    """The result of a command."""
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the command exits with 1, for example because a chunk is bad."""
-
-    def as_dict(self, limit: int) -> dict[str, object]:
-        """Return the result as a dict for JSON."""
-
-    def lines(self, limit: int) -> Sequence[str]:
-        """Return the result as lines of text."""
 
 
 def export_cache(  # noqa: PLR0913 - each is an option of the command
@@ -112,13 +99,13 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
         found = export_chunks(
             space,
             location,
-            compression=_compression(zstd=zstd),
+            compression="zstd" if zstd else "none",
             wanted=wanted,
             on_progress=advance,
         )
     missing = chosen.missing() if chosen else []
     seconds = time.monotonic() - began_s
-    _finish(ExportReport(str(location), space, found, missing, seconds), limit, as_json=as_json)
+    _finish(report_export(location, space, found, missing, seconds, limit), as_json=as_json)
 
 
 def import_cache(
@@ -154,8 +141,7 @@ def import_cache(
             source, directory, capacity_bytes=capacity_bytes, on_progress=advance
         )
     seconds = time.monotonic() - began_s
-    report = ImportReport(str(source.location), source.manifest.layout, found, seconds)
-    _finish(report, limit, as_json=as_json)
+    _finish(report_import(source, found, seconds, limit), as_json=as_json)
 
 
 def merge_caches(
@@ -180,11 +166,10 @@ def merge_caches(
     chunks = sum(source.manifest.chunks for source in sources)
     began_s = time.monotonic()
     with _working("merging", chunks) as advance:
-        found = merge_archives(
-            sources, location, compression=_compression(zstd=zstd), on_progress=advance
-        )
+        compression = "zstd" if zstd else "none"
+        found = merge_archives(sources, location, compression=compression, on_progress=advance)
     seconds = time.monotonic() - began_s
-    _finish(MergeReport(str(location), layout, found, seconds), limit, as_json=as_json)
+    _finish(report_merge(location, layout, found, seconds, limit), as_json=as_json)
 
 
 def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
@@ -195,8 +180,7 @@ def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
     with _working("verifying", archive.manifest.chunks) as advance:
         damaged = verify_archive(archive, advance)
     seconds = time.monotonic() - began_s
-    report = VerifyReport(str(archive.location), archive.manifest, damaged, seconds)
-    _finish(report, limit, as_json=as_json)
+    _finish(report_verify(archive, damaged, seconds, limit), as_json=as_json)
 
 
 def _one_of(spaces: Sequence[StoredNamespace], directory: Path) -> StoredNamespace:
@@ -206,19 +190,11 @@ def _one_of(spaces: Sequence[StoredNamespace], directory: Path) -> StoredNamespa
     return spaces[0]
 
 
-def _compression(*, zstd: bool) -> str:
-    return "zstd" if zstd else "none"
-
-
 @contextlib.contextmanager
 def _working(
     what: str, total: int, space: StoredNamespace | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in the ``with`` block, and convert errors to ConfigErrors.
-
-    Yields:
-        A function that moves the bar by a number of chunks.
-    """
+    """Show a progress bar; yield a function that moves it. Convert errors to ConfigErrors."""
     with contextlib.ExitStack() as stack:
         if space is not None:
             stack.enter_context(explained(space))
@@ -240,13 +216,13 @@ def _resumable() -> Iterator[None]:
         raise ConfigError(f"{location}: {error.strerror or error}; {remedy}") from error
 
 
-def _finish(report: _Report, limit: int, *, as_json: bool) -> None:
+def _finish(report: Report, *, as_json: bool) -> None:
     """Print ``report``; exit with 1 if the report is bad."""
     if as_json:
-        show_json(report.as_dict(limit))
+        show_json(report.document)
     else:
         console = make_console()
-        for line in report.lines(limit):
+        for line in report.lines:
             console.print(Text(line), soft_wrap=True)
     if report.is_bad:
         raise typer.Exit(1)

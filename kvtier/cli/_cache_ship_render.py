@@ -1,195 +1,144 @@
-"""Formats the results of ``kvtier cache export``, ``import`` and ``merge``."""
+"""Formats the results of ``kvtier cache export``, ``import``, ``merge`` and ``verify``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from kvtier.archive import Damage, Exported, Imported, Merged
-from kvtier.archive.manifest import Manifest
+from kvtier.archive import Archive, Damage, Exported, Imported, Location, Merged
+from kvtier.cli._render import count_chunks
 from kvtier.keys import short_key
 from kvtier.printable import printable
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.units import approximate_duration, approximate_rate, approximate_size
 
-__all__ = ["ExportReport", "ImportReport", "MergeReport", "VerifyReport"]
+__all__ = ["Report", "report_export", "report_import", "report_merge", "report_verify"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """The result of ``export``."""
+class Report(NamedTuple):
+    """The result of a command.
 
-    location: str
-    space: StoredNamespace
-    found: Exported
-    missing: Sequence[str]
-    seconds: float
+    Attributes:
+        document: The result for JSON.
+        lines: The result as text.
+        is_bad: Whether the command exits with 1, for example because a chunk is bad.
+    """
 
-    @property
-    def is_bad(self) -> bool:
-        """Whether the cache has bad chunks, or has none of the given keys."""
-        return bool(self.found.bad) or self._finds_nothing
+    document: dict[str, Any]
+    lines: list[str]
+    is_bad: bool
 
-    @property
-    def _finds_nothing(self) -> bool:
-        found = self.found
-        return bool(self.missing) and not (found.chunks or found.present or found.changed)
 
-    def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as a dict for JSON."""
-        found = self.found
-        bad = [
+def report_export(
+    location: Location,
+    space: StoredNamespace,
+    found: Exported,
+    missing: Sequence[str],
+    seconds: float,
+    limit: int,
+) -> Report:
+    """Return the result of ``export`` with up to ``limit`` bad chunks, or all if 0.
+
+    ``missing`` are the given keys that the cache lacks.
+    """
+    shown = found.bad[: limit or None]
+    document = {
+        "archive": str(location),
+        "namespace": space.name,
+        **_moved_document(found.chunks, space.layout, seconds),
+        "present": found.present,
+        "changed": found.changed,
+        "missing_keys": list(missing),
+        "bad": len(found.bad),
+        "bad_chunks": [
             {"key": entry.key.hex(), "slot": entry.slot, "problem": problem}
-            for entry, problem in found.bad[: limit or None]
-        ]
-        return {
-            "archive": self.location,
-            "namespace": self.space.name,
-            **_moved_document(found.chunks, self.space.layout, self.seconds),
-            "present": found.present,
-            "changed": found.changed,
-            "missing_keys": list(self.missing),
-            "bad": len(found.bad),
-            "bad_chunks": bad,
-            "archive_chunks": found.archive_chunks,
-            "archive_nbytes": found.archive_nbytes,
-        }
-
-    def lines(self, limit: int) -> list[str]:
-        """Return the result as lines of text."""
-        found = self.found
-        bad = [
-            f"{short_key(entry.key)} in slot {entry.slot:,}: {problem}"
-            for entry, problem in found.bad
-        ]
-        return [
-            _moved("exported", found.chunks, self.space.layout, self.seconds),
-            *_counted(found.present, "the archive had already"),
-            *_counted(found.changed, "an engine replaced meanwhile"),
-            *self._missing_lines(),
-            *_listed("bad", bad, limit),
-            _whole(self.location, found.archive_chunks, found.archive_nbytes),
-        ]
-
-    def _missing_lines(self) -> list[str]:
-        if self._finds_nothing:
-            return ["none of the given keys is in the store: write them as ls shows them"]
-        return list(_counted(len(self.missing), "of the given keys are not in the store"))
+            for entry, problem in shown
+        ],
+        **_whole_document(found),
+    }
+    bad = (
+        f"{short_key(entry.key)} in slot {entry.slot:,}: {problem}" for entry, problem in shown
+    )
+    finds_nothing = bool(missing) and not (found.chunks or found.present or found.changed)
+    absent = ["none of the given keys is in the store: write them as ls shows them"]
+    if not finds_nothing:
+        absent = _counted(len(missing), "of the given keys are not in the store")
+    lines = [
+        _moved("exported", found.chunks, space.layout, seconds),
+        *_counted(found.present, "the archive had already"),
+        *_counted(found.changed, "an engine replaced meanwhile"),
+        *absent,
+        *_listed("bad", bad, len(found.bad) - len(shown)),
+        _whole(location, found.archive_chunks, found.archive_nbytes),
+    ]
+    return Report(document, lines, bool(found.bad) or finds_nothing)
 
 
-@dataclass(frozen=True, slots=True)
-class ImportReport:
-    """The result of ``import``."""
-
-    archive: str
-    layout: Layout
-    found: Imported
-    seconds: float
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the archive is damaged."""
-        return bool(self.found.damaged)
-
-    def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as a dict for JSON."""
-        return {
-            "archive": self.archive,
-            "directory": str(self.found.directory),
-            **_moved_document(self.found.chunks, self.layout, self.seconds),
-            "present": self.found.present,
-            "left_out": self.found.left_out,
-            **_damage_document(self.found.damaged, limit),
-        }
-
-    def lines(self, limit: int) -> list[str]:
-        """Return the result as lines of text."""
-        found = self.found
-        return [
-            _moved("imported", found.chunks, self.layout, self.seconds),
-            *_counted(found.present, "the cache had already"),
-            *_counted(found.left_out, "have no room; --capacity gives more"),
-            *_listed("damaged", list(map(str, found.damaged)), limit),
-            f"into {printable(str(found.directory))}",
-        ]
+def report_import(archive: Archive, found: Imported, seconds: float, limit: int) -> Report:
+    """Return the result of ``import`` with up to ``limit`` damages, or all if 0."""
+    layout = archive.manifest.layout
+    document = {
+        "archive": str(archive.location),
+        "directory": str(found.directory),
+        **_moved_document(found.chunks, layout, seconds),
+        "present": found.present,
+        "left_out": found.left_out,
+        **_damage_document(found.damaged, limit),
+    }
+    lines = [
+        _moved("imported", found.chunks, layout, seconds),
+        *_counted(found.present, "the cache had already"),
+        *_counted(found.left_out, "have no room; --capacity gives more"),
+        *_damages(found.damaged, limit),
+        f"into {printable(str(found.directory))}",
+    ]
+    return Report(document, lines, bool(found.damaged))
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """The result of ``merge``."""
-
-    location: str
-    layout: Layout
-    found: Merged
-    seconds: float
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether one of the merged archives is damaged."""
-        return bool(self.found.damaged)
-
-    def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as a dict for JSON."""
-        return {
-            "archive": self.location,
-            **_moved_document(self.found.chunks, self.layout, self.seconds),
-            "present": self.found.present,
-            **_damage_document(self.found.damaged, limit),
-            "archive_chunks": self.found.archive_chunks,
-            "archive_nbytes": self.found.archive_nbytes,
-        }
-
-    def lines(self, limit: int) -> list[str]:
-        """Return the result as lines of text."""
-        found = self.found
-        return [
-            _moved("copied", found.chunks, self.layout, self.seconds),
-            *_counted(found.present, "the archive had already"),
-            *_listed("damaged", list(map(str, found.damaged)), limit),
-            _whole(self.location, found.archive_chunks, found.archive_nbytes),
-        ]
+def report_merge(
+    location: Location, layout: Layout, found: Merged, seconds: float, limit: int
+) -> Report:
+    """Return the result of ``merge`` with up to ``limit`` damages, or all if 0."""
+    document = {
+        "archive": str(location),
+        **_moved_document(found.chunks, layout, seconds),
+        "present": found.present,
+        **_damage_document(found.damaged, limit),
+        **_whole_document(found),
+    }
+    lines = [
+        _moved("copied", found.chunks, layout, seconds),
+        *_counted(found.present, "the archive had already"),
+        *_damages(found.damaged, limit),
+        _whole(location, found.archive_chunks, found.archive_nbytes),
+    ]
+    return Report(document, lines, bool(found.damaged))
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """The result of ``verify`` for an archive."""
-
-    location: str
-    manifest: Manifest
-    damaged: Sequence[Damage]
-    seconds: float
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether the archive is damaged."""
-        return bool(self.damaged)
-
-    def as_dict(self, limit: int) -> dict[str, Any]:
-        """Return the result as a dict for JSON."""
-        return {
-            "archive": self.location,
-            "chunks": self.manifest.chunks,
-            "nbytes": self.manifest.nbytes,
-            "seconds": round(self.seconds, 6),
-            **_damage_document(self.damaged, limit),
-        }
-
-    def lines(self, limit: int) -> list[str]:
-        """Return the result as lines of text."""
-        rate = approximate_rate(self.manifest.nbytes / self.seconds)
-        whole = _whole(self.location, self.manifest.chunks, self.manifest.nbytes)
-        return [
-            f"{whole}, read in {approximate_duration(self.seconds)}, {rate}",
-            *_listed("damaged", list(map(str, self.damaged)), limit),
-        ]
+def report_verify(
+    archive: Archive, damaged: Sequence[Damage], seconds: float, limit: int
+) -> Report:
+    """Return the result of ``verify`` with up to ``limit`` damages, or all if 0."""
+    chunks, nbytes = archive.manifest.chunks, archive.manifest.nbytes
+    document = {
+        "archive": str(archive.location),
+        "chunks": chunks,
+        "nbytes": nbytes,
+        "seconds": round(seconds, 6),
+        **_damage_document(damaged, limit),
+    }
+    read = f"read in {approximate_duration(seconds)}, {approximate_rate(nbytes / seconds)}"
+    lines = [f"{_whole(archive.location, chunks, nbytes)}, {read}", *_damages(damaged, limit)]
+    return Report(document, lines, bool(damaged))
 
 
 def _moved(what: str, chunks: int, layout: Layout, seconds: float) -> str:
     nbytes = chunks * layout.slot_nbytes
     size, time = approximate_size(nbytes), approximate_duration(seconds)
-    return f"{what} {_count(chunks)} ({size}) in {time}, {approximate_rate(nbytes / seconds)}"
+    rate = approximate_rate(nbytes / seconds)
+    return f"{what} {count_chunks(chunks)} ({size}) in {time}, {rate}"
 
 
 def _moved_document(chunks: int, layout: Layout, seconds: float) -> dict[str, Any]:
@@ -204,20 +153,23 @@ def _damage_document(damaged: Sequence[Damage], limit: int) -> dict[str, Any]:
     }
 
 
+def _whole_document(found: Exported | Merged) -> dict[str, Any]:
+    return {"archive_chunks": found.archive_chunks, "archive_nbytes": found.archive_nbytes}
+
+
 def _counted(chunks: int, what: str) -> list[str]:
-    return [f"{_count(chunks)} {what}"] if chunks else []
+    return [f"{count_chunks(chunks)} {what}"] if chunks else []
 
 
-def _listed(what: str, lines: Sequence[str], limit: int) -> list[str]:
-    shown = [f"{what}: {line}" for line in lines[: limit or None]]
-    if hidden := len(lines) - len(shown):
-        shown.append(f"and {hidden:,} more; --limit 0 lists all")
-    return shown
+def _damages(damaged: Sequence[Damage], limit: int) -> list[str]:
+    shown = damaged[: limit or None]
+    return _listed("damaged", map(str, shown), len(damaged) - len(shown))
 
 
-def _whole(location: str, chunks: int, nbytes: int) -> str:
-    return f"{location} has {_count(chunks)} ({approximate_size(nbytes)})"
+def _listed(what: str, shown: Iterable[str], hidden: int) -> list[str]:
+    lines = [f"{what}: {line}" for line in shown]
+    return [*lines, f"and {hidden:,} more; --limit 0 lists all"] if hidden else lines
 
 
-def _count(chunks: int) -> str:
-    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
+def _whole(location: Location, chunks: int, nbytes: int) -> str:
+    return f"{location} has {count_chunks(chunks)} ({approximate_size(nbytes)})"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli._options import AsJson, choice, filled, numpy_needed
+from kvtier.cli._options import AsJson, Only, Store, choice, filled, numpy_needed
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.keys import ChunkKey, strip_adapter
 from kvtier.tiers.slab.piece_io import hash_key
@@ -76,22 +76,12 @@ class _Answer:
 
 
 def coverage(  # noqa: PLR0913 - each is an option of the command
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="The path of an nvme tier, or one model's directory in it.",
-            readable=False,
-        ),
-    ],
+    directory: Store,
     arguments: EngineArguments = None,
     *,
     prompts: Prompts,
     model: Annotated[str, typer.Option(metavar="MODEL", help="The engine's --model.")],
-    namespace: Annotated[
-        str | None,
-        typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
-    ] = None,
+    namespace: Only = None,
     limit: Annotated[
         int, typer.Option("--limit", min=0, metavar="N", help="Prompts to list; 0 lists all.")
     ] = 20,
@@ -156,11 +146,7 @@ def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
 def needed_by(
     prompts: Path, space: StoredNamespace, model: str, arguments: Sequence[str]
 ) -> Callable[[ChunkKey], bool]:
-    """Return a predicate: whether a prompt in the file ``prompts`` needs the chunk of a key.
-
-    Raises:
-        ConfigError: The file cannot be read, or numpy or vLLM is needed and not installed.
-    """
+    """Return a predicate: whether a prompt in the file ``prompts`` needs the chunk of a key."""
     with numpy_needed("kvtier cache export --prompts", "sim"):
         import kvtier.coverage  # noqa: F401, PLC0415 - imports asyncio and numpy
 

@@ -81,11 +81,7 @@ BadLimit = Annotated[
 
 @contextlib.contextmanager
 def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
-    """Convert a failed import of numpy to an error that names the extra to install.
-
-    Raises:
-        ConfigError: numpy is missing and ``extra`` is given.
-    """
+    """Convert a failed import of numpy to a ConfigError that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -111,11 +107,7 @@ def filled(spaces: Sequence[StoredNamespace]) -> list[StoredNamespace]:
 
 
 def choice(option: str, value: str, known: Iterable[str]) -> str:
-    """Return ``value`` if it is one of ``known``.
-
-    Raises:
-        ConfigError: ``value`` is not in ``known``.
-    """
+    """Return ``value`` if it is one of ``known``; else raise a ConfigError."""
     names = list(known)
     if value not in names:
         hint = did_you_mean(value, names)
@@ -125,15 +117,9 @@ def choice(option: str, value: str, known: Iterable[str]) -> str:
 
 
 def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
-    """Return the value of ``text``, a number with a unit.
+    """Return the value of ``text``, a number with a unit, of the command's ``option``.
 
-    Args:
-        option: Name of the option, for the error.
-        text: The option's text on the command line.
-        parse: A function of :mod:`kvtier.units`.
-
-    Raises:
-        ConfigError: ``parse`` refuses the text.
+    ``parse`` is a function of :mod:`kvtier.units`; a refused text is a ConfigError.
     """
     try:
         return parse(text)
@@ -142,11 +128,7 @@ def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def finite(value: float | None) -> float | None:
-    """Return ``value`` if it is finite or None. typer calls this function for an option.
-
-    Raises:
-        typer.BadParameter: ``value`` is infinite or not a number.
-    """
+    """Return ``value`` unless it is infinite or not a number. typer calls this function."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter("not a finite number")
     return value
@@ -180,11 +162,7 @@ class _Command(TyperCommand):
 
 
 class Commands(typer.Typer):
-    """A group of commands whose help is plain text.
-
-    Args:
-        settings: The group's name, help and other settings of typer.
-    """
+    """A group of commands whose help is plain text; ``settings`` are those of typer."""
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - typer has no public type for it
         super().__init__(

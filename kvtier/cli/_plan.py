@@ -53,21 +53,10 @@ class _Plan:
     """The capacities of all tiers. Sizes are sums over all tensor-parallel ranks.
 
     Attributes:
-        model: The model's type.
-        attention: Type of attention: MHA, GQA or MLA.
         layers: Number of layers that have a KV cache.
-        kv_dtype: Element type of the KV cache.
-        tp: Number of tensor-parallel ranks.
         copies: Number of ranks that have equal copies of the KV.
         token_nbytes: Number of bytes of one token's KV, including copies.
-        chunk_tokens: Number of tokens of one chunk.
         chunk_nbytes: Number of bytes of one chunk, including copies.
-        slot_nbytes: Number of bytes of a slot.
-        block_tokens: Number of tokens of one engine block.
-        prefill_tokens_per_s: Number of prompt tokens that the engine computes per second.
-        prefill_bytes_per_s: Number of bytes of KV that the engine computes per second.
-        tiers: The tiers, fastest first.
-        notes: Remarks on what the numbers include and exclude.
     """
 
     model: str
@@ -150,11 +139,8 @@ def _make_plan(
 ) -> _Plan:
     """Return how many chunks and tokens each tier can hold, and the time to fill the tier.
 
-    ``rate`` is the prefill rate in tokens per second.
-
-    Raises:
-        ConfigError: A tier is smaller than one chunk, or the model's heads cannot be divided
-            between the ranks.
+    ``rate`` is the prefill rate in tokens per second. The tiers must hold a chunk, and the
+    ranks must be able to divide the model's heads.
     """
     token_nbytes = model.rank_token_nbytes(tp, dtype) * tp
     chunk_tokens = block_tokens * config.engine.blocks_per_chunk

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 __all__ = [
+    "count_chunks",
     "make_console",
     "make_table",
     "show_facts",
@@ -25,6 +26,11 @@ __all__ = [
 ]
 
 _WIDEST = 1000
+
+
+def count_chunks(chunks: int) -> str:
+    """Return the number with its noun, such as ``1 chunk``."""
+    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
 
 
 def show_json(value: object) -> None:
@@ -45,10 +51,7 @@ def make_console() -> Console:
 def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> Table:
     """Return an empty table with text columns, then right-aligned number columns.
 
-    Args:
-        *words: Headers of the text columns.
-        numbers: Headers of the number columns.
-        narrow: Whether to reduce the space between columns.
+    ``words`` and ``numbers`` are headers; ``narrow`` reduces the space between columns.
     """
     table = Table(
         box=None,
@@ -85,11 +88,8 @@ def show_tiers_apart(
 ) -> None:
     """Print one row per tier, or one column per tier if the rows are too wide.
 
-    Args:
-        console: The console to print to.
-        *words: Headers of the text columns; the first column has the tier's name.
-        numbers: Headers of the number columns.
-        tiers: The cells of each tier, in the order of the headers.
+    The cells of each tier are in the order of ``words`` and ``numbers``, the headers of text
+    and numbers. The first has the tier's name.
     """
     table = make_table(*words, numbers=numbers, narrow=True)
     for tier in tiers:

@@ -19,11 +19,7 @@ from kvtier.cli._progress import show_progress
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
-from kvtier.config import (
-    KvtierConfig,
-    load_config,
-    resolve_rank_paths,
-)
+from kvtier.config import KvtierConfig, load_config, resolve_rank_paths
 from kvtier.errors import ConfigError
 from kvtier.sim.time_model import TierSpeed, parse_speed
 from kvtier.units import approximate_rate, approximate_size, parse_size
@@ -205,10 +201,8 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
 def exit_on_signals() -> Iterator[None]:
     """Convert SIGTERM and SIGHUP to ``SystemExit``, so that the ``with`` block cleans up.
 
-    An ignored signal, as under ``nohup``, stays ignored.
-
-    Raises:
-        SystemExit: A signal came; the exit code is 128 plus the signal's number, as in shells.
+    The exit code is 128 plus the signal's number, as in shells. An ignored signal, as under
+    ``nohup``, stays ignored.
     """
     signals = (signal.SIGTERM, signal.SIGHUP)
     taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
@@ -12,13 +12,7 @@ import typer
 
 from kvtier.cli._options import AsJson, Commands, choice, finite, quantity
 from kvtier.cli._progress import show_progress
-from kvtier.cli._render import (
-    make_console,
-    make_table,
-    show_facts,
-    show_json,
-    show_table,
-)
+from kvtier.cli._render import make_console, make_table, show_facts, show_json, show_table
 from kvtier.cli._sim_render import show_cache, show_fleet
 from kvtier.cli._trace import (
     FormatOption,
@@ -39,13 +33,7 @@ from kvtier.sim.fleet import ROUTINGS, simulate_fleet
 from kvtier.sim.hybrid import ONE_GROUP
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
-from kvtier.sim.single import (
-    BELADY,
-    SingleResult,
-    TouchOrder,
-    distinct_chunks,
-    simulate_single,
-)
+from kvtier.sim.single import BELADY, SingleResult, TouchOrder, distinct_chunks, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.time_model import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
@@ -325,11 +313,8 @@ def _refuse_others(
 ) -> None:
     """Refuse options that have no effect on this kind of simulation.
 
-    Args:
-        context: The command line with its parameters.
-        used: Names of the parameters that the simulation uses, besides ``as_json``.
-        kind: The option that selected the kind of simulation.
-        remedy: Advice on how to use the refused option.
+    ``used`` are the parameters that it uses, besides ``as_json``. ``kind`` is the option that
+    selected it, and ``remedy`` says how to use the refused option.
     """
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -367,13 +352,12 @@ def _time_model(
     *,
     engines: int = 1,
 ) -> TimeModel:
-    model = default_time_model(config, trace, engines=engines)
-    known = dict(model.speeds)
-    for text in speeds or ():
-        name, speed = parse_speed(text)
-        choice("--tier-speed", name, known)
-        known[name] = speed
-    return replace(model, speeds=known, prefill_tokens_per_s=rate or model.prefill_tokens_per_s)
+    given = dict(map(parse_speed, speeds or ()))
+    for name in given:
+        choice("--tier-speed", name, [tier.name for tier in config.tiers])
+    return default_time_model(
+        config, trace, engines=engines, prefill_tokens_per_s=rate, speeds=given
+    )
 
 
 def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from kvtier.cli._render import (
     show_tiers_apart,
 )
 from kvtier.cli._trace import show_assumptions
-from kvtier.sim.cache import CacheResult, TierResult, TierTraffic
+from kvtier.sim.cache import CacheResult, SimulationResult, TierResult, TierTraffic
 from kvtier.sim.fleet import FleetResult, Rate, SharedResult
 from kvtier.sim.time_model import TimeModel
 from kvtier.sim.traces import Trace
@@ -163,12 +163,12 @@ def _rate(what: str, rate: Rate, form: Callable[[float], str]) -> str:
     return f"{what} {mean} and {form(rate.peak)}"
 
 
-def _hits(result: CacheResult | FleetResult) -> str:
+def _hits(result: SimulationResult) -> str:
     of = f"{result.refs:,} references, {result.prefix_hit_ratio:.4f} of the prompt tokens"
     return f"hits {result.total_hit_ratio:.4f} of {of}"
 
 
-def _waits(result: CacheResult | FleetResult) -> str:
+def _waits(result: SimulationResult) -> str:
     waits, without = (
         ", ".join(f"{name} {value:.3f} s" for name, value in levels.items())
         for levels in (result.ttft_s, result.ttft_no_cache_s)

@@ -72,12 +72,7 @@ OutputFormat = Annotated[
 
 
 def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
-    """Read a trace; print its warnings on stderr.
-
-    Raises:
-        ConfigError: The format is unknown.
-        TraceError: The trace cannot be read.
-    """
+    """Read a trace; print its warnings on stderr."""
     name = cast("TraceFormat", choice("--format", format_name, FORMAT_NAMES))
     trace = read_trace(path, format_name=name, tokens_per_id=tokens_per_id)
     for warning in trace.warnings:
@@ -174,9 +169,7 @@ def _write(trace: Trace, output: Path, to: str) -> None:
 def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:
     """Check that output files can be written and do not replace an input.
 
-    Args:
-        outputs: The file of each option; None if the option is not given.
-        traces: Files that the command reads.
+    ``outputs`` has the file of each option, or None; the command reads ``traces``.
 
     Raises:
         ConfigError: An output cannot be written, is one of the traces, or is named twice.
@@ -194,11 +187,7 @@ def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) ->
 
 
 def write_output(option: str, path: Path, write: Callable[[Path], None]) -> None:
-    """Write one file.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write one file; an error becomes a ConfigError that names the option."""
     try:
         write(path)
     except OSError as error:

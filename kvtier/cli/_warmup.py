@@ -126,8 +126,7 @@ def _days(text: str) -> float:
 async def _follow(job: WarmupJob, prompts: Path, bars: Bars) -> WarmupEvent:
     """Run ``job``, show its progress and return its last event.
 
-    Raises:
-        SystemExit: A signal came; the exit code is 128 plus the signal's number, as in shells.
+    After a signal, SystemExit has 128 plus the signal's number, as in shells.
     """
     from kvtier import warmup as events  # noqa: PLC0415 - as above
 

@@ -106,7 +106,7 @@ def _open_scratch(spec: SlotFileSpec, io: BlockIo) -> SlotFile:
     """
     file = SlotFile.open(spec, io)
     try:
-        file.reserve(spec)
+        file.reserve()
     except BaseException:
         file.close()
         raise

@@ -51,7 +51,6 @@ class _Served:
     """A request and its progress.
 
     Attributes:
-        request: The request.
         computed: Number of tokens whose KV the engine has computed or loaded.
         generated: Number of tokens generated so far.
         next_chunk: Index of the first chunk that was not yet offered for storing.

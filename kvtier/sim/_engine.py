@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -40,60 +41,35 @@ _Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
 """A time, a number that orders events of equal time, a callback, and its argument."""
 
 
+@dataclass(slots=True, eq=False)
 class ModelRequest:
-    """One request of a trace.
+    """One request of a trace. Its id is its number in the trace.
 
     Attributes:
-        number: Position of the request in the trace and in the queue.
-        req_id: The request's id, which is ``number`` as text.
-        arrival_s: Time of the arrival, in seconds.
-        tokens: Number of tokens of the prompt.
         keys: The prompt's chunks, root to leaf.
         session: The request's session; an empty string if unknown.
         output_tokens: Number of tokens to generate. The sequential engine ignores this number.
         hits: Number of leading chunks that were loaded.
-        first_token_s: Time of the first token, in seconds.
     """
 
-    __slots__ = (
-        "arrival_s",
-        "first_token_s",
-        "hits",
-        "keys",
-        "number",
-        "output_tokens",
-        "req_id",
-        "session",
-        "tokens",
-    )
+    number: int
+    arrival_s: float
+    tokens: int
+    keys: Sequence[ChunkKey]
+    session: str = ""
+    output_tokens: int = 1
+    req_id: str = field(init=False)
+    hits: int = field(default=0, init=False)
+    first_token_s: float = field(default=0.0, init=False)
 
-    def __init__(
-        self,
-        number: int,
-        arrival_s: float,
-        tokens: int,
-        keys: Sequence[ChunkKey],
-        *,
-        session: str = "",
-        output_tokens: int = 1,
-    ) -> None:
-        self.number = number
-        self.req_id = str(number)
-        self.arrival_s = arrival_s
-        self.tokens = tokens
-        self.keys = keys
-        self.session = session
-        self.output_tokens = output_tokens
-        self.hits = 0
-        self.first_token_s = 0.0
+    def __post_init__(self) -> None:
+        self.req_id = str(self.number)
 
 
 class PlannedLoad(NamedTuple):
-    """A load of the leading chunks of a request.
+    """A load of the leading ``request.hits`` chunks of a request.
 
     Attributes:
-        request: The request. Its ``hits`` is the number of chunks to load.
-        plan: The manager's plan.
         promoted_s: Time at which all chunks of the load are in RAM, in seconds.
     """
 

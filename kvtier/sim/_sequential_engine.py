@@ -183,14 +183,10 @@ class SequentialEngine(Engine[TimeModel]):
 def serve_fleet(
     engines: Sequence[SequentialEngine], arrivals: Iterable[tuple[int, ModelRequest]]
 ) -> Iterator[ModelRequest]:
-    """Serve requests with several engines, and run all events in order of time.
+    """Serve requests with several engines, and yield each when it is finished.
 
-    Args:
-        engines: The engines; they may share a shared tier.
-        arrivals: The requests in order of arrival, each with the index of its engine.
-
-    Returns:
-        Each request when it is finished.
+    All events run in order of time. ``arrivals`` are in order too, each with its engine's
+    index.
     """
     due: list[tuple[float, int]] = []  # an entry is void if its engine's next time changed
 

@@ -9,7 +9,7 @@ arrive at the times of the trace, and wait for promotions and demotions in progr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -26,10 +26,10 @@ from kvtier.connector.build import build_manager, build_tiers
 from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.sim._batching_engine import BatchingEngine, StepModel
 from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus
-from kvtier.sim._sequential_engine import SequentialEngine
+from kvtier.sim._sequential_engine import SequentialEngine, serve_fleet
 from kvtier.sim.shared_cache import SharedCache, SharedClient
 from kvtier.sim.single import Progress, chunk_keys
-from kvtier.sim.time_model import TimeModel, TransferModel, default_speed
+from kvtier.sim.time_model import TierSpeed, TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
 
 if TYPE_CHECKING:
@@ -38,19 +38,15 @@ if TYPE_CHECKING:
 __all__ = [
     "BuiltEngine",
     "CacheResult",
+    "Simulation",
+    "SimulationResult",
     "StepModel",
     "TierResult",
     "TierTraffic",
-    "build_engine",
-    "build_service",
-    "collect_waits",
     "default_time_model",
-    "model_requests",
     "simulate_cache",
-    "simulated_traffic",
-    "tier_traffic",
+    "simulate_engines",
     "wait_quantiles",
-    "waits_without_cache",
 ]
 
 _Engine = TypeVar("_Engine", bound=Engine[Any])
@@ -68,9 +64,6 @@ class TierTraffic:
     """The figures of one tier. The names of the fields are a stable interface.
 
     Attributes:
-        name: The tier's name.
-        kind: The tier's kind.
-        eviction: The tier's eviction policy.
         capacity_chunks: Largest number of chunks in the tier.
         hits: Number of chunks loaded into the GPU from this tier, through RAM or directly.
         hit_ratio: Hits as a share of all chunk references.
@@ -106,29 +99,17 @@ class TierResult(TierTraffic):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheResult:
-    """The result of a simulation on a trace. The names of the fields are a stable interface.
+class SimulationResult:
+    """The figures of one engine or of a fleet. The names of the fields are a stable interface.
 
     Attributes:
-        trace: The trace's name.
-        trace_sha256: SHA-256 of the trace's file.
-        requests: Number of served requests.
         refs: Number of chunk references.
         chunk_bytes: Size in bytes of a chunk, without padding to whole pages.
-        chunk_tokens: Number of tokens of a chunk.
         load_path: Path of loads from slower tiers: ``direct`` or ``staged``.
-        tiers: One result per tier, fastest first.
         total_hit_ratio: Chunks loaded from any tier, as a share of all chunk references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, as a share of all prompt tokens.
-        writes_per_ref: Number of chunks written to slower tiers, per chunk reference.
-        promotions_per_ref: Number of promoted chunks, per chunk reference.
         ttft_s: Seconds from arrival to the first token: quantiles ``p50``, ``p90`` and ``p99``.
         ttft_no_cache_s: The same quantiles for an engine that computes every prompt.
-        peak_load_no_cache: Number of prompt tokens that arrive in the busiest tenth of the
-            trace's time, divided by the number that the engine can compute in this tenth. Above
-            1, the queue of an engine without a cache grows, and waiting dominates the times to
-            the first token.
-        time_model: The speeds of the simulation.
         seconds: Real duration of the simulation.
         refs_per_second: ``refs / seconds``.
     """
@@ -140,21 +121,44 @@ class CacheResult:
     chunk_bytes: int
     chunk_tokens: int
     load_path: str
-    tiers: Sequence[TierResult]
     total_hit_ratio: float
     prefix_hit_ratio: float
-    writes_per_ref: float
-    promotions_per_ref: float
     ttft_s: dict[str, float]
     ttft_no_cache_s: dict[str, float]
-    peak_load_no_cache: float
     time_model: TimeModel
     seconds: float
     refs_per_second: float
 
 
-def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) -> TimeModel:
-    """Return the default time model for ``config`` and ``trace``.
+@dataclass(frozen=True, slots=True)
+class CacheResult(SimulationResult):
+    """The figures of one engine on a trace. The names of the fields are a stable interface.
+
+    Attributes:
+        tiers: One result per tier, fastest first.
+        writes_per_ref: Number of chunks written to slower tiers, per chunk reference.
+        promotions_per_ref: Number of promoted chunks, per chunk reference.
+        peak_load_no_cache: Number of prompt tokens that arrive in the busiest tenth of the
+            trace's time, divided by the number that the engine can compute in this tenth. Above
+            1, the queue of an engine without a cache grows, and waiting dominates the times to
+            the first token.
+    """
+
+    tiers: Sequence[TierResult]
+    writes_per_ref: float
+    promotions_per_ref: float
+    peak_load_no_cache: float
+
+
+def default_time_model(
+    config: KvtierConfig,
+    trace: Trace,
+    *,
+    engines: int = 1,
+    prefill_tokens_per_s: float | None = None,
+    speeds: Mapping[str, TierSpeed] | None = None,
+) -> TimeModel:
+    """Return a time model for ``config`` and ``trace`` with defaults for what is not given.
 
     Each tier has the default speed of its kind. Without a cache, each of ``engines`` engines
     would compute prompts during 70 % of the trace's time.
@@ -162,8 +166,9 @@ def default_time_model(config: KvtierConfig, trace: Trace, *, engines: int = 1) 
     tokens = int(trace.input_tokens.sum()) / engines
     duration_s = max(trace.duration_s, 1e-3)
     return TimeModel(
-        prefill_tokens_per_s=max(tokens / duration_s / _BUSY, 1.0),
-        speeds={tier.name: default_speed(tier.kind) for tier in config.tiers},
+        prefill_tokens_per_s=prefill_tokens_per_s or max(tokens / duration_s / _BUSY, 1.0),
+        speeds={tier.name: default_speed(tier.kind) for tier in config.tiers}
+        | dict(speeds or {}),
     )
 
 
@@ -177,14 +182,77 @@ def simulate_cache(
 ) -> CacheResult:
     """Replay ``trace`` through the tiers of ``config``.
 
+    The simulation uses no directories. ``load_path: auto`` has the same meaning as with
+    kvtier's connector. With a :class:`StepModel`, the simulated engine computes in steps.
+    :func:`simulate_engines` documents the parameters and errors.
+    """
+    run = simulate_engines(
+        trace,
+        config,
+        [0] * trace.requests,
+        chunk_bytes=chunk_bytes,
+        model=model or default_time_model(config, trace),
+        progress=progress,
+    )
+    (traffic,) = run.traffic
+    results = _tier_results(config, traffic, trace, slot_nbytes(chunk_bytes))
+    slower = results[1:]
+    return CacheResult(
+        **run.figures,
+        tiers=results,
+        writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
+        promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
+        peak_load_no_cache=_peak_load(trace, run.figures["time_model"]),
+    )
+
+
+class BuiltEngine(NamedTuple, Generic[_Engine]):
+    """A simulated engine, its manager, tiers, and client of the shared tier if there is one."""
+
+    engine: _Engine
+    manager: TieredOffloadingManager
+    tiers: Sequence[TierState]
+    shared: SharedClient | None
+
+
+class Simulation(NamedTuple):
+    """Engines that have served a trace.
+
+    Attributes:
+        fleet: The engines.
+        service: The service behind the shared tier; None without a shared tier.
+        traffic: The figures of each engine's tiers. A shared tier has the service's figures.
+        saved: Number of prompt tokens that each engine loaded.
+        figures: The fields of a :class:`SimulationResult`.
+    """
+
+    fleet: Sequence[BuiltEngine[Any]]
+    service: SharedCache | None
+    traffic: Sequence[Sequence[TierTraffic]]
+    saved: Sequence[int]
+    figures: dict[str, Any]
+
+
+def simulate_engines(  # noqa: PLR0913 - one keyword for each part
+    trace: Trace,
+    config: KvtierConfig,
+    routes: Sequence[int],
+    *,
+    chunk_bytes: int,
+    model: TimeModel,
+    progress: Progress | None,
+    engines: int = 1,
+) -> Simulation:
+    """Replay ``trace`` through engines with equal configurations and speeds.
+
     Args:
         trace: The trace.
-        config: The configuration. The simulation uses no directories. ``load_path: auto`` has
-            the same meaning as with kvtier's connector.
+        config: The configuration of every engine.
+        routes: Index of each request's engine.
         chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
-        model: The speeds; by default :func:`default_time_model`. With a :class:`StepModel`,
-            the simulated engine computes in steps.
+        model: The speeds of every engine.
         progress: Called at intervals with the share of finished requests, 0 to 1.
+        engines: Number of engines; with a :class:`StepModel`, one.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or a policy is not installed.
@@ -193,65 +261,47 @@ def simulate_cache(
     begun = time.perf_counter()
     config = resolve_load_path(config)
     check_chunk_fits(config, chunk_bytes)
-    model = model or default_time_model(config, trace)
     slot_bytes = slot_nbytes(chunk_bytes)
-    engine_type: type[Engine[Any]] = (
-        BatchingEngine if isinstance(model, StepModel) else SequentialEngine
-    )
-    service = build_service(config, slot_bytes)
-    built = build_engine(engine_type, trace, config, model, slot_bytes, service)
-    served = built.engine.serve(model_requests(trace))
-    waits, (saved,) = collect_waits(trace, [built], [0] * trace.requests, served, progress)
+    last = config.tiers[-1]
+    service = SharedCache(last.capacity_bytes // slot_bytes) if last.is_shared else None
+
+    def build(engine_type: type[_Engine]) -> BuiltEngine[_Engine]:
+        return _build_engine(engine_type, trace, config, model, slot_bytes, service)
+
+    fleet: Sequence[BuiltEngine[Any]]
+    if isinstance(model, StepModel):
+        fleet = [build(BatchingEngine)]
+        served = fleet[0].engine.serve(_model_requests(trace))
+    else:
+        fleet = [build(SequentialEngine) for _ in range(engines)]
+        arrivals = zip(routes, _model_requests(trace), strict=True)
+        served = serve_fleet([built.engine for built in fleet], arrivals)
+    waits, saved = _collect_waits(trace, fleet, routes, served, progress)
     if service is not None:
         service.end_all_puts()
+    hits = sum(tier.counters.hits for built in fleet for tier in built.tiers)
     seconds = time.perf_counter() - begun
-    results = _tier_results(config, built, trace, slot_bytes)
-    slower = results[1:]
-    return CacheResult(
-        trace=trace.name,
-        trace_sha256=trace.sha256,
-        requests=trace.requests,
-        refs=trace.refs,
-        chunk_bytes=chunk_bytes,
-        chunk_tokens=trace.chunk_tokens,
-        load_path=config.transfer.load_path,
-        tiers=results,
-        total_hit_ratio=sum(tier.hits for tier in results) / trace.refs,
-        prefix_hit_ratio=saved / max(int(trace.input_tokens.sum()), 1),
-        writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
-        promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
-        ttft_s=wait_quantiles(waits),
-        ttft_no_cache_s=wait_quantiles(waits_without_cache(trace, model)),
-        peak_load_no_cache=_peak_load(trace, model),
-        time_model=model,
-        seconds=seconds,
-        refs_per_second=trace.refs / seconds,
-    )
+    figures = {
+        "trace": trace.name,
+        "trace_sha256": trace.sha256,
+        "requests": trace.requests,
+        "refs": trace.refs,
+        "chunk_bytes": chunk_bytes,
+        "chunk_tokens": trace.chunk_tokens,
+        "load_path": config.transfer.load_path,
+        "total_hit_ratio": hits / trace.refs,
+        "prefix_hit_ratio": sum(saved) / max(int(trace.input_tokens.sum()), 1),
+        "ttft_s": wait_quantiles(waits),
+        "ttft_no_cache_s": wait_quantiles(_waits_without_cache(trace, model, routes, engines)),
+        "time_model": model,
+        "seconds": seconds,
+        "refs_per_second": trace.refs / seconds,
+    }
+    traffic = [_tier_traffic(config, built, trace.refs) for built in fleet]
+    return Simulation(fleet, service, traffic, saved, figures)
 
 
-class BuiltEngine(NamedTuple, Generic[_Engine]):
-    """A simulated engine and its parts.
-
-    Attributes:
-        engine: The engine.
-        manager: The engine's manager.
-        tiers: The manager's tiers, fastest first.
-        shared: The engine's client of the shared tier; None without a shared tier.
-    """
-
-    engine: _Engine
-    manager: TieredOffloadingManager
-    tiers: Sequence[TierState]
-    shared: SharedClient | None
-
-
-def build_service(config: KvtierConfig, slot_bytes: int) -> SharedCache | None:
-    """Return a new, empty service for the shared tier; None without a shared tier."""
-    last = config.tiers[-1]
-    return SharedCache(last.capacity_bytes // slot_bytes) if last.is_shared else None
-
-
-def build_engine(
+def _build_engine(
     engine_type: type[_Engine],
     trace: Trace,
     config: KvtierConfig,
@@ -261,16 +311,8 @@ def build_engine(
 ) -> BuiltEngine[_Engine]:
     """Build a simulated engine with empty local tiers.
 
-    Args:
-        engine_type: The kind of engine.
-        trace: The trace that the engine will serve.
-        config: The configuration. Its load path is resolved, so it is not ``auto``.
-        model: The speeds.
-        slot_bytes: Size in bytes of a chunk in a tier.
-        service: The service behind the shared tier; None without a shared tier.
-
-    Raises:
-        ConfigError: A policy is not installed.
+    The load path of ``config`` is resolved, so it is not ``auto``. ``service`` is behind the
+    shared tier, if there is one.
     """
     tiers = build_tiers(
         config,
@@ -311,7 +353,7 @@ def build_engine(
     return BuiltEngine(engine, manager, tiers, shared)
 
 
-def model_requests(trace: Trace) -> Iterator[ModelRequest]:
+def _model_requests(trace: Trace) -> Iterator[ModelRequest]:
     """Yield the requests of ``trace`` in order of arrival."""
     key_of = chunk_keys(trace.distinct).__getitem__
     arrivals = trace.timestamps_s.tolist()
@@ -331,28 +373,14 @@ def model_requests(trace: Trace) -> Iterator[ModelRequest]:
         )
 
 
-def collect_waits(
+def _collect_waits(
     trace: Trace,
     fleet: Sequence[BuiltEngine[Any]],
     routes: Sequence[int],
     served: Iterable[ModelRequest],
     progress: Progress | None,
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """Return each request's time to the first token and each engine's loaded tokens.
-
-    Args:
-        trace: The trace.
-        fleet: The engines.
-        routes: Index of each request's engine.
-        served: Yields each request when it is finished.
-        progress: Called at intervals with the share of finished requests, 0 to 1.
-
-    Returns:
-        The times in seconds, and the number of prompt tokens that each engine loaded.
-
-    Raises:
-        NoVictimError: An eviction policy picks too few victims.
-    """
+    """Return each request's seconds to the first token, and the tokens each engine loaded."""
     waits = np.zeros(trace.requests)
     saved = [0] * len(fleet)
     for done, request in enumerate(served, start=1):
@@ -381,38 +409,26 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
     return peak / (window_s * model.prefill_tokens_per_s)
 
 
-def waits_without_cache(
-    trace: Trace, model: TimeModel, routes: Sequence[int] = ()
+def _waits_without_cache(
+    trace: Trace, model: TimeModel, routes: Sequence[int], engines: int
 ) -> NDArray[np.float64]:
-    """Return each request's time to the first token, in seconds, without a cache.
-
-    Args:
-        trace: The trace.
-        model: The speeds.
-        routes: Index of each request's engine; by default, one engine serves all requests.
-    """
+    """Return each request's time to the first token, in seconds, without a cache."""
     services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
     waits = np.zeros(trace.requests)
-    free_s = [0.0] * (max(routes, default=0) + 1)
-    for number, (arrival, service, at) in enumerate(
-        zip(
-            trace.timestamps_s.tolist(),
-            services.tolist(),
-            routes or [0] * trace.requests,
-            strict=True,
-        )
-    ):
+    free_s = [0.0] * engines
+    arrivals = zip(trace.timestamps_s.tolist(), services.tolist(), routes, strict=True)
+    for number, (arrival, service, at) in enumerate(arrivals):
         free_s[at] = max(free_s[at], arrival) + service
         waits[number] = free_s[at] - arrival
     return waits
 
 
-def tier_traffic(
-    config: KvtierConfig, tiers: Sequence[TierState], *, refs: int
+def _tier_traffic(
+    config: KvtierConfig, built: BuiltEngine[Any], refs: int
 ) -> list[TierTraffic]:
-    """Return the figures of a manager's tiers after ``refs`` chunk references."""
-    promoted = sum(tier.counters.promoted for tier in tiers)
-    return [
+    """Return the figures of an engine's tiers after ``refs`` chunk references."""
+    promoted = sum(tier.counters.promoted for tier in built.tiers)
+    traffic = [
         TierTraffic(
             name=tier.name,
             kind=options.kind,
@@ -424,15 +440,8 @@ def tier_traffic(
             chunks_promoted=tier.counters.promoted,
             evictions=tier.counters.evicted,
         )
-        for options, tier in zip(config.tiers, tiers, strict=True)
+        for options, tier in zip(config.tiers, built.tiers, strict=True)
     ]
-
-
-def simulated_traffic(
-    config: KvtierConfig, built: BuiltEngine[Any], *, refs: int
-) -> list[TierTraffic]:
-    """Return the figures of an engine's tiers. A shared tier has the service's figures."""
-    traffic = tier_traffic(config, built.tiers, refs=refs)
     if (shared := built.shared) is not None:
         traffic[-1] = replace(
             traffic[-1],
@@ -445,10 +454,9 @@ def simulated_traffic(
 
 
 def _tier_results(
-    config: KvtierConfig, built: BuiltEngine[Any], trace: Trace, slot_bytes: int
+    config: KvtierConfig, traffic: Sequence[TierTraffic], trace: Trace, slot_bytes: int
 ) -> list[TierResult]:
     results = []
-    traffic = simulated_traffic(config, built, refs=trace.refs)
     for index, (options, tier) in enumerate(zip(config.tiers, traffic, strict=True)):
         per_day = None
         if index and trace.duration_s:

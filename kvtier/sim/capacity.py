@@ -21,11 +21,7 @@ def chunk_nbytes(trace: Trace) -> int:
 
 
 def parse_chunk_bytes(text: str) -> int:
-    """Parse a chunk size such as ``2MiB`` or ``2097152``; return the number of bytes.
-
-    Raises:
-        ConfigError: ``text`` is not a size, or is 0.
-    """
+    """Parse a chunk size such as ``2MiB`` or ``2097152``; return the number of bytes."""
     plain = text.strip()
     if plain.isascii() and plain.isdecimal():
         nbytes = int(plain)
@@ -42,14 +38,8 @@ def parse_chunk_bytes(text: str) -> int:
 def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
     """Parse a capacity; return the number of chunks.
 
-    Args:
-        text: A share of the trace's distinct chunks (``5%``), a number of chunks (``9140``) or
-            a size (``64GiB``).
-        distinct: Number of distinct chunks of the trace.
-        chunk_bytes: Size in bytes of a chunk.
-
-    Raises:
-        ConfigError: ``text`` has none of these forms, or is less than a chunk.
+    ``text`` is a share of the trace's ``distinct`` chunks (``5%``), a number of chunks
+    (``9140``) or a size (``64GiB``). Any other text, and less than a chunk, is a ConfigError.
 
     >>> [
     ...     parse_capacity(text, distinct=200, chunk_bytes=1 << 20)

@@ -7,7 +7,6 @@ time. Without a shared tier, the simulation shows the hits in local tiers for a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, takewhile
@@ -15,19 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
-from kvtier.sim._sequential_engine import SequentialEngine, serve_fleet
+from kvtier.config import KvtierConfig, slot_nbytes
 from kvtier.sim.cache import (
-    BuiltEngine,
+    Simulation,
+    SimulationResult,
     TierTraffic,
-    build_engine,
-    build_service,
-    collect_waits,
     default_time_model,
-    model_requests,
-    simulated_traffic,
-    wait_quantiles,
-    waits_without_cache,
+    simulate_engines,
 )
 from kvtier.sim.shared_cache import Meter, SharedCache, SharedTraffic
 from kvtier.sim.single import BELADY, Progress, simulate_single
@@ -65,8 +58,7 @@ class EngineResult:
     """The figures of one engine. The names of the fields are a stable interface.
 
     Attributes:
-        requests: Number of requests that the engine served.
-        prompt_tokens: Number of tokens of the prompts of these requests.
+        prompt_tokens: Number of tokens of all prompts.
         saved_tokens: Number of prompt tokens loaded from any tier.
         hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
         shared: The engine's calls to the shared tier; None without a shared tier.
@@ -85,9 +77,6 @@ class SharedResult:
 
     Attributes:
         traffic: The calls of all engines together.
-        questions_per_s: Number of questions per second.
-        read_bytes_per_s: Number of bytes read from the shared tier per second.
-        written_bytes_per_s: Number of bytes written to the shared tier per second.
         chunks_at_end: Number of chunks in the shared tier after the last put.
         belady_hit_ratio: Hits as a share of all references, in a single cache of the shared
             tier's size. This cache serves every request and evicts by Belady's optimal rule.
@@ -105,10 +94,8 @@ class SharedResult:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetResult:
+class FleetResult(SimulationResult):
     """The figures of a fleet on a trace. The names of the fields are a stable interface.
-
-    :class:`~kvtier.sim.cache.CacheResult` documents the fields that both classes have.
 
     Attributes:
         routing: The rule by which requests were sent to engines.
@@ -119,25 +106,11 @@ class FleetResult:
         shared: The figures of the shared tier; None without a shared tier.
     """
 
-    trace: str
-    trace_sha256: str
     routing: str
-    requests: int
-    refs: int
-    chunk_bytes: int
-    chunk_tokens: int
-    load_path: str
     tiers: Sequence[TierTraffic]
     hit_tokens: Mapping[str, int]
-    total_hit_ratio: float
-    prefix_hit_ratio: float
-    ttft_s: dict[str, float]
-    ttft_no_cache_s: dict[str, float]
     engines: Sequence[EngineResult]
     shared: SharedResult | None
-    time_model: TimeModel
-    seconds: float
-    refs_per_second: float
 
 
 def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
@@ -152,63 +125,34 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
 ) -> FleetResult:
     """Replay ``trace`` through several engines with the tiers of ``config``.
 
-    Args:
-        trace: The trace.
-        config: The configuration of every engine. The simulation uses no directories.
-        engines: Number of engines, at least 1.
-        routing: One of :data:`ROUTINGS`.
-        chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
-        model: The speeds of each engine; by default :func:`default_time_model` for the fleet.
-        progress: Called at intervals with the share of finished requests, 0 to 1.
-
-    Raises:
-        ConfigError: A tier is smaller than one chunk, or a policy is not installed.
-        NoVictimError: An eviction policy picks too few victims.
+    ``routing`` is one of :data:`ROUTINGS`. :func:`~kvtier.sim.cache.simulate_engines` documents
+    the other parameters and the errors.
     """
-    begun = time.perf_counter()
-    config = resolve_load_path(config)
-    check_chunk_fits(config, chunk_bytes)
-    model = model or default_time_model(config, trace, engines=engines)
-    slot_bytes = slot_nbytes(chunk_bytes)
-    service = build_service(config, slot_bytes)
-    fleet = [
-        build_engine(SequentialEngine, trace, config, model, slot_bytes, service)
-        for _ in range(engines)
-    ]
     routes = ROUTINGS[routing](trace, engines)
-    served = serve_fleet(
-        [built.engine for built in fleet], zip(routes, model_requests(trace), strict=True)
+    run = simulate_engines(
+        trace,
+        config,
+        routes,
+        chunk_bytes=chunk_bytes,
+        model=model or default_time_model(config, trace, engines=engines),
+        progress=progress,
+        engines=engines,
     )
-    waits, saved = collect_waits(trace, fleet, routes, served, progress)
-    if service is not None:
-        service.end_all_puts()
-    traffic = [simulated_traffic(config, built, refs=trace.refs) for built in fleet]
     tiers = [
         _sum(parts, trace.refs, is_shared=options.is_shared)
-        for options, *parts in zip(config.tiers, *traffic, strict=True)
+        for options, *parts in zip(config.tiers, *run.traffic, strict=True)
     ]
-    clients = [built.shared.traffic for built in fleet if built.shared is not None]
-    seconds = time.perf_counter() - begun
+    shared = None
+    if run.service is not None:
+        clients = [built.shared.traffic for built in run.fleet if built.shared is not None]
+        shared = _shared_result(trace, run.service, clients, slot_nbytes(chunk_bytes))
     return FleetResult(
-        trace=trace.name,
-        trace_sha256=trace.sha256,
+        **run.figures,
         routing=routing,
-        requests=trace.requests,
-        refs=trace.refs,
-        chunk_bytes=chunk_bytes,
-        chunk_tokens=trace.chunk_tokens,
-        load_path=config.transfer.load_path,
         tiers=tiers,
         hit_tokens={tier.name: tier.hits * trace.chunk_tokens for tier in tiers},
-        total_hit_ratio=sum(tier.hits for tier in tiers) / trace.refs,
-        prefix_hit_ratio=sum(saved) / max(int(trace.input_tokens.sum()), 1),
-        ttft_s=wait_quantiles(waits),
-        ttft_no_cache_s=wait_quantiles(waits_without_cache(trace, model, routes)),
-        engines=_engine_results(trace, fleet, routes, saved),
-        shared=None if service is None else _shared_result(trace, service, clients, slot_bytes),
-        time_model=model,
-        seconds=seconds,
-        refs_per_second=trace.refs / seconds,
+        engines=_engine_results(trace, run, routes),
+        shared=shared,
     )
 
 
@@ -268,25 +212,20 @@ def _sum(parts: Sequence[TierTraffic], refs: int, *, is_shared: bool) -> TierTra
     )
 
 
-def _engine_results(
-    trace: Trace,
-    fleet: Sequence[BuiltEngine[SequentialEngine]],
-    routes: Sequence[int],
-    saved: Sequence[int],
-) -> list[EngineResult]:
-    requests = np.bincount(routes, minlength=len(fleet)).tolist()
-    tokens = np.bincount(routes, trace.input_tokens, minlength=len(fleet)).tolist()
+def _engine_results(trace: Trace, run: Simulation, routes: Sequence[int]) -> list[EngineResult]:
+    requests = np.bincount(routes, minlength=len(run.fleet)).tolist()
+    tokens = np.bincount(routes, trace.input_tokens, minlength=len(run.fleet)).tolist()
     return [
         EngineResult(
             requests=requests[at],
             prompt_tokens=int(tokens[at]),
-            saved_tokens=saved[at],
+            saved_tokens=run.saved[at],
             hit_tokens={
                 tier.name: tier.counters.hits * trace.chunk_tokens for tier in built.tiers
             },
             shared=None if built.shared is None else built.shared.traffic,
         )
-        for at, built in enumerate(fleet)
+        for at, built in enumerate(run.fleet)
     ]
 
 

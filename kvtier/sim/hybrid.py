@@ -66,10 +66,8 @@ class PromptHits(NamedTuple):
 class HybridTier(SimulatedTier):
     """A simulated tier whose chunks belong to several KV cache groups.
 
-    Args:
-        eviction: The policy, without members. The tier has the policy's capacity.
-        groups: The KV cache groups; all have chunks of the same length.
-        touch_order: ``forward`` or ``reverse``; by default the policy's own order.
+    All groups have chunks of the same length. ``touch_order`` is ``forward`` or ``reverse``; by
+    default the policy's own order.
     """
 
     def __init__(
@@ -193,13 +191,8 @@ def is_hybrid(groups: Sequence[GroupReach]) -> bool:
 def parse_group_list(text: str, *, chunk_tokens: int) -> tuple[GroupReach, ...]:
     """Parse KV cache groups such as ``prefix,window:1024,state``.
 
-    Args:
-        text: A :class:`~kvtier.manager.hits.Reach` per group, separated by commas; ``window``
-            and ``local`` with their number of tokens.
-        chunk_tokens: Number of tokens of a chunk of each group.
-
-    Raises:
-        ConfigError: ``text`` has another form.
+    Each group is a :class:`~kvtier.manager.hits.Reach`, ``window`` and ``local`` with a number
+    of tokens; any other text is a ConfigError. Chunks have ``chunk_tokens`` tokens.
 
     >>> [group.window_tokens for group in parse_group_list("prefix,window:64", chunk_tokens=16)]
     [0, 64]

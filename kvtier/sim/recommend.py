@@ -12,18 +12,18 @@ the disk clearly less is preferred.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Final, TypeVar
 
 import yaml
 
-from kvtier.config import KvtierConfig, parse_config, slot_nbytes
+from kvtier.config import parse_config, slot_nbytes
 from kvtier.errors import ConfigError
 from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.single import Progress, SingleResult, simulate_single
-from kvtier.sim.time_model import TierSpeed, TimeModel
+from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size, format_size
 
@@ -55,8 +55,6 @@ class RecommendRequest:
     Attributes:
         ram_bytes: Number of bytes of memory for chunks.
         nvme_bytes: Number of bytes of disk for chunks.
-        path: Directory of the disk tier.
-        chunk_bytes: Size in bytes of one chunk of the trace.
         prefill_tokens_per_s: Number of prompt tokens that the engine computes per second; None
             for the default.
         speeds: Known speeds by tier: ``ram``, ``nvme``.
@@ -156,7 +154,12 @@ def _try(
         trace,
         config,
         chunk_bytes=request.chunk_bytes,
-        model=_time_model(trace, config, request),
+        model=default_time_model(
+            config,
+            trace,
+            prefill_tokens_per_s=request.prefill_tokens_per_s,
+            speeds=request.speeds,
+        ),
     )
     return _Tried(write, text, result)
 
@@ -165,15 +168,6 @@ def _engine(trace: Trace) -> dict[str, dict[str, int]]:
     """Return the ``engine`` section; {} if 16 does not divide the tokens of a chunk."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
-
-
-def _time_model(trace: Trace, config: KvtierConfig, request: RecommendRequest) -> TimeModel:
-    model = default_time_model(config, trace)
-    return replace(
-        model,
-        prefill_tokens_per_s=request.prefill_tokens_per_s or model.prefill_tokens_per_s,
-        speeds={**model.speeds, **request.speeds},
-    )
 
 
 def _best(tried: Sequence[_Tried]) -> _Tried:

@@ -20,11 +20,7 @@ _PICTURES: Final = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Check that :func:`write_plot` can write ``path``.
-
-    Raises:
-        ConfigError: matplotlib is not installed or does not support the format.
-    """
+    """Raise a ConfigError if matplotlib is missing or does not support the format."""
     try:
         import_module("matplotlib")
     except ImportError as error:
@@ -37,13 +33,7 @@ def check_plot(path: Path) -> None:
 def write_plot(results: Sequence[SweepResult], path: Path) -> None:
     """Plot the prefix hit ratio over the size, with a panel per trace and a line per policy.
 
-    Args:
-        results: The results of a sweep.
-        path: The file; its suffix determines the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed or does not support the format.
-        OSError: The file cannot be written.
+    The suffix of ``path`` determines the format.
     """
     check_plot(path)
     from matplotlib import colormaps  # noqa: PLC0415
@@ -94,11 +84,7 @@ def _size(row: SweepResult) -> str:
 
 
 def write_page(results: Sequence[SweepResult], path: Path) -> None:
-    """Write a self-contained HTML page with interactive curves and the table.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a self-contained HTML page with interactive curves and the table."""
     template = resources.files("kvtier.sim").joinpath("sweep.html").read_text("utf-8")
     rows = json.dumps([asdict(result) for result in results])
     # A name in a trace's file must not end the page's script element.

@@ -43,11 +43,7 @@ class Meter:
         return self._by_minute.total()
 
     def peak_per_s(self, duration_s: float) -> float:
-        """Return the amount per second in the busiest minute.
-
-        Args:
-            duration_s: Length of the time in which the amounts were added.
-        """
+        """Return the amount per second in the busiest minute of the ``duration_s`` seconds."""
         window_s = min(duration_s, _WINDOW_S) or _WINDOW_S
         return max(self._by_minute.values(), default=0) / window_s
 
@@ -55,15 +51,8 @@ class Meter:
 class SharedCache:
     """The chunks that a service keeps for many engines. Calls must be in order of time.
 
-    Args:
-        capacity: Largest number of chunks in the service.
-
-    Attributes:
-        capacity: Largest number of chunks in the service.
-        evicted: Number of chunks evicted so far.
-        asked: Meter of the questions that all engines asked.
-        read: Meter of the chunks that all engines got.
-        written: Meter of the chunks that all engines put.
+    The capacity is in chunks. ``asked`` meters questions; ``read`` and ``written`` meter
+    chunks.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -137,15 +126,8 @@ class SharedTraffic:
 class SharedClient:
     """One engine's client of a shared cache.
 
-    Args:
-        cache: The service.
-        tier: Name of the shared tier in the engine's configuration.
-        gallops: Whether a question takes several rounds, as in
-            :mod:`kvtier.tiers.shared.gallop`.
-
-    Attributes:
-        cache: The service.
-        traffic: The engine's calls so far.
+    ``tier`` is the name of the shared tier. If it gallops, a question takes several rounds, as
+    in :mod:`kvtier.tiers.shared.gallop`.
     """
 
     def __init__(self, cache: SharedCache, tier: str, *, gallops: bool = False) -> None:

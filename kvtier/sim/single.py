@@ -22,13 +22,7 @@ from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import Eviction, PolicyContext, build_eviction
 from kvtier.policies.base import ChunkCopy, Evictable
 from kvtier.policies.simulated_tier import SimulatedTier
-from kvtier.sim.hybrid import (
-    ONE_GROUP,
-    HybridTier,
-    PromptHits,
-    is_hybrid,
-    parse_group_list,
-)
+from kvtier.sim.hybrid import ONE_GROUP, HybridTier, PromptHits, is_hybrid, parse_group_list
 from kvtier.sim.traces import Trace
 
 __all__ = [
@@ -106,12 +100,10 @@ class Belady(Eviction):
     Among the policies that insert every new chunk, Belady's has the most hits. Hits behind a
     missing ancestor count too, so other policies may have more prefix hits.
 
+    ``next_uses`` has the position of the next access to the same chunk, for each access.
+
     Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
     Journal 5(2), 1966.
-
-    Args:
-        capacity: Number of slots of the tier.
-        next_uses: For each access, in order, the position of the next access to the same chunk.
     """
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
@@ -159,11 +151,7 @@ def chunk_keys(distinct: int, group: int = 0) -> list[ChunkKey]:
 
 
 def check_belady(groups: str) -> None:
-    """Check that Belady's rule applies to a model with these KV cache groups.
-
-    Raises:
-        ConfigError: The next uses of chunks depend on the hits, or ``groups`` is invalid.
-    """
+    """Raise a ConfigError if Belady's rule cannot know the next uses of chunks."""
     if is_hybrid(parse_group_list(groups, chunk_tokens=1)):
         raise ConfigError(
             f"--groups {groups}: the uses of a chunk depend on the hits, so {BELADY} cannot "
@@ -172,15 +160,7 @@ def check_belady(groups: str) -> None:
 
 
 def distinct_chunks(trace: Trace, groups: str = ONE_GROUP) -> int:
-    """Return the number of chunks, at least 1, that a tier without evictions has in the end.
-
-    Args:
-        trace: The trace.
-        groups: The model's KV cache groups.
-
-    Raises:
-        ConfigError: ``groups`` is invalid.
-    """
+    """Return the number of chunks, at least 1, that a tier without evictions has in the end."""
     parsed = parse_group_list(groups, chunk_tokens=trace.chunk_tokens)
     if not is_hybrid(parsed):
         return trace.distinct
@@ -206,8 +186,7 @@ def simulate_single(
         policy: Name of an eviction policy, or :data:`BELADY`.
         capacity: Number of chunks that the tier can hold, at least 1.
         touch_order: ``forward``, ``reverse``, or ``policy`` for the policy's own order.
-        groups: The model's KV cache groups, in a form that
-            :func:`~kvtier.sim.hybrid.parse_group_list` reads.
+        groups: KV cache groups as :func:`~kvtier.sim.hybrid.parse_group_list` reads them.
         progress: Called at intervals with the share of finished requests, 0 to 1.
 
     Raises:

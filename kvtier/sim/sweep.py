@@ -29,6 +29,7 @@ from kvtier.sim.single import (
     BELADY,
     SEED,
     Progress,
+    SingleResult,
     TouchOrder,
     check_belady,
     distinct_chunks,
@@ -46,7 +47,6 @@ class Cell:
     Attributes:
         trace: Index of the trace.
         distinct: Number of distinct chunks of the trace, in all KV cache groups.
-        policy: The policy's name.
         capacity: The size as the user wrote it.
         capacity_chunks: The size as a number of chunks of this trace.
     """
@@ -59,35 +59,21 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepResult:
+class SweepResult(SingleResult):
     """One row of a sweep; the fields are the columns of its CSV file.
 
-    :class:`~kvtier.sim.single.SingleResult` documents the fields that both classes have.
     ``capacity`` is the size as the user wrote it. ``distinct`` is the number of chunks that a
     tier without evictions has in the end. ``assumed`` and ``warnings`` are the
     attributes of the :class:`~kvtier.sim.traces.Trace`, each joined into one text.
     """
 
-    trace: str
     trace_sha256: str
     format: str
     chunk_tokens: int
     distinct: int
-    policy: str
-    touch_order: str
-    groups: str
     capacity: str
-    capacity_chunks: int
     capacity_share: float
-    refs: int
-    hits: int
-    block_hit_ratio: float
-    prefix_hit_ratio: float
-    lead_chunks: int
-    stranded_hits: int
     seed: int
-    seconds: float
-    refs_per_second: float
     kvtier_version: str
     assumed: str
     warnings: str
@@ -120,8 +106,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
         capacities: Sizes in a form that :func:`~kvtier.sim.capacity.parse_capacity` reads.
         chunk_bytes: Size in bytes of a chunk of each trace.
         touch_order: The order of touches in every simulation.
-        groups: The model's KV cache groups, in a form that
-            :func:`~kvtier.sim.hybrid.parse_group_list` reads.
+        groups: KV cache groups as :func:`~kvtier.sim.hybrid.parse_group_list` reads them.
         jobs: Number of processes. With 1, the sweep runs in this process.
         progress: Called with the share of finished simulations after each simulation.
 
@@ -159,11 +144,7 @@ def sweep(  # noqa: PLR0913 - the parameters of a grid
 
 
 def write_csv(results: Sequence[SweepResult], path: Path) -> None:
-    """Write ``results`` to ``path``: a header line, then one row per result.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write ``results`` to ``path``: a header line, then one row per result."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
         writer.writeheader()

@@ -33,11 +33,9 @@ _DONE: Final = Outcome.DONE
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
-    """The speed of a tier.
+    """The speed of a tier: reads are towards the GPU, writes away from it.
 
     Attributes:
-        read_bytes_per_s: Bandwidth of reads, towards the GPU.
-        write_bytes_per_s: Bandwidth of writes, away from the GPU.
         latency_s: Latency of every job, in seconds.
     """
 
@@ -81,11 +79,7 @@ class TimeModel:
 
 
 def parse_speed(text: str) -> tuple[str, TierSpeed]:
-    """Parse a text such as ``nvme=6GiB/s,3GiB/s,200us``; return the tier and the speed.
-
-    Raises:
-        ConfigError: The text is invalid.
-    """
+    """Parse a text such as ``nvme=6GiB/s,3GiB/s,200us``; return the tier and the speed."""
     name, equals, rest = text.partition("=")
     parts = rest.split(",")
     if not equals or len(parts) != 3:
@@ -104,10 +98,6 @@ def parse_speed(text: str) -> tuple[str, TierSpeed]:
 
 class Device:
     """One direction of one device.
-
-    Args:
-        bytes_per_s: The bandwidth in bytes per second.
-        latency_s: Seconds from a job's last byte until the end of the job.
 
     Attributes:
         free_at_s: Time in seconds at which the device has transferred all queued bytes.

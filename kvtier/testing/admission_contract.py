@@ -25,7 +25,6 @@ from kvtier.testing.decision_contract import (
     Query,
     make_copies,
     make_queries,
-    sample_queries,
 )
 
 __all__ = ["AdmissionContract", "BudgetContract"]
@@ -69,7 +68,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
 
     def test_an_answer_is_yes_or_no(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
-        for query in sample_queries(100):
+        for query in make_queries(100):
             assert all(
                 isinstance(answer, bool) for answer in self.answers(admission, query, ctx)
             )
@@ -77,7 +76,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
     def test_each_tier_is_judged_by_itself(self) -> None:
         alone, both = self.make_policy(), self.make_policy()
         ctx, same_ctx, other_ctx = PolicyContext(), PolicyContext(), PolicyContext()
-        for query in sample_queries(400):
+        for query in make_queries(400):
             if query.tier == 1:
                 there = Query(query.now, 2, query.copies)
                 self.answers(both, there, other_ctx)
@@ -85,7 +84,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
 
     def test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
-        for query in make_queries(2000, tiers=TIERS, chunks=8000, seed=3):
+        for query in make_queries(2000, chunks=8000, seed=3):
             self.answers(admission, query, ctx)
         slots = (TIERS - 1) * _CAPACITY
         self.check_memory(admission, most_keys=self.keys_per_slot * slots, slots=slots)
@@ -98,9 +97,9 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         """Return the steps per chunk of a policy that has seen more keys than it can keep."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
-        for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
+        for query in make_queries(2 * capacity, chunks=chunks, seed=4):
             self.answers(admission, query, ctx)
-        asked = make_queries(300, tiers=TIERS, chunks=chunks, seed=5)
+        asked = make_queries(300, chunks=chunks, seed=5)
         return self.steps_per_chunk(admission, ctx, asked)
 
 
@@ -128,8 +127,7 @@ class BudgetContract(AdmissionContract):
     def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
         """Send more chunks than the budget allows; return the times of admission by tier.
 
-        Args:
-            quiet_s: Length of a pause after half of the requests, in seconds.
+        After half of the requests there is a pause of ``quiet_s`` seconds.
         """
         admission, ctx = self.make_admission(capacity=64), PolicyContext()
         admitted: dict[int, list[float]] = {1: [], 2: []}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -28,7 +28,6 @@ __all__ = [
     "Query",
     "make_copies",
     "make_queries",
-    "sample_queries",
 ]
 
 TIERS: Final = 3
@@ -67,10 +66,7 @@ def make_copies(
 ) -> list[ChunkCopy]:
     """Return resident copies of chunks. Eight chunks with consecutive numbers make a prompt.
 
-    Args:
-        numbers: Numbers of the chunks.
-        rng: Draws the hit counts.
-        generation: Generation of the copies in RAM; 0 for copies in a slower tier.
+    ``rng`` draws the hit counts. ``generation`` is 0 for copies in a slower tier than RAM.
     """
     copies = []
     for number in numbers:
@@ -85,33 +81,18 @@ def make_copies(
     return copies
 
 
-def make_queries(count: int, *, tiers: int, chunks: int, seed: int) -> list[Query]:
-    """Return random queries. Several queries may be about the same chunk.
-
-    Args:
-        count: Number of queries.
-        tiers: Number of tiers, at least two.
-        chunks: Number of different chunks.
-        seed: Seed of the random numbers.
-    """
-    return list(_queries(count, tiers, chunks, random.Random(seed)))
-
-
-def _queries(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterator[Query]:
-    now = 0.0
+def make_queries(count: int, *, chunks: int = 96, seed: int = 8) -> list[Query]:
+    """Return random queries about :data:`TIERS` tiers; few ``chunks`` repeat often."""
+    rng, now, queries = random.Random(seed), 0.0, list[Query]()
     for number in range(count):
         now += rng.choice((0.0, 0.5, 60.0, 7200.0))
         first = rng.randrange(chunks)
         numbers = [(first + at) % chunks for at in range(rng.randrange(1, 12))]
-        tier = rng.randrange(1, tiers)
+        tier = rng.randrange(1, TIERS)
         # Copies in RAM have the generation of their write; those in slower tiers have none.
         generation = number + 1 if tier == 1 or rng.random() < 0.5 else 0
-        yield Query(now, tier, make_copies(numbers, rng, generation=generation))
-
-
-def sample_queries(count: int) -> Sequence[Query]:
-    """Return ``count`` random queries about few chunks, so that chunks repeat."""
-    return make_queries(count, tiers=TIERS, chunks=96, seed=8)
+        queries.append(Query(now, tier, make_copies(numbers, rng, generation=generation)))
+    return queries
 
 
 class DecisionContract(ABC, Generic[Policy, Answer]):
@@ -144,13 +125,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
     def check_memory(self, policy: Policy, *, most_keys: int, slots: int = 0) -> None:
         """Check that ``policy`` refers to no copies and to at most ``most_keys`` keys.
 
-        The policy may refer to a limited number of other objects.
-
-        Args:
-            policy: The policy.
-            most_keys: Largest number of keys.
-            slots: Number of slots of the cache. The limit for other objects grows with this
-                number.
+        The limit for other objects grows with the keys, or with the ``slots`` of the cache.
         """
         copies, keys = held_by(policy)
         assert not copies, "it keeps copies"
@@ -161,7 +136,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
     def test_batches_are_answered_like_single_chunks(self) -> None:
         single, batch = self.make_policy(), self.make_policy()
         one_ctx, many_ctx = PolicyContext(), PolicyContext()
-        for query in sample_queries(400):
+        for query in make_queries(400):
             one_by_one = self.answers_one_by_one(single, query, one_ctx)
             assert self.answers(batch, query, many_ctx) == one_by_one
         drew_alike = one_ctx.rng.getstate() == many_ctx.rng.getstate()
@@ -173,7 +148,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         for seed in (1, 2):
             random.seed(seed)
             policy, ctx = self.make_policy(), PolicyContext()
-            given.append([self.answers(policy, each, ctx) for each in sample_queries(400)])
+            given.append([self.answers(policy, each, ctx) for each in make_queries(400)])
         random.setstate(state)
         # Compared one by one: pytest would take minutes to show how long lists differ.
         for first, again in zip(*given, strict=True):
@@ -181,7 +156,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
 
     def test_it_decides_and_does_nothing_else(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        queries = sample_queries(100)
+        queries = make_queries(100)
         with impure_calls(ctx.rng) as found:
             for query in queries:
                 self.answers(policy, query, ctx)
@@ -190,7 +165,7 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
 
     def test_copies_and_context_are_read_only(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        for query in sample_queries(100):
+        for query in make_queries(100):
             before = [fields_of(copy) for copy in query.copies]
             self.answers(policy, query, ctx)
             assert [fields_of(copy) for copy in query.copies] == before

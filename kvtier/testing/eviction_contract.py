@@ -12,20 +12,14 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.testing.model_tier import PINNED, STREAMS, ModelTier, Stream
-from kvtier.testing.probes import (
-    count_entries,
-    count_steps,
-    noting,
-    packages_of,
-    reachable,
-)
+from kvtier.testing.probes import count_entries, count_steps, noting, packages_of, reachable
 
 __all__ = ["EvictionContract"]
 
@@ -52,18 +46,14 @@ class EvictionContract(ABC):
 
     def test_what_was_inserted_is_picked_once_each(self) -> None:
         eviction, copies, ctx = self._filled(8)
-        picked = _pick_all(eviction, ctx)
-        assert set(picked) == set(copies)
-        assert len(picked) == len(copies)
+        _check_members(eviction, copies, ctx)
         assert eviction.pick(_any, ctx) is None
 
     def test_a_hit_neither_adds_nor_removes_a_member(self) -> None:
         eviction, copies, ctx = self._filled(8)
         for copy in (*copies[:4], *copies[:4], copies[6]):
             eviction.on_hit(copy, ctx)
-        picked = _pick_all(eviction, ctx)
-        assert set(picked) == set(copies)
-        assert len(picked) == len(copies)
+        _check_members(eviction, copies, ctx)
 
     def test_only_evictable_copies_are_picked(self) -> None:
         eviction, copies, ctx = self._filled(8)
@@ -126,9 +116,7 @@ class EvictionContract(ABC):
         picked = _pick_all(eviction, ctx)
         for copy in picked:
             eviction.on_insert(copy, ctx)
-        again = _pick_all(eviction, ctx)
-        assert set(again) == set(copies)
-        assert len(again) == len(copies)
+        _check_members(eviction, copies, ctx)
 
     def test_a_picked_copy_can_stay(self) -> None:
         eviction, copies, ctx = self._filled(8)
@@ -139,9 +127,7 @@ class EvictionContract(ABC):
             eviction.on_stay(second, ctx)
             eviction.on_stay(first, ctx)
             eviction.on_hit(first, ctx)
-        picked = _pick_all(eviction, ctx)
-        assert set(picked) == set(copies)
-        assert len(picked) == len(copies)
+        _check_members(eviction, copies, ctx)
         assert count_entries(eviction) <= self.entries_per_slot * 8 + _ENTRIES_OF_EMPTY
 
     def test_the_same_key_in_a_new_copy_is_a_new_member(self) -> None:
@@ -209,9 +195,7 @@ class EvictionContract(ABC):
         eviction, ctx = self.make_eviction(capacity=8), PolicyContext()
         copies = _make_prompt(8)
         eviction.on_insert_many(copies, ctx)
-        picked = _pick_all(eviction, ctx)
-        assert set(picked) == set(copies)
-        assert len(picked) == len(copies)
+        _check_members(eviction, copies, ctx)
 
     def test_a_prompt_that_comes_as_a_batch_enters_from_either_end(self) -> None:
         for is_downwards in (True, False):
@@ -379,6 +363,13 @@ def _pick_all(
         picked.append(victim)
         if left is not None:
             left.discard(victim)
+
+
+def _check_members(eviction: Eviction, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+    """Check that the policy picks each of ``copies`` once and nothing else."""
+    picked = _pick_all(eviction, ctx)
+    assert set(picked) == set(copies)
+    assert len(picked) == len(copies)
 
 
 def _any(copy: ChunkCopy) -> bool:

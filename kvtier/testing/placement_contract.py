@@ -22,7 +22,6 @@ from kvtier.testing.decision_contract import (
     DecisionContract,
     Query,
     make_queries,
-    sample_queries,
 )
 from kvtier.testing.probes import noting
 
@@ -81,7 +80,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         for tiers in (1, 2, 3, 4):
             with noting(tiers=tiers):
                 placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
-                for query in sample_queries(60):
+                for query in make_queries(60):
                     query.apply_to(ctx)
                     for places in placement.place_many(query.copies, ctx):
                         assert set(places) <= set(range(1, tiers))
@@ -96,7 +95,7 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def test_a_promotion_is_a_promotion_and_an_admission_yes_or_no(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
-        for query in sample_queries(60):
+        for query in make_queries(60):
             query.apply_to(ctx)
             copies, tier = query.copies, query.tier
             ways = placement.promote_many(copies, tier, ctx)
@@ -108,14 +107,14 @@ class PlacementContract(DecisionContract[Placement, object]):
         placement, ctx = self.make_policy(), PolicyContext()
         before = _of_all_chunks(placement)
         assert isinstance(placement.places_used, bool)
-        for query in sample_queries(60):
+        for query in make_queries(60):
             self.answers(placement, query, ctx)
             assert _of_all_chunks(placement) == before
 
     def test_what_it_remembers_is_bounded_and_no_copy(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
         chunks = 1000 + 3 * self.most_keys
-        for query in make_queries(chunks, tiers=TIERS, chunks=4 * chunks, seed=3):
+        for query in make_queries(chunks, chunks=4 * chunks, seed=3):
             self.answers(placement, query, ctx)
         self.check_memory(placement, most_keys=self.most_keys)
 
@@ -125,11 +124,11 @@ class PlacementContract(DecisionContract[Placement, object]):
         chunks = 100 * many
 
         def work(seed: int, count: int) -> float:
-            asked = make_queries(count, tiers=TIERS, chunks=chunks, seed=seed)
+            asked = make_queries(count, chunks=chunks, seed=seed)
             return self.steps_per_chunk(placement, ctx, asked)
 
         first = work(seed=4, count=100)
-        for query in make_queries(many, tiers=TIERS, chunks=chunks, seed=5):
+        for query in make_queries(many, chunks=chunks, seed=5):
             self.answers(placement, query, ctx)
         assert work(seed=6, count=100) <= GROWTH * first
 
@@ -137,7 +136,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
         targets = placement.demotion_targets(source)
         assert set(targets) <= set(range(source + 1, tiers))
-        for query in sample_queries(40):
+        for query in make_queries(40):
             query.apply_to(ctx)
             answers = placement.demote_many(query.copies, source, ctx)
             assert {*answers} - {None} <= {*targets}

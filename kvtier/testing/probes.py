@@ -67,9 +67,8 @@ _CLOCKS: Final = frozenset(["now", "today", "utcnow"])
 def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -> int:
     """Return the number of steps of ``work``. This module's docstring defines a step.
 
-    Args:
-        work: The function to run. Lines of :mod:`kvtier.testing` do not count.
-        packages: Names of the packages whose calls of C functions add steps.
+    Lines of :mod:`kvtier.testing` do not count. Only calls in ``packages`` of C functions add
+    steps.
     """
     return _Counter(packages).run(work)
 
@@ -160,10 +159,7 @@ class _Counter:
             yield item
 
     def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
-        """Return a stand-in for a built-in such as ``sum`` that counts each iterated item.
-
-        ``walking`` is one of :data:`_WALKING`.
-        """
+        """Return a stand-in for a built-in such as ``sum`` that counts each iterated item."""
         if isinstance(walking, type):
             return _stand_in_for(walking, self._charge)
 
@@ -222,8 +218,7 @@ def count_entries(root: object) -> int:
 def impure_calls(rng: random.Random) -> Iterator[list[str]]:
     """Collect the clock, random and system functions that the ``with`` block calls.
 
-    Args:
-        rng: The only permitted random generator.
+    ``rng`` is the only permitted random generator.
     """
     found: list[str] = []
 

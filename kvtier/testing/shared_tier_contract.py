@@ -21,23 +21,25 @@ import asyncio
 import random
 import secrets
 from abc import ABC
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import pytest
 
 from kvtier.config import SharedTierConfig, parse_tier
 from kvtier.os.iopool import IoPool
-from kvtier.testing.shared_tier_harness import (
-    KEY_CHARACTERS,
-    RecordingTier,
-    SharedTierHarness,
-)
+from kvtier.testing.shared_tier_harness import KEY_CHARACTERS, RecordingTier, SharedTierHarness
 from kvtier.testing.tier_harness import Arena, TierHarness, make_keys, tier_section
-from kvtier.testing.tier_probes import HeldThreads, blocking_calls
+from kvtier.testing.tier_probes import (
+    blocking_calls,
+    cancel_after,
+    cancel_with_held_threads,
+    clear_buffers,
+)
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.shared import PROOF_NBYTES, KeyedTier, SharedContext, SharedTier, Value
+from kvtier.tiers.shared import PROOF_NBYTES, KeyedTier, SharedContext, SharedTier
 from kvtier.types import LayoutFingerprint, Outcome, QuestionPart
 
 __all__ = ["SharedTierContract"]
@@ -55,14 +57,9 @@ class EngineHarness(TierHarness[KeyedTier]):
 
     recorder: RecordingTier
 
-    async def find(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Look up the chunks ``numbers`` in the service; return the outcomes."""
-        part = QuestionPart(len(numbers), 0, 1, is_prefix=True)
-        return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
-
-    async def find_window(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Look up the chunks ``numbers`` of a sliding window; return the outcomes."""
-        part = QuestionPart(len(numbers), 0, 1, is_prefix=False)
+    async def find(self, numbers: Sequence[int], *, is_prefix: bool = True) -> list[Outcome]:
+        """Look up the chunks ``numbers`` of a prefix, or of a sliding window."""
+        part = QuestionPart(len(numbers), 0, 1, is_prefix=is_prefix)
         return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
 
     async def store(self, numbers: Sequence[int]) -> list[Outcome]:
@@ -372,8 +369,8 @@ class SharedTierContract(ABC):
         for turns in range(12):
             keys = harness.keys(range(100 * turns, 100 * turns + 8))
             values = harness.values(keys)
-            await _cancel_after(turns, harness.tier.put(keys, values))
-            _clear(values)
+            await cancel_after(turns, harness.tier.put(keys, values))
+            clear_buffers(chain.from_iterable(values))
             assert set(await harness.get(keys)) <= {0, MISSING}
 
     async def test_a_cancelled_get_leaves_the_buffers_alone(
@@ -383,25 +380,33 @@ class SharedTierContract(ABC):
         await harness.put(keys)
         for turns in range(1, 6):
             into = harness.buffers(12)
-            await _cancel_after(turns, harness.tier.get(keys, into))
-            _clear(into)
+            await cancel_after(turns, harness.tier.get(keys, into))
+            clear_buffers(chain.from_iterable(into))
             assert await harness.get(keys) == [0] * 12
-            assert _is_clear(into), "a buffer was filled after the call was over"
+            assert _is_clear(chain.from_iterable(into)), (
+                "a buffer was filled after the call was over"
+            )
 
     async def test_a_cancelled_get_waits_for_the_threads_that_fill_its_buffers(
         self, harness: SharedTierHarness, pool: IoPool
     ) -> None:
         keys, into = harness.keys(range(12)), harness.buffers(12)
         await harness.put(keys)
-        await _cancel_with_held_threads(harness.tier.get(keys, into), into, pool)
-        assert _is_clear(into), "a thread filled a buffer after the call was over"
+        await cancel_with_held_threads(
+            harness.tier.get(keys, into), list(chain.from_iterable(into)), pool
+        )
+        assert _is_clear(chain.from_iterable(into)), (
+            "a thread filled a buffer after the call was over"
+        )
 
     async def test_a_cancelled_put_waits_for_the_threads_that_read_its_sources(
         self, harness: SharedTierHarness, pool: IoPool
     ) -> None:
         keys = harness.keys(range(12))
         values = harness.values(keys)
-        await _cancel_with_held_threads(harness.tier.put(keys, values), values, pool)
+        await cancel_with_held_threads(
+            harness.tier.put(keys, values), list(chain.from_iterable(values)), pool
+        )
         assert set(await harness.get(keys)) <= {0, MISSING}
 
     async def test_nothing_blocks_the_loop(self, harness: SharedTierHarness) -> None:
@@ -420,7 +425,7 @@ class SharedTierContract(ABC):
     ) -> None:
         one, other = await make_engine(), await make_engine()
         await one.store(range(20, 24))
-        found = await other.find_window(range(24))
+        found = await other.find(range(24), is_prefix=False)
         assert found == [MISSING] * 20 + [DONE] * 4
 
     async def test_an_engine_finds_and_loads_what_another_stored(
@@ -554,37 +559,5 @@ class SharedTierContract(ABC):
         assert await other.load([0, 1]) == [DONE] * 2
 
 
-async def _cancel_after(turns: int, call: Coroutine[Any, Any, Sequence[Outcome]]) -> None:
-    """Cancel ``call`` after ``turns`` rounds of the event loop, and wait until it ends."""
-    task = asyncio.ensure_future(call)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-
-
-async def _cancel_with_held_threads(
-    moving: Coroutine[Any, Any, Sequence[Outcome]], values: Sequence[Value], pool: IoPool
-) -> None:
-    """Cancel ``moving`` while all threads are held; clear ``values`` when ``moving`` ends.
-
-    This function returns when the threads are idle.
-    """
-    async with HeldThreads(pool):
-        task = asyncio.ensure_future(moving)
-        task.add_done_callback(lambda _: _clear(values))
-        for _ in range(4):
-            await asyncio.sleep(0)
-        task.cancel()
-        for _ in range(4):
-            await asyncio.sleep(0)
-    await asyncio.wait([task])
-
-
-def _clear(values: Sequence[Value]) -> None:
-    for payload, proof in values:
-        payload[:], proof[:] = bytes(payload.nbytes), bytes(proof.nbytes)
-
-
-def _is_clear(values: Sequence[Value]) -> bool:
-    return not any(any(payload) or any(proof) for payload, proof in values)
+def _is_clear(buffers: Iterable[memoryview]) -> bool:
+    return not any(map(any, buffers))

@@ -50,12 +50,6 @@ def make_values(
 class SharedTierHarness:
     """Opens clients of one service, and puts, gets and verifies values.
 
-    Args:
-        opener: Opens a client.
-        pool: The threads of the clients.
-        arena: Memory that contains all payloads.
-        payload_nbytes: Size in bytes of one chunk.
-
     Attributes:
         tier: The first client.
         other: Another client.
@@ -142,10 +136,7 @@ class SharedTierHarness:
 
 
 class RecordingTier(SharedTier):
-    """Records the keys that are put into another shared tier.
-
-    Args:
-        tier: The tier that gets all calls. This object owns it.
+    """Records the keys that are put into another shared tier, which it owns.
 
     Attributes:
         puts: The keys that were added or put, in the order of the calls.
@@ -209,11 +200,7 @@ def _payload(key: str, version: int, nbytes: int) -> bytes:
 
 
 def version_of(key: str, value: Value) -> int:
-    """Check that a value is complete, and return the value's version.
-
-    Raises:
-        AssertionError: The value is incomplete, or belongs to another key.
-    """
+    """Check that a value is complete and belongs to ``key``, and return its version."""
     version = int.from_bytes(value.payload[:_VERSION_NBYTES], "little")
     if not is_proof_of(value.proof, key, value.payload):
         raise AssertionError(f"the value of {key} is not whole")

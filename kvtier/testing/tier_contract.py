@@ -20,10 +20,10 @@ import asyncio
 import functools
 import random
 from abc import ABC
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import pytest
 from typing_extensions import override
@@ -39,8 +39,14 @@ from kvtier.testing.tier_harness import (
     make_sources,
     tier_section,
 )
-from kvtier.testing.tier_probes import HeldThreads, blocking_calls, run_and_kill
-from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
+from kvtier.testing.tier_probes import (
+    blocking_calls,
+    cancel_after,
+    cancel_with_held_threads,
+    clear_buffers,
+    run_and_kill,
+)
+from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 __all__ = ["StorageTierContract"]
@@ -368,9 +374,8 @@ class StorageTierContract(ABC):
         for turns in range(12):
             sources = harness.sources(keys)
             writing = harness.tier.write(keys, slots, sources, purpose=Purpose.STORE)
-            await _cancel_after(turns, writing)
-            for source in sources:
-                source[:] = bytes(self.slot_nbytes)
+            await cancel_after(turns, writing)
+            clear_buffers(sources)
             assert set(await harness.get(keys, slots)) <= {DONE, CORRUPT}
 
     @pytest.mark.parametrize("method", ["read", "begin_read"])
@@ -382,9 +387,8 @@ class StorageTierContract(ABC):
         for turns in range(1, 4):
             buffers = harness.buffers(12)
             read = getattr(harness.tier, method)
-            await _cancel_after(turns, read(keys, slots, buffers, purpose=Purpose.LOAD))
-            for buffer in buffers:
-                buffer[:] = bytes(self.slot_nbytes)
+            await cancel_after(turns, read(keys, slots, buffers, purpose=Purpose.LOAD))
+            clear_buffers(buffers)
             assert await harness.get(keys, slots) == [DONE] * 12
             assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
 
@@ -408,7 +412,7 @@ class StorageTierContract(ABC):
         keys, slots, buffers = make_keys(range(12)), range(12), harness.buffers(12)
         await harness.put(keys, slots)
         reading = harness.tier.read(keys, slots, buffers, purpose=Purpose.LOAD)
-        await _cancel_with_held_threads(reading, buffers, pool)
+        await cancel_with_held_threads(reading, buffers, pool)
         untouched = all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
         assert untouched, "a thread filled a buffer after the call was over"
 
@@ -418,7 +422,7 @@ class StorageTierContract(ABC):
         keys, slots = make_keys(range(12)), range(12)
         sources = harness.sources(keys)
         writing = harness.tier.write(keys, slots, sources, purpose=Purpose.STORE)
-        await _cancel_with_held_threads(writing, sources, pool)
+        await cancel_with_held_threads(writing, sources, pool)
         assert set(await harness.get(keys, slots)) <= {DONE, CORRUPT}
 
     async def test_nothing_blocks_the_loop(self, harness: AnyHarness) -> None:
@@ -535,38 +539,6 @@ class StorageTierContract(ABC):
         async with asyncio.TaskGroup() as group:
             for number in range(4):
                 group.create_task(use(number))
-
-
-async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> None:
-    """Cancel ``call`` after ``turns`` rounds of the event loop, and wait until it ends."""
-    task = asyncio.ensure_future(call)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-
-
-async def _cancel_with_held_threads(
-    moving: Coroutine[Any, Any, SlotOutcomes], buffers: Sequence[memoryview], pool: IoPool
-) -> None:
-    """Cancel ``moving`` while all threads are held; clear ``buffers`` when ``moving`` ends.
-
-    This function returns when the threads are idle.
-    """
-
-    def clear(_: object) -> None:
-        for buffer in buffers:
-            buffer[:] = bytes(buffer.nbytes)
-
-    async with HeldThreads(pool):
-        task = asyncio.ensure_future(moving)
-        task.add_done_callback(clear)
-        for _ in range(4):
-            await asyncio.sleep(0)
-        task.cancel()
-        for _ in range(4):
-            await asyncio.sleep(0)
-    await asyncio.wait([task])
 
 
 @contextmanager

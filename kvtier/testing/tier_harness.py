@@ -41,10 +41,7 @@ def tier_section(
 ) -> str:
     """Return a tier's section of a YAML file; pytest shows it if a test fails.
 
-    Args:
-        tier_class: Class of the tier.
-        request: pytest's request of the fixture.
-        *lines: The section without ``kind``.
+    ``lines`` are the section without ``kind``.
     """
     kind = tier_class.Options.model_fields["kind"]
     first = f"kind: {'contract' if kind.is_required() else kind.default}"
@@ -66,8 +63,7 @@ def make_payload(key: ChunkKey, nbytes: int) -> bytes:
 class Arena:
     """Shared memory for buffers. No buffer is reused until the arena is closed.
 
-    Args:
-        nbytes: Size in bytes of the memory. Untouched pages take no memory.
+    Untouched pages take no memory.
     """
 
     def __init__(self, nbytes: int = 1 << 30) -> None:
@@ -125,10 +121,7 @@ def make_sources(
 class TierHarness(Generic[T]):
     """Opens a tier, writes and verifies chunks, and restarts the tier.
 
-    Args:
-        opener: Opens the tier; it may block.
-        pool: The threads of the tier.
-        arena: Memory for the buffers; by default, memory of this process only.
+    Without an ``arena``, the buffers are memory of this process only.
 
     Attributes:
         tier: The open tier.
@@ -178,9 +171,7 @@ class TierHarness(Generic[T]):
     async def get(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
         """Read ``slots``, verify the payloads of ``keys`` and return the outcomes.
 
-        Raises:
-            AssertionError: A chunk with outcome DONE has wrong bytes. Or the error text does
-                not fit the outcomes.
+        A chunk that is DONE must have its bytes, and the error text must fit the outcomes.
         """
         buffers = self.buffers(len(keys))
         result = await self.tier.read(keys, slots, buffers, purpose=Purpose.PROMOTE)

@@ -15,7 +15,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -25,7 +25,13 @@ from typing_extensions import override
 
 from kvtier.os.iopool import IoPool
 
-__all__ = ["HeldThreads", "blocking_calls", "run_and_kill"]
+__all__ = [
+    "blocking_calls",
+    "cancel_after",
+    "cancel_with_held_threads",
+    "clear_buffers",
+    "run_and_kill",
+]
 
 _MODULES: Final = frozenset(["_io", "_sqlite3", "sqlite3"])
 """Modules in which every function may block."""
@@ -130,14 +136,11 @@ class _HeldExecutor(ThreadPoolExecutor):
         return call
 
 
-class HeldThreads:
+class _HeldThreads:
     """Keeps the threads of ``pool`` and of the loop's executor from starting any call.
 
     The threads are held in a ``with`` block. The end of this block releases the threads and
     waits until they are idle.
-
-    Args:
-        pool: The threads of a tier.
     """
 
     def __init__(self, pool: IoPool) -> None:
@@ -167,6 +170,39 @@ class HeldThreads:
         wait(self._executor.calls)
 
 
+async def cancel_after(turns: int, call: Coroutine[Any, Any, object]) -> None:
+    """Cancel ``call`` after ``turns`` rounds of the event loop, and wait until it ends."""
+    task = asyncio.ensure_future(call)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def cancel_with_held_threads(
+    moving: Coroutine[Any, Any, object], buffers: Sequence[memoryview], pool: IoPool
+) -> None:
+    """Cancel ``moving`` while all threads are held; clear ``buffers`` when ``moving`` ends.
+
+    This function returns when the threads are idle.
+    """
+    async with _HeldThreads(pool):
+        task = asyncio.ensure_future(moving)
+        task.add_done_callback(lambda _: clear_buffers(buffers))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(4):
+            await asyncio.sleep(0)
+    await asyncio.wait([task])
+
+
+def clear_buffers(buffers: Iterable[memoryview]) -> None:
+    """Fill ``buffers`` with zeros."""
+    for buffer in buffers:
+        buffer[:] = bytes(buffer.nbytes)
+
+
 def run_and_kill(
     work: Callable[[], Coroutine[Any, Any, object]],
     *,
@@ -174,14 +210,8 @@ def run_and_kill(
 ) -> None:
     """Run ``work`` in a forked process, run ``meanwhile`` here, then kill the forked process.
 
-    The signal is SIGKILL, so the forked process closes nothing.
-
-    Args:
-        work: Runs in the forked process, on a new event loop.
-        meanwhile: Runs in this process while the forked process lives.
-
-    Raises:
-        AssertionError: ``work`` raised, or took too long.
+    The signal is SIGKILL, so the forked process closes nothing. ``work`` runs on a new event
+    loop; if it raises or takes too long, so does this function.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)

@@ -144,10 +144,7 @@ def check_batch(
 def check_outcomes(moved: SlotOutcomes, chunks: int, *, mover: str) -> SlotOutcomes:
     """Return ``moved`` after checking that it has one outcome per chunk.
 
-    Args:
-        moved: The outcomes.
-        chunks: Number of chunks.
-        mover: Name of the object that moved the chunks, such as ``tier nvme``, for the error.
+    ``mover`` names the object that moved the chunks, such as ``tier nvme``, for the error.
 
     Raises:
         TypeError: The number of outcomes is not ``chunks``, or a value is no

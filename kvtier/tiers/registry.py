@@ -19,20 +19,16 @@ def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
     """Open the storage tier of kind ``options.kind``.
 
     The tier runs in its own process if its options say so and the context has shared memory.
-
-    Raises:
-        ConfigError: The kind is unknown or broken, or its options cannot work here.
-        CacheLockedError: Another process has the cache open.
-        CacheDamagedError: The cache's files are damaged or foreign.
+    The errors are those of :meth:`StorageTier.open`, and a ConfigError for an unknown kind.
     """
     if context.memory is not None and options.has_own_process():
         from kvtier.tiers.hosted import HostedTier  # noqa: PLC0415
 
         return HostedTier.open(options, context)
     if isinstance(options, SharedTierConfig):
-        from kvtier.tiers.shared import KeyedTier, SharedTier  # noqa: PLC0415
+        from kvtier.tiers.shared import KeyedTier  # noqa: PLC0415
 
-        return KeyedTier.over(TIERS.find_derived(options.kind, SharedTier), options, context)
+        return KeyedTier.open(options, context)
     return _storage_tier(options.kind).open(options, context)
 
 
@@ -46,11 +42,7 @@ def examine_tier(options: TierConfig, identity: Fields) -> TierExamination | Non
 
 
 def check_tiers(config: KvtierConfig) -> None:
-    """Check that the class of every tier in ``config`` is installed and complete.
-
-    Raises:
-        ConfigError: A kind is not installed, or its class lacks methods of a tier.
-    """
+    """Raise a ConfigError if the class of a tier is not installed or lacks methods."""
     from kvtier.tiers.shared import SharedTier  # noqa: PLC0415
 
     for number, tier in enumerate(config.tiers):

@@ -284,9 +284,7 @@ async def measure(
         context = TierContext(
             CHUNK_NBYTES, LayoutFingerprint({"bench": kind}), pools[0], memory=arena.shared
         )
-        tier = await pools[1].run(
-            lambda: KeyedTier.over(service.tier_class, options, context), priority=0
-        )
+        tier = await pools[1].run(lambda: KeyedTier.open(options, context), priority=0)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(tier.aclose)
             return await Bench(service, tier, pools[1], batches).run(rounds)

@@ -26,7 +26,6 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import Arena
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.shared import KeyedTier
-from kvtier.tiers.shared.shared_dir import SharedDirTier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 BAR: Final = 0.9
@@ -123,7 +122,7 @@ class Kvtier:
         context = TierContext(
             CHUNK_NBYTES, LayoutFingerprint({"bench": "dir"}), pool, memory=self._arena.shared
         )
-        self._tier = KeyedTier.over(SharedDirTier, options, context)
+        self._tier = KeyedTier.open(options, context)
         self._keys: list[ChunkKey] = []
 
     async def measure(self, direction: Direction) -> float:

@@ -19,7 +19,7 @@ from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short_key
 from kvtier.tiers.slab import group_commit, index, schema
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Row
+from kvtier.tiers.slab.index import Change, IndexDatabase, Row
 from kvtier.tiers.slab.removals import MarkPattern, RemovalReason, pack_marks
 from kvtier.tiers.slab.schema import REMOVAL_LOG_NBYTES
 from kvtier.tiers.slab.stored_rows import KeyMarks, hash_keys, load_rows, mark_keys
@@ -32,8 +32,8 @@ def rows_of(slots: Sequence[int], *, generation: int = 0) -> dict[int, Row | Non
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[IndexDatabase]:
-    spec = IndexSpec(tmp_path / "index.sqlite", "process")
-    database = IndexDatabase.open(spec, BlockIo())
+    path = tmp_path / "index.sqlite"
+    database = IndexDatabase.open(path, BlockIo(), durability="process")
     yield database
     database.close()
 
@@ -239,9 +239,9 @@ class TestLog:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(index, "_LONGEST_LOG_NBYTES", 1 << 16)
-        spec = IndexSpec(tmp_path / "index.sqlite", "process")
-        database = IndexDatabase.open(spec, BlockIo())
-        reader = sqlite3.connect(spec.path, isolation_level=None)
+        path = tmp_path / "index.sqlite"
+        database = IndexDatabase.open(path, BlockIo(), durability="process")
+        reader = sqlite3.connect(path, isolation_level=None)
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM chunks").fetchall()
         for generation in range(100):
@@ -256,8 +256,8 @@ class TestLog:
     def test_a_disk_that_does_not_say_how_long_it_is_fails_no_commit(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        spec = IndexSpec(tmp_path / "index.sqlite", "process")
-        database = IndexDatabase.open(spec, BlockIo())
+        path = tmp_path / "index.sqlite"
+        database = IndexDatabase.open(path, BlockIo(), durability="process")
 
         def fail(path: Path) -> None:
             raise OSError(errno.EIO, "Input/output error", str(path))
@@ -286,7 +286,7 @@ def test_a_due_clear_precedes_the_next_change(
     database: IndexDatabase,
 ) -> None:
     database.apply(Change(rows=rows_of([0, 1])))
-    database.clear_later()
+    database.call_later(database.clear)
     database.apply(Change(rows=rows_of([1, 2])))
     assert sorted(load_rows(database, SLOTS).slots.tolist()) == [1, 2]
 
@@ -295,8 +295,8 @@ def test_its_room_is_enough_for_keys_with_an_adapter_in_any_order(tmp_path: Path
     chance, slots = random.Random(7), 20_000
     runs = [range(first, min(first + 64, slots)) for first in range(0, slots, 64)]
     chance.shuffle(runs)
-    spec = IndexSpec(tmp_path / "index.sqlite", "process")
-    database = IndexDatabase.open(spec, BlockIo())
+    path = tmp_path / "index.sqlite"
+    database = IndexDatabase.open(path, BlockIo(), durability="process")
     for late, run in enumerate(runs, start=10**9):
         keys = {slot: chance.randbytes(32 + ADAPTER_NBYTES + GROUP_NBYTES) for slot in run}
         rows = {
@@ -304,7 +304,7 @@ def test_its_room_is_enough_for_keys_with_an_adapter_in_any_order(tmp_path: Path
         }
         database.apply(Change(rows={**rows}))
     database.close()
-    assert spec.path.stat().st_size <= slots * schema._ROW_NBYTES
+    assert path.stat().st_size <= slots * schema._ROW_NBYTES
 
 
 class Gated(Recorder):

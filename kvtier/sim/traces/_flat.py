@@ -26,16 +26,7 @@ _LONGEST_KEY: Final = 4096
 
 
 def read_keys(source: Source, tokens: int) -> Trace:
-    """Read a file with one key per line.
-
-    Args:
-        source: The file.
-        tokens: Number of tokens of each request. A request has one chunk.
-
-    Raises:
-        TraceError: The file is not UTF-8 text, or has an empty line between keys, or has a line
-            that is too long for a key.
-    """
+    """Read a file with one key per line; each request has one chunk of ``tokens`` tokens."""
     keys = _decode(source).rstrip().split("\n")
     builder = TraceBuilder(chunk_tokens=tokens)
     for number, key in enumerate(keys, start=1):
@@ -60,15 +51,7 @@ def _decode(source: Source) -> str:
 
 
 def read_oracle(source: Source, tokens: int) -> Trace:
-    """Read 24-byte little-endian records: u32 time, u64 id, u32 size, i64 next access.
-
-    Args:
-        source: The file.
-        tokens: Number of tokens of each request. A request has one chunk.
-
-    Raises:
-        TraceError: The file's size is not a multiple of 24 bytes, or its times go backwards.
-    """
+    """Read 24-byte little-endian records: u32 time, u64 id, u32 size, i64 next access."""
     excess = len(source.content) % RECORD_NBYTES
     if excess:
         whole = len(source.content) // RECORD_NBYTES

@@ -90,12 +90,7 @@ class _Turn:
 def generate(name: str, *, sessions: int, per_s: float, chunk_tokens: int, seed: int) -> Trace:
     """Return a trace of ``sessions`` sessions of the workload ``name``.
 
-    Args:
-        name: One of :data:`GENERATORS`.
-        sessions: Number of sessions.
-        per_s: Mean number of new sessions per second.
-        chunk_tokens: Number of tokens of one chunk.
-        seed: Seed of the random numbers. Equal seeds give equal traces.
+    ``per_s`` sessions start per second, on average. Equal seeds give equal traces.
     """
     workload = GENERATORS[name]
     rng = random.Random(seed)

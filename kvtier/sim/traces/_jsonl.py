@@ -35,11 +35,7 @@ _EXAMPLE: Final = (
 
 
 def detect_json(source: Source) -> str:
-    """Return the JSON format of ``source``.
-
-    Raises:
-        TraceError: The first line is not a JSON object.
-    """
+    """Return the JSON format of ``source``, by its first line."""
     first = next(line for line in source.content.splitlines() if line.strip())
     record = _parse(source, 1, first)
     if "parent_chat_id" in record:
@@ -50,10 +46,7 @@ def detect_json(source: Source) -> str:
 def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
     """Read ``source`` in the format ``kind``, in order of arrival.
 
-    Args:
-        source: The file.
-        kind: One of the JSON formats.
-        tokens_per_id: Number of tokens per id. If None, it is read or estimated.
+    Without ``tokens_per_id``, the number of tokens per id is read or estimated.
 
     Raises:
         TraceError: A line does not match the format; the message names the line.
@@ -124,10 +117,7 @@ def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
     """Return the id of the first chat in the conversation of a Qwen-Bailian record.
 
-    Args:
-        reader: The record.
-        roots: For each chat read so far, the first chat of its conversation. This call adds
-            an entry.
+    ``roots`` has the first chat of each chat read so far; this call adds an entry.
     """
     chat, parent = reader.name("chat_id"), reader.name("parent_chat_id")
     # Chats with the same parent are one conversation, even if the parent is not in the file.
@@ -236,11 +226,8 @@ class _Record:
 def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[int, str]:
     """Estimate the number of tokens per id; return it with a text that explains it.
 
-    Args:
-        lengths: Prompt length of each request, in tokens.
-        ids: Number of ids of each request.
-        default: The format's number of tokens per id. It is the result unless another number
-            fits more requests.
+    ``lengths`` and ``ids`` are the tokens and ids of each request. ``default`` is the format's
+    number, and the result unless another number fits more requests.
     """
     known = (lengths > 0) & (ids > 0)
     lengths, ids = lengths[known], ids[known]

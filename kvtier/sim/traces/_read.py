@@ -72,13 +72,10 @@ def _detect(source: Source) -> str:
 
 
 def _require_keys(source: Source, sample: bytes) -> None:
-    """Check that the beginning of ``source`` has one plain key per line.
+    """Raise a TraceError unless the beginning of ``source`` has one plain key per line.
 
     Without this check, the reader would accept a configuration or a log as a trace. Keys with
     blanks or colons need ``--format keys``.
-
-    Raises:
-        TraceError: A line is not a plain key.
     """
     lines = sample.split(b"\n")
     if len(sample) < len(source.content) and len(lines) > 1:

@@ -36,7 +36,6 @@ class Format:
     """A trace format, with its unit of time and its number of tokens per chunk id.
 
     Attributes:
-        name: The format's name on the command line.
         times: Description of the timestamps.
         ticks_per_s: Number of timestamp units per second.
         tokens_per_id: Number of tokens per id in the format's definition. A trace may differ.
@@ -92,12 +91,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Read the file at ``path``.
-
-    Raises:
-        TraceError: The file is missing, unreadable or empty, or its compressed data are
-            damaged.
-    """
+    """Read the file at ``path``; a missing, empty or damaged file is a TraceError."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
@@ -151,11 +145,7 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
 
 
 class TraceBuilder:
-    """Builds a trace. It takes about 8 bytes per reference and one dict entry per chunk.
-
-    Args:
-        chunk_tokens: Number of tokens of one whole chunk.
-    """
+    """Builds a trace. It takes about 8 bytes per reference and one dict entry per chunk."""
 
     def __init__(self, *, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
@@ -186,11 +176,7 @@ class TraceBuilder:
         self._sessions.append(session)
 
     def build(self, source: Source, format_name: str) -> Trace:
-        """Return the trace of all added requests, named after ``source``.
-
-        Raises:
-            TraceError: No request has a chunk.
-        """
+        """Return the trace named after ``source``; a TraceError if no request has a chunk."""
         if not self._ids:
             remedy = "check hash_ids: requests shorter than one chunk refer to none"
             raise source.error(0, "no request refers to any chunk", remedy)

@@ -22,11 +22,8 @@ class TraceError(KvtierError):
     """A trace that cannot be read.
 
     Attributes:
-        file: Name of the file.
         line: Number of the line (or binary record) with the problem, from 1; 0 for the whole
             file.
-        problem: The problem.
-        remedy: The remedy.
     """
 
     def __init__(self, file: str, line: int, problem: str, remedy: str) -> None:

@@ -18,14 +18,7 @@ __all__ = ["WRITERS", "write_trace"]
 def write_trace(trace: Trace, path: Path, *, format_name: str) -> None:
     """Write ``trace`` to ``path``, with chunks numbered in order of first appearance.
 
-    Args:
-        trace: The trace.
-        path: The file. An existing file is replaced.
-        format_name: One of :data:`WRITERS`. The flat formats lose the boundaries between
-            requests.
-
-    Raises:
-        OSError: The file cannot be written.
+    The flat formats among :data:`WRITERS` lose the boundaries between requests.
     """
     path.write_bytes(WRITERS[format_name](trace))
 

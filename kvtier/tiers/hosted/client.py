@@ -15,21 +15,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from kvtier.config import TierConfig
-from kvtier.errors import (
-    CapacityError,
-    ClosedError,
-    KvtierError,
-    TierUnavailableError,
-)
+from kvtier.errors import CapacityError, ClosedError, KvtierError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
-from kvtier.tiers.base import (
-    KeyFinder,
-    SlotOutcomes,
-    StorageTier,
-    TierContext,
-    check_batch,
-)
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, TierContext, check_batch
 from kvtier.tiers.hosted.connection import Connection
 from kvtier.tiers.hosted.frames import (
     Batch,
@@ -62,15 +51,9 @@ _RESET_LOST: Final = (
 
 
 class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
-    """A storage tier that runs in a process of its own.
+    """A storage tier that runs in a process of its own, which this object owns.
 
     Buffers given to :meth:`read` and :meth:`write` must lie in the context's shared memory.
-
-    Args:
-        options: Options of the hosted tier.
-        context: The tier's context; ``memory`` is required.
-        host: The host process; owned by this object.
-        opened: The host's report on the open tier.
     """
 
     Options: ClassVar[type[TierConfig]] = TierConfig
@@ -110,9 +93,8 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         """Start a host process that opens a tier of kind ``options.kind``. This call blocks.
 
         Raises:
-            ConfigError: There is no shared memory, or the tier's options cannot work here.
-            CacheLockedError: Another process has the cache open.
-            CacheDamagedError: The cache's files are damaged or foreign.
+            ConfigError: There is no shared memory.
+            KvtierError: The error that opening the tier raised in the host.
             TierUnavailableError: The host could not be started, or the medium fails.
         """
         return cls(options, context, *HostProcess.start(options, context))
@@ -210,7 +192,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         answer = await connection.call(
             "find", lambda header: Frame({**header, **counts}, packed)
         )
-        return _outcomes_in(answer, len(keys))
+        return _outcomes_in(answer)
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
@@ -305,7 +287,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             answer = await answering
         except TierUnavailableError as error:
             return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
-        return _outcomes_in(answer, len(batch.keys))
+        return _outcomes_in(answer)
 
     async def _connect(self) -> Connection:
         """Return a usable connection; if a reset is due, do the reset first.
@@ -326,11 +308,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         return connection
 
     async def _reach_host(self) -> Connection:
-        """Return a usable connection; start a new host if the last one died.
-
-        Raises:
-            TierUnavailableError: No host runs and none can be started.
-        """
+        """Return a usable connection; start a new host if the last one died."""
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
@@ -352,9 +330,6 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
 
         If a reset is due and no host runs, a new host is started. A connection whose reset
         hangs is returned without waiting for that reset.
-
-        Raises:
-            TierUnavailableError: No host runs and none can be started.
         """
         connection = self._connection
         if connection is not None and (connection.usable or not self._reset_due):
@@ -382,11 +357,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a new host; end that host if the tier was closed during the start.
-
-        Raises:
-            TierUnavailableError: The tier was closed, or no host can be started.
-        """
+        """Start a new host; end that host if the tier was closed during the start."""
         if not self._is_over():
             host = await self._start_again()
             if not self._is_over():
@@ -478,6 +449,5 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             raise ClosedError(f"tier {self.name} is closed")
 
 
-def _outcomes_in(answer: Frame, chunks: int) -> SlotOutcomes:
-    outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, chunks)
-    return SlotOutcomes(outcomes, answer.header["failure"])
+def _outcomes_in(answer: Frame) -> SlotOutcomes:
+    return SlotOutcomes(decode_outcomes(answer.arrays), answer.header["failure"])

@@ -80,9 +80,7 @@ class Connection(asyncio.Protocol):
     ) -> Coroutine[Any, Any, Frame]:
         """Send a frame now, and return a coroutine for its answer.
 
-        Args:
-            op: The operation.
-            make: Returns a frame with the given header.
+        ``make`` returns a frame with the given header.
 
         Raises:
             KvtierError: The tier's error, or TierUnavailableError if the host is gone.
@@ -101,10 +99,7 @@ class Connection(asyncio.Protocol):
         return wait_uncancelled(answer)
 
     async def close_tier(self, *, reset: bool) -> None:
-        """Close the tier in the host; the host then ends.
-
-        Args:
-            reset: Whether to reset the tier first.
+        """Close the tier in the host, after a reset if ``reset``; the host then ends.
 
         Raises:
             TierUnavailableError: The host ended without confirming that all is committed.

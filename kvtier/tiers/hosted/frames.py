@@ -43,7 +43,6 @@ READ_NBYTES: Final = 1 << 18
 _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
-_ALL_DONE: Final = "done"
 _ATTRIBUTES: Final = {"tier": TierError, "holder": CacheLockedError}
 """For each attribute to send with an error, the class of errors that has the attribute."""
 
@@ -88,13 +87,7 @@ class FrameParser:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The chunks of a read or a write.
-
-    Attributes:
-        keys: The chunks' keys.
-        slots: The chunks' slots in the tier.
-        offsets: Offsets of the chunks' bytes in the shared memory.
-    """
+    """Keys and slots of the chunks of a read or a write, and their offsets in shared memory."""
 
     keys: Sequence[ChunkKey]
     slots: npt.NDArray[np.int64]
@@ -149,17 +142,13 @@ def decode_part_hashes(frame: Frame) -> StoredPartHashes:
     return StoredPartHashes(slots, hashes.reshape(count, parts))
 
 
-def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Encode ``outcomes`` as one word if all are DONE, else as one byte per outcome."""
-    if outcomes.count(Outcome.DONE) == len(outcomes):
-        return _ALL_DONE, b""
-    return "", bytes([_CODES[outcome] for outcome in outcomes])
+def encode_outcomes(outcomes: Sequence[Outcome]) -> bytes:
+    """Encode ``outcomes`` with one byte each."""
+    return bytes([_CODES[outcome] for outcome in outcomes])
 
 
-def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
+def decode_outcomes(codes: bytes) -> list[Outcome]:
     """Return the outcomes that :func:`encode_outcomes` encoded."""
-    if word == _ALL_DONE:
-        return [Outcome.DONE] * count
     return [_OUTCOMES[code] for code in codes]
 
 

@@ -35,13 +35,7 @@ from kvtier.os.memory import (
     paused_garbage_collection,
     set_malloc_mmap_threshold,
 )
-from kvtier.tiers.base import (
-    KeyFinder,
-    SlotOutcomes,
-    StorageTier,
-    TierContext,
-    check_outcomes,
-)
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
     Batch,
@@ -172,8 +166,7 @@ class _Server:
 
     def _outcomes(self, moved: SlotOutcomes, chunks: int) -> Frame:
         check_outcomes(moved, chunks, mover=f"tier {self._tier.name}")
-        word, codes = encode_outcomes(moved.outcomes)
-        return Frame({"outcomes": word, "failure": moved.error}, codes)
+        return Frame({"failure": moved.error}, encode_outcomes(moved.outcomes))
 
     async def _reset(self) -> Frame:
         await self._tier.reset()

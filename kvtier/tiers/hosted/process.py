@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -41,12 +41,11 @@ class Opened(NamedTuple):
     """A host's report on the tier that it opened.
 
     Attributes:
-        capacity_slots: Number of slots.
         recovered: Frames with the recovered chunks, least recently used first.
-        part_hashes: A frame with the recovered part hashes; None without part hashes.
-        slot_file: The tier's slot file; None without a slot file.
         retained: For each slot with a protected chunk, the time when the protection ends, in
             seconds since the epoch.
+        part_hashes: A frame with the recovered part hashes; None without part hashes.
+        slot_file: The tier's slot file; None without a slot file.
     """
 
     capacity_slots: int
@@ -58,13 +57,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """A running host that has its tier open.
-
-    Attributes:
-        process: The operating system's process.
-        connection: The socket to the host.
-        parser: Parser of the frames from the socket.
-    """
+    """A running host that has its tier open, with the socket and the parser of its frames."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -73,13 +66,6 @@ class HostProcess:
     @classmethod
     def start(cls, options: TierConfig, context: TierContext) -> tuple[Self, Opened]:
         """Start a host and wait until the host's tier is open. This call blocks.
-
-        Args:
-            options: Options of the tier.
-            context: The tier's context; both processes map its memory.
-
-        Returns:
-            The process, and its report on the open tier.
 
         Raises:
             ConfigError: There is no shared memory.
@@ -93,27 +79,20 @@ class HostProcess:
             problem = _cannot_start(error)
             raise TierUnavailableError(tier, problem) from error
         try:
-            with _abandoned_on_failure(host):
-                opened = host.open(_opening(options, context))
-        except TimeoutError as error:
-            problem = _took_too_long(host.process)
-            raise TierUnavailableError(tier, problem) from error
-        except (EOFError, OSError) as error:
-            problem = (
-                "its I/O process ended before the cache was open, exit code "
-                f"{host.process.returncode}; the engine's error output may say why"
-            )
-            raise TierUnavailableError(tier, problem) from error
-        return host, opened
+            return host, host.open(_opening(options, context))
+        except BaseException as error:
+            host.abandon()
+            if isinstance(error, EOFError | OSError):
+                problem = _cannot_open(error, host.process)
+                raise TierUnavailableError(tier, problem) from error
+            raise
 
     def open(
         self, opening: dict[str, Any], *, clock: Callable[[], float] = time.monotonic
     ) -> Opened:
         """Make the host open its tier and wait until the tier is open. This call blocks.
 
-        Args:
-            opening: Options and context of the tier, as JSON.
-            clock: Returns seconds on a monotonic clock.
+        ``opening`` has the options and the context of the tier, as JSON.
 
         Raises:
             KvtierError: The error that opening the tier raised in the host.
@@ -179,22 +158,8 @@ def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) ->
     return Opened(slots, recovered, retained, part_hashes, slot_file)
 
 
-@contextlib.contextmanager
-def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
-    """End ``host`` if the ``with`` body raises, and name the host's exit code in the error."""
-    try:
-        yield
-    except BaseException:
-        host.abandon()
-        raise
-
-
 def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
-    """Return the shared memory of ``context``, which contains all buffers.
-
-    Raises:
-        ConfigError: The context has no shared memory.
-    """
+    """Return the memory that contains all buffers; raise a ConfigError if there is none."""
     if context.memory is None:
         raise ConfigError(
             f"tier {options.name}: own_process needs shared memory; set own_process: false"
@@ -222,7 +187,6 @@ def _receive(connection: socket.socket, timeout_s: float) -> bytes:
 
     Raises:
         TimeoutError: No bytes came in time.
-        OSError: The other process closed the connection.
     """
     if timeout_s <= 0:  # a socket does not wait at all with a timeout of 0
         raise TimeoutError
@@ -239,7 +203,12 @@ def _cannot_start(error: OSError) -> str:
     )
 
 
-def _took_too_long(process: subprocess.Popen[bytes]) -> str:
+def _cannot_open(error: EOFError | OSError, process: subprocess.Popen[bytes]) -> str:
+    if not isinstance(error, TimeoutError):
+        return (
+            f"its I/O process ended before the cache was open, exit code {process.returncode}; "
+            "the engine's error output may say why"
+        )
     fate = "was ended" if process.returncode is not None else "is stuck in the operating system"
     return (
         f"its I/O process {process.pid} had not opened the cache after {_OPEN_TIMEOUT_S:g} s "
@@ -273,9 +242,7 @@ async def aend(process: subprocess.Popen[bytes]) -> bool:
     """Wait on the event loop for ``process`` to end, and kill it after a time limit.
 
     This function uses no thread, because the engine's threads may be gone or hang on a disk.
-
-    Returns:
-        Whether the process ended. If not, it is stuck in a system call.
+    It returns whether the process ended; if not, it is stuck in a system call.
     """
     if await _has_ended_within(process, _EXIT_TIMEOUT_S):
         return True

@@ -14,13 +14,7 @@ __all__ = ["DirIo", "FileEntry"]
 
 
 class FileEntry(NamedTuple):
-    """A file of a folder.
-
-    Attributes:
-        name: Name of the file.
-        nbytes: Size of the file in bytes.
-        modified_ns: Time of the last write or touch in nanoseconds, by the file server's clock.
-    """
+    """Name and bytes of a file, and its last write or touch in ns, by the server's clock."""
 
     name: str
     nbytes: int

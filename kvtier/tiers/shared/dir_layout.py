@@ -33,7 +33,7 @@ from kvtier.config import SharedDirTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.logs import get_logger
 from kvtier.tiers.shared.dir_io import DirIo
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES, aligned_buffer, write_fully
+from kvtier.tiers.slab.direct_io import PAGE_NBYTES, aligned_buffer, opened, write_fully
 
 __all__ = ["MARKER", "TEMPORARY", "VALUE", "DirLayout"]
 
@@ -66,7 +66,6 @@ class _Marker(NamedTuple):
     Attributes:
         place: Device number and inode number of the directory.
         version: Device number, inode number and time of modification of the marker.
-        folders: Number of folders.
     """
 
     place: tuple[int, int]
@@ -76,11 +75,6 @@ class _Marker(NamedTuple):
 
 class DirLayout:
     """Paths of a shared directory's values. All methods except ``path_of`` may block.
-
-    Args:
-        options: The tier's options.
-        value_nbytes: Size of one value's file in bytes.
-        io: System calls.
 
     Attributes:
         direct: Whether I/O bypasses the page cache.
@@ -209,11 +203,8 @@ class DirLayout:
         text = json.dumps({"format": _FORMAT, "folders": folders}).encode()
         temporary = self._path / f".{secrets.token_hex(16)}{TEMPORARY}"
         try:
-            fd = self._io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
+            with opened(self._io, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 write_fully(self._io, fd, [memoryview(text)], 0)
-            finally:
-                self._io.close(fd)
             self._publish(temporary)
         finally:
             self._io.unlink(temporary)
@@ -245,19 +236,12 @@ class DirLayout:
             )
 
     def _probe_direct_io(self) -> bool:
-        """Return whether the directory's files can be read with O_DIRECT.
-
-        Raises:
-            ConfigError: O_DIRECT does not work, and the options require it.
-        """
+        """Return whether O_DIRECT works; raise a ConfigError if the options require it."""
         if self._options.direct_io == "off":
             return False
         try:
-            fd = self._io.open(self._path / MARKER, os.O_RDONLY | os.O_DIRECT)
-            try:
+            with opened(self._io, self._path / MARKER, os.O_RDONLY | os.O_DIRECT) as fd:
                 self._io.preadv(fd, [aligned_buffer(PAGE_NBYTES)], 0)
-            finally:
-                self._io.close(fd)
         except OSError as error:
             if error.errno not in _NO_DIRECT_IO:
                 raise

@@ -94,33 +94,19 @@ class _Folder:
         return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
 
     def is_due(self, share_nbytes: int) -> bool:
-        """Return whether the folder must be listed again.
-
-        Args:
-            share_nbytes: Bytes that the folder may have.
-        """
+        """Return whether a folder that may have ``share_nbytes`` must be listed again."""
         grown = self.put_nbytes * self.growth
         return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
-        """Compute the folder's growth from a new listing.
-
-        Args:
-            found_nbytes: Bytes of all listed files.
-            put_nbytes: Bytes that this engine added between the listings.
-        """
+        """Compute the growth from a new listing and this engine's bytes since the last."""
         if put_nbytes > 0:
             growth = (found_nbytes - self.listed_nbytes) / put_nbytes
             self.growth = min(max(growth, 1.0), _MOST_GROWTH)
 
 
 class DirRoom:
-    """Admits values to the folders of a shared directory, and evicts from them.
-
-    Args:
-        layout: The directory.
-        io: System calls.
-    """
+    """Admits values to the folders of a shared directory, and evicts from them."""
 
     def __init__(self, layout: DirLayout, io: DirIo) -> None:
         self._layout = layout
@@ -157,12 +143,9 @@ class DirRoom:
         return [folder in self._folders and self._admit(folder, nbytes) for folder in folders]
 
     def finish(self, path: Path, nbytes: int, *, added_nbytes: int) -> None:
-        """Record the end of an admitted put.
+        """Record the end of an admitted put of ``nbytes`` to the folder ``path``.
 
-        Args:
-            path: The value's folder.
-            nbytes: Bytes of the value's file, as admitted.
-            added_nbytes: Bytes by which the put made the folder grow.
+        The put made the folder grow by ``added_nbytes``.
         """
         folder = self._folders[path]
         folder.writing_nbytes -= nbytes

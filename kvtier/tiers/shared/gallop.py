@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeAlias
 
-__all__ = ["AT_ONCE", "Ask", "count_leading", "count_rounds"]
+__all__ = ["AT_ONCE", "Ask", "count_leading", "count_rounds", "find_leading"]
 
 Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[bool]]]
 """Returns for each given position of a chain whether the service has the key there."""
@@ -29,14 +29,8 @@ AT_ONCE: Final = 8
 async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
     """Return how many leading keys of a chain of ``count`` keys the service has.
 
-    The search takes up to ``2 + log(count) / log(at_once + 1)`` rounds. Each round sends at
-    most ``at_once`` requests, each for one key.
-
-    Args:
-        count: Number of keys.
-        ask: Returns for each given position whether the service has the key there. The
-            positions are ascending, from 0 to ``count - 1``.
-        at_once: Largest number of requests in one round; ``ask`` may send them in parallel.
+    The search takes up to ``2 + log(count) / log(at_once + 1)`` rounds. Each round calls
+    ``ask`` with at most ``at_once`` positions, ascending from 0 to ``count - 1``.
     """
     present, absent = 0, count
     positions = _exponential(count, at_once)
@@ -51,12 +45,19 @@ async def count_leading(count: int, ask: Ask, *, at_once: int = AT_ONCE) -> int:
     return present
 
 
-def count_rounds(found: Sequence[bool]) -> int:
-    """Return how many rounds :func:`count_leading` takes.
+async def find_leading(
+    keys: Sequence[str], ask: Callable[[Sequence[str]], Awaitable[Sequence[bool]]]
+) -> list[bool]:
+    """Return for each key of a chain whether the service has it, by a galloping search.
 
-    Args:
-        found: For each key of the chain, whether the service has the key.
+    ``ask`` returns for each given key whether the service has the key.
     """
+    count = await count_leading(len(keys), lambda places: ask([keys[at] for at in places]))
+    return [True] * count + [False] * (len(keys) - count)
+
+
+def count_rounds(found: Sequence[bool]) -> int:
+    """Return how many rounds :func:`count_leading` takes; ``found`` has an answer per key."""
     rounds = 0
 
     async def ask(positions: Sequence[int]) -> list[bool]:

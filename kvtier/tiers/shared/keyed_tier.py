@@ -34,16 +34,10 @@ from typing import ClassVar, Final, Self, TypeVar
 
 from typing_extensions import override
 
-from kvtier.config import SharedTierConfig, TierConfig
+from kvtier.config import TIERS, SharedTierConfig, TierConfig
 from kvtier.errors import ClosedError, KvtierError, TierUnavailableError
 from kvtier.keys import ChunkKey, group_of, hash_part
-from kvtier.tiers.base import (
-    KeyFinder,
-    SlotOutcomes,
-    StorageTier,
-    TierContext,
-    check_batch,
-)
+from kvtier.tiers.base import KeyFinder, SlotOutcomes, StorageTier, TierContext, check_batch
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value, with_proof_buffers
 from kvtier.tiers.shared.proof import is_proof_of, make_proof
 from kvtier.types import Outcome, Purpose, QuestionPart
@@ -66,13 +60,9 @@ _WRONG: Final = "the value has no matching proof"
 
 
 class KeyedTier(StorageTier, KeyFinder):
-    """A storage tier on top of a shared tier.
+    """A storage tier on top of a shared tier, which it owns.
 
-    Args:
-        options: Options of the shared tier.
-        context: The tier's context.
-        shared: The client of the service; owned by this object.
-        scratch: Memory for one chunk that is read again before a repair.
+    ``scratch`` is memory for one chunk that is read again before a repair.
     """
 
     Options: ClassVar[type[TierConfig]] = SharedTierConfig
@@ -101,23 +91,15 @@ class KeyedTier(StorageTier, KeyFinder):
             self._begin_epoch()
 
     @classmethod
-    def over(
-        cls, kind: type[SharedTier], options: SharedTierConfig, context: TierContext
-    ) -> Self:
-        """Open a shared tier of class ``kind`` and return the storage tier on top of it.
-
-        Raises:
-            ConfigError: The options cannot work here.
-        """
+    @override
+    def open(cls, options: TierConfig, context: TierContext) -> Self:
+        """Open the shared tier of kind ``options.kind``; see :meth:`StorageTier.open`."""
+        assert isinstance(options, SharedTierConfig)
+        kind = TIERS.find_derived(options.kind, SharedTier)
         nbytes, memory = context.slot_nbytes, _memory_of(context)
         scratch = memoryview(mmap.mmap(-1, nbytes))  # untouched pages take no memory
         shared = SharedContext(nbytes, context.pool, memory, scratch=scratch)
         return cls(options, context, kind.open(options, shared), scratch)
-
-    @classmethod
-    @override
-    def open(cls, options: TierConfig, context: TierContext) -> Self:
-        raise TypeError("use KeyedTier.over with the class of the shared tier")
 
     @override
     def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
@@ -274,11 +256,7 @@ class KeyedTier(StorageTier, KeyFinder):
         return outcomes
 
     async def _reach(self, calling: Awaitable[_T]) -> _T:
-        """Await a call of the service.
-
-        Raises:
-            TierUnavailableError: The call failed; the error names the cause in one line.
-        """
+        """Await a call of the service; raise TierUnavailableError for its library's errors."""
         try:
             return await calling
         except KvtierError:
@@ -312,9 +290,7 @@ def _last_chunks(part: QuestionPart, end_token: float) -> slice:
 def value_key(space: str, key: ChunkKey) -> str:
     """Return the key of a chunk's value in a shared tier.
 
-    Args:
-        space: The layout's fingerprint; after a reset, the fingerprint and the epoch.
-        key: The chunk's key in the engine.
+    ``space`` is the layout's fingerprint; after a reset, the fingerprint and the epoch.
     """
     return f"{_FORMAT}-{space}/{group_of(key)}-{hash_part(key).hex()}"
 

@@ -156,12 +156,7 @@ class MooncakeTier(SharedTier):
         arenas: _Arenas,
         purpose: Purpose,
     ) -> list[Outcome]:
-        """Move a batch in several calls of ``move``.
-
-        Raises:
-            TierUnavailableError: The service did not answer a call. The remaining calls are
-                then not made.
-        """
+        """Move a batch in several calls of ``move``; make no more after an unanswered one."""
         outcomes = [Outcome.FAILED] * len(keys)
         errors: list[TierUnavailableError] = []
 

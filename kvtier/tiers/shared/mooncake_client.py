@@ -69,6 +69,8 @@ def address_of(buffer: memoryview) -> int:
 class MooncakeClient:
     """A client that connects at the first call. The methods block; any thread may call them.
 
+    Each method raises TierUnavailableError if the master or the hosts do not answer.
+
     Args:
         options: The tier's options.
         regions: Memory that contains all buffers; each new connection registers it.
@@ -91,21 +93,12 @@ class MooncakeClient:
         self._delay_s = _FIRST_DELAY_S
 
     def connect(self) -> None:
-        """Connect to the master if there is no connection yet.
-
-        Raises:
-            TierUnavailableError: The master is not reachable, or an attempt a moment ago
-                failed.
-        """
+        """Connect to the master if there is no connection, and not after a recent failure."""
         with self._changed:
             self._connected()
 
     def contains(self, keys: list[str]) -> list[bool]:
-        """Return for each key whether the service has a value.
-
-        Raises:
-            TierUnavailableError: The master did not answer.
-        """
+        """Return for each key whether the service has a value."""
         with self._connection() as store:
             codes = store.batch_is_exist(keys)
         if min(codes) < 0:
@@ -119,11 +112,7 @@ class MooncakeClient:
         sizes: list[list[int]],
         value_nbytes: int,
     ) -> list[Outcome]:
-        """Read values of ``value_nbytes`` bytes, each into several buffers.
-
-        Raises:
-            TierUnavailableError: The service did not answer.
-        """
+        """Read values of ``value_nbytes`` bytes, each into several buffers."""
 
         def get(store: Store) -> list[int]:
             codes = store.batch_get_into_multi_buffers(keys, addresses, sizes)
@@ -140,11 +129,7 @@ class MooncakeClient:
     def add(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[Outcome]:
-        """Store the values of ``keys``; the library leaves an earlier value as it is.
-
-        Raises:
-            TierUnavailableError: The service did not answer.
-        """
+        """Store the values of ``keys``; the library leaves an earlier value as it is."""
 
         def add(store: Store) -> list[int]:
             return store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicas)
@@ -154,11 +139,7 @@ class MooncakeClient:
     def put(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[Outcome]:
-        """Store the values of ``keys``, after removing earlier values.
-
-        Raises:
-            TierUnavailableError: The service did not answer.
-        """
+        """Store the values of ``keys``, after removing earlier values."""
 
         def put(store: Store) -> list[int]:
             # A master that does not answer must not remove values later.
@@ -234,11 +215,7 @@ class MooncakeClient:
         return self._store
 
     def _set_up(self) -> Store:
-        """Return a new client of the library.
-
-        Raises:
-            OSError: The master is not reachable, or the library refuses a setting.
-        """
+        """Return a new client; raise OSError if the master or a setting cannot be used."""
         options = self._options
         host = _reachable_from(options.master)
         store = self._library.MooncakeDistributedStore()
@@ -293,11 +270,7 @@ def _put(code: int) -> Outcome:
 
 
 def _reachable_from(master: str) -> str:
-    """Return the address that this machine uses in connections to ``master``.
-
-    Raises:
-        OSError: The master's port is not open.
-    """
+    """Return this machine's address towards ``master``; raise OSError if its port is closed."""
     host, _, port = master.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
         address: str = probe.getsockname()[0]

@@ -71,11 +71,7 @@ class Library(Protocol):
 
 
 def load_library(options: MooncakeTierConfig) -> Library:
-    """Set the timeouts of ``options`` in the library, and return the library.
-
-    Raises:
-        ConfigError: The library is not installed.
-    """
+    """Set the timeouts of ``options`` in the library; raise a ConfigError if it is missing."""
     set_default_variables(_variables(options))
     try:
         from mooncake import store  # noqa: PLC0415 - an optional extra, and slow

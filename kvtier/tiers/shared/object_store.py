@@ -34,7 +34,7 @@ from kvtier.os.iopool import UncancellableFuture, wait_uncancelled
 from kvtier.os.object_stores import explain, open_store
 from kvtier.printable import printable
 from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
-from kvtier.tiers.shared.gallop import count_leading
+from kvtier.tiers.shared.gallop import find_leading
 from kvtier.tiers.shared.proof import PROOF_NBYTES
 from kvtier.types import Outcome
 
@@ -74,10 +74,7 @@ _NO_ROOM: Final = re.compile(r"QuotaExceeded|status code: 507|No space left|Disk
 class ObjectTier(SharedTier):
     """Keeps values as objects under one prefix of a bucket.
 
-    Args:
-        options: Options of the tier.
-        context: The size of a chunk.
-        store: obstore's client of the bucket, limited to the prefix.
+    ``store`` is obstore's client of the bucket, limited to the prefix.
     """
 
     Options: ClassVar[type[SharedTierConfig]] = ObjectTierConfig
@@ -114,23 +111,12 @@ class ObjectTier(SharedTier):
     @override
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
         self._require_open()
-
-        async def ask(number: int) -> bool:
-            return await self._has(keys[number])
-
-        return await self._ask_all(len(keys), ask)
+        return await self._ask(keys)
 
     @override
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
         self._require_open()
-
-        async def ask(positions: Sequence[int]) -> list[bool]:
-            return await self._ask_all(
-                len(positions), lambda at: self._has(keys[positions[at]])
-            )
-
-        count = await count_leading(len(keys), ask)
-        return [True] * count + [False] * (len(keys) - count)
+        return await find_leading(keys, self._ask)
 
     @override
     async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
@@ -229,9 +215,12 @@ class ObjectTier(SharedTier):
             raise self._unavailable(error)
         return outcomes
 
-    async def _ask_all(self, count: int, ask: Callable[[int], Awaitable[bool]]) -> list[bool]:
-        answers = [False] * count
-        error = await _in_parallel(answers, ask, self._questions, at_once=self._connections)
+    async def _ask(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its object exists and has the right size."""
+        answers = [False] * len(keys)
+        error = await _in_parallel(
+            answers, lambda at: self._has(keys[at]), self._questions, at_once=self._connections
+        )
         if error is not None:
             raise self._unavailable(error)
         return answers
@@ -255,8 +244,7 @@ async def _in_parallel(
 ) -> Exception | None:
     """Send requests and put their results into ``results``; start none after an error.
 
-    Returns:
-        The first error; None if all requests succeeded.
+    The first error is returned; None if all requests succeeded.
 
     Cancellation:
         Deferred until the started requests have ended.
@@ -344,11 +332,7 @@ def _open(options: ObjectTierConfig, timeout_s: float) -> ObjectStore:
 
 
 def _check_access(options: ObjectTierConfig, store: ObjectStore) -> None:
-    """Send one request; log a warning if the service does not answer.
-
-    Raises:
-        ConfigError: The service refuses the request.
-    """
+    """Send one request; warn if no answer comes, and raise a ConfigError if it is refused."""
     import obstore  # noqa: PLC0415 - an optional extra
 
     try:

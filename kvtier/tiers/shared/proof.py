@@ -26,12 +26,7 @@ assert _PROOF.size == PROOF_NBYTES
 
 
 def make_proof(key: str, payload: memoryview) -> bytes:
-    """Return the proof of a value.
-
-    Args:
-        key: The value's key in the service.
-        payload: The bytes of the chunk.
-    """
+    """Return the proof of the value of ``key`` in the service, with the chunk ``payload``."""
     digest = xxhash.xxh3_128_digest
     return _PROOF.pack(_MAGIC, digest(key.encode()), payload.nbytes, digest(payload))
 

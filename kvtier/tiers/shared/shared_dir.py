@@ -34,11 +34,12 @@ from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
 from kvtier.tiers.shared.dir_io import DirIo
 from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
 from kvtier.tiers.shared.dir_room import DirRoom
-from kvtier.tiers.shared.gallop import count_leading
+from kvtier.tiers.shared.gallop import find_leading
 from kvtier.tiers.slab.direct_io import (
     PAGE_NBYTES,
     aligned_buffer,
     is_aligned,
+    opened,
     read_fully,
     write_fully,
 )
@@ -63,17 +64,7 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class SharedDirTier(SharedTier):
-    """One engine's access to a shared directory.
-
-    Args:
-        options: The tier's options.
-        context: The size of a chunk and threads.
-        io: System calls.
-        clock: Returns seconds on a monotonic clock.
-
-    Raises:
-        ConfigError: The capacity is too small for one chunk.
-    """
+    """One engine's access to a shared directory."""
 
     Options: ClassVar[type[SharedTierConfig]] = SharedDirTierConfig
 
@@ -109,14 +100,7 @@ class SharedDirTier(SharedTier):
         return tier
 
     def prepare(self, *, timeout_s: float = _OPEN_S) -> None:
-        """Prepare the directory if it is reachable now. This call blocks.
-
-        Args:
-            timeout_s: Longest wait for the file system.
-
-        Raises:
-            ConfigError: The options cannot work here; the message says what to do.
-        """
+        """Prepare the directory if it is reachable in time. This call blocks."""
         try:
             call_within(self._layout.prepare, timeout_s, name="kvtier-shared-dir-open")
         except TierUnavailableError as error:
@@ -130,23 +114,12 @@ class SharedDirTier(SharedTier):
     @override
     async def contains(self, keys: Sequence[str]) -> Sequence[bool]:
         await self._begin()
-        found = await self._split(self._files.contain, list(keys), purpose=Purpose.FIND)
-        if not all(found):
-            await self._check(Purpose.FIND)
-        return found
+        return await self._checked(await self._ask(keys))
 
     @override
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
         await self._begin()
-
-        async def ask(positions: Sequence[int]) -> Sequence[bool]:
-            asked = [keys[position] for position in positions]
-            return await self._split(self._files.contain, asked, purpose=Purpose.FIND)
-
-        count = await count_leading(len(keys), ask)
-        if count < len(keys):
-            await self._check(Purpose.FIND)
-        return [True] * count + [False] * (len(keys) - count)
+        return await self._checked(await find_leading(keys, self._ask))
 
     @override
     async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
@@ -190,6 +163,14 @@ class SharedDirTier(SharedTier):
         if not self._layout.is_ready:
             await self._pool.run(self._layout.prepare, priority=int(Purpose.FIND))
 
+    async def _ask(self, keys: Sequence[str]) -> list[bool]:
+        return await self._split(self._files.contain, keys, purpose=Purpose.FIND)
+
+    async def _checked(self, found: Sequence[bool]) -> Sequence[bool]:
+        if not all(found):
+            await self._check(Purpose.FIND)
+        return found
+
     async def _check(self, purpose: Purpose) -> None:
         """Raise TierUnavailableError if values are missing because of an unmount."""
         await self._pool.run(self._layout.check, priority=int(purpose))
@@ -216,7 +197,6 @@ class _Written(NamedTuple):
     """The result of a put.
 
     Attributes:
-        outcome: The put's outcome.
         added_nbytes: Bytes by which the value's folder grew; negative if the folder shrank.
     """
 
@@ -271,9 +251,6 @@ class _ValueFiles:
         """Return whether ``key`` has a value of the right size.
 
         A truncated file counts as absent, so that it is replaced.
-
-        Raises:
-            OSError: The file system failed.
         """
         try:
             nbytes = self._nbytes_of(self._layout.path_of(key))
@@ -288,11 +265,8 @@ class _ValueFiles:
         key, value = item
         flags = os.O_RDONLY | self._direct_flag(value)
         try:
-            fd = self._io.open(self._layout.path_of(key), flags)
-            try:
+            with opened(self._io, self._layout.path_of(key), flags) as fd:
                 return self._read_open(fd, key, value)
-            finally:
-                self._io.close(fd)
         except OSError as error:
             if error.errno in _ABSENT:
                 return Outcome.MISSING

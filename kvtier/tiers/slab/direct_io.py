@@ -7,13 +7,14 @@ before each call, and copied through an aligned buffer if necessary.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ __all__ = [
     "BlockIo",
     "aligned_buffer",
     "is_aligned",
+    "opened",
     "read_fully",
     "write_fully",
 ]
@@ -109,6 +111,16 @@ class BlockIo:
         return sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
 
 
+@contextlib.contextmanager
+def opened(io: BlockIo, path: Path, flags: int) -> Iterator[int]:
+    """Yield a descriptor of ``path``, which the end of the block closes."""
+    fd = io.open(path, flags)
+    try:
+        yield fd
+    finally:
+        io.close(fd)
+
+
 def aligned_buffer(nbytes: int) -> memoryview:
     """Return ``nbytes`` bytes of new memory at a page boundary, excluded from core dumps."""
     mapping = mmap.mmap(-1, nbytes)
@@ -128,14 +140,7 @@ def is_aligned(view: memoryview) -> bool:
 
 
 def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill ``views`` from the file at ``offset``; continue after short reads.
-
-    Returns:
-        Number of bytes read; fewer than requested only at the end of the file.
-
-    Raises:
-        OSError: The medium failed.
-    """
+    """Fill ``views`` from the file at ``offset``; return fewer bytes only at the file's end."""
     done = 0
     rest = list(views)
     while rest:
@@ -148,11 +153,7 @@ def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -
 
 
 def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of ``views`` to the file at ``offset``; continue after short writes.
-
-    Raises:
-        OSError: The medium failed.
-    """
+    """Write all of ``views`` at ``offset`` of a file, also after short writes."""
     done = 0
     rest = list(views)
     while rest:

@@ -43,12 +43,8 @@ _PATIENCE: Final = Patience(timeout_s=0.5)
 def examine_slab(options: TierConfig, identity: Fields) -> TierExamination:
     """Report what an engine with ``options`` would find at ``options.path`` at its start.
 
-    This call blocks for half a second at most.
-
-    Args:
-        options: A :class:`kvtier.config.NvmeTierConfig`.
-        identity: The known part of the engine's identity. Of the matching namespaces, the most
-            recently used one counts as the engine's own.
+    This call blocks for half a second at most. Of the namespaces that match the known part of
+    the engine's ``identity``, the most recently used one counts as the engine's own.
 
     Raises:
         ConfigError: The cache cannot be examined.

@@ -126,27 +126,29 @@ class GroupCommit:
 
     def use_nowait(self, slots: Sequence[int]) -> None:
         """Record a use of ``slots`` now; the index has the uses in about a second."""
-        with self._wakeup:
-            first = not self._pending.records
-            self._pending.records.add_uses(slots, self._clock)
+
+        def add(records: LazyRecords) -> None:
+            records.add_uses(slots, self._clock)
             self._clock += len(slots)
-            if first or len(self._pending.records.uses) >= _USES_WORTH_A_COMMIT:
-                self._wakeup.notify()
+
+        self._record(add)
 
     def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Keep the part hashes of each slot's chunk; the index has them in about a second."""
-        with self._wakeup:
-            first = not self._pending.records
-            self._pending.records.part_hashes.update(zip(slots, hashes, strict=True))
-            if first:
-                self._wakeup.notify()
+        self._record(
+            lambda records: records.part_hashes.update(zip(slots, hashes, strict=True))
+        )
 
     def log_removal_nowait(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Log that the marked keys were removed for ``reason``; commit in about a second."""
+        self._record(lambda records: records.add_removals(reason, key_marks))
+
+    def _record(self, add: Callable[[LazyRecords], None]) -> None:
+        """Add records, and wake the thread for the first ones or for very many uses."""
         with self._wakeup:
             first = not self._pending.records
-            self._pending.records.add_removals(reason, key_marks)
-            if first:
+            add(self._pending.records)
+            if first or len(self._pending.records.uses) >= _USES_WORTH_A_COMMIT:
                 self._wakeup.notify()
 
     def stop(self) -> None:

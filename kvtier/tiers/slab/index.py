@@ -26,12 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import part_hash_table
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.removals import (
-    PackedMarks,
-    RemovalReason,
-    make_rows,
-    pack_marks,
-)
+from kvtier.tiers.slab.removals import PackedMarks, RemovalReason, make_rows, pack_marks
 from kvtier.tiers.slab.schema import (
     CREATE_RETAINED,
     LATEST,
@@ -50,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Change",
     "IndexDatabase",
-    "IndexSpec",
     "LazyRecords",
     "PackedRows",
     "Row",
@@ -61,6 +55,9 @@ Row = tuple[int, ChunkKey, int, int, int]
 
 Statement = tuple[str, Sequence[object]]
 """SQL and its parameters."""
+
+Durability = Literal["process", "power"]
+"""With ``power``, commits wait for the device and survive a power loss."""
 
 _SLOTS_PER_STEP: Final = 1 << 16
 _INSTRUCTIONS_PER_CALLBACK: Final = 4096  # of SQLite's machine: some 0.2 ms
@@ -102,24 +99,10 @@ FROM chunks WHERE slot >= ? AND slot < ?
 """
 
 
-@dataclass(frozen=True, slots=True)
-class IndexSpec:
-    """How to open an index.
-
-    Attributes:
-        path: The database file.
-        durability: With ``power``, commits wait for the device and survive a power loss.
-    """
-
-    path: Path
-    durability: Literal["process", "power"]
-
-
 class PackedRows(NamedTuple):
     """Rows of the index, packed as a statement returns them.
 
     Attributes:
-        row_count: Number of rows.
         numbers: Slot, checksum, generation and last use of each row, 16 hex digits each.
         keys: The keys in hex, separated by commas.
     """
@@ -178,7 +161,6 @@ class Change:
         after_reset: Whether ``clear`` also records a reset, so that other engines do not serve
             chunks that are stored later.
         rows: New row of each slot; None deletes the slot's row.
-        records: Uses, removals and part hashes.
     """
 
     clear: bool = False
@@ -187,12 +169,9 @@ class Change:
     records: LazyRecords = field(default_factory=LazyRecords)
 
     def statements(self, now: int) -> Iterator[Statement]:
-        """Yield the statements for rows, uses, hits and part hashes; usually three or fewer.
+        """Yield the statements for rows, uses, hits and part hashes at ``now``; usually three.
 
         :meth:`IndexDatabase.apply` handles ``clear`` and the removals itself.
-
-        Args:
-            now: Seconds since the epoch.
         """
         deleted = [slot for slot, row in self.rows.items() if row is None]
         if deleted:
@@ -215,41 +194,38 @@ class IndexDatabase:
     Every method raises :class:`sqlite3.Error` when the database fails.
     """
 
-    def __init__(self, connection: sqlite3.Connection, spec: IndexSpec) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, durability: Durability
+    ) -> None:
         self._connection = connection
-        self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
-        self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
+        self._synchronous = "FULL" if durability == "power" else "NORMAL"
+        self._log_path = path.with_name(f"{path.name}-wal")
         self._removals_end = 0
         self._has_retained = self._has_part_hashes = False
-        self._clear_is_due = False
-        self._reset_record_is_due = False
+        self._due: list[Callable[[], None]] = []
 
     @classmethod
-    def open(cls, spec: IndexSpec, io: BlockIo) -> Self:
-        """Open or create the index.
+    def open(cls, path: Path, io: BlockIo, *, durability: Durability) -> Self:
+        """Open or create the index at ``path``.
 
         Raises:
             IndexDamagedError: The file exists and is not a usable index.
-            OSError: The file system failed.
-            sqlite3.Error: The database failed for a reason other than the file's content.
         """
         # SQLite gives its side files the mode of the database, which the umask would set.
-        io.close(io.open(spec.path, os.O_RDWR | os.O_CREAT))
+        io.close(io.open(path, os.O_RDWR | os.O_CREAT))
         try:
-            return cls._open(spec, io, locking="NORMAL")
+            return cls._open(path, io, durability, locking="NORMAL")
         except sqlite3.OperationalError as error:
             if not lacks_shared_memory(error):
                 raise
             # The disk is full. Only other readers need the missing file, so start anyway.
-            return cls._open(spec, io, locking="EXCLUSIVE")
+            return cls._open(path, io, durability, locking="EXCLUSIVE")
 
     @classmethod
-    def _open(
-        cls, spec: IndexSpec, io: BlockIo, *, locking: Literal["NORMAL", "EXCLUSIVE"]
-    ) -> Self:
-        connection = io.connect(spec.path)
+    def _open(cls, path: Path, io: BlockIo, durability: Durability, *, locking: str) -> Self:
+        connection = io.connect(path)
         try:
-            database = cls(connection, spec)
+            database = cls(connection, path, durability)
             with damage_raised():
                 connection.execute(f"PRAGMA locking_mode={locking}").fetchall()
                 database._prepare()
@@ -286,11 +262,8 @@ class IndexDatabase:
     def retain(self, chunks: Iterable[tuple[int, int]], until: int) -> None:
         """Durably record that chunks must not be evicted before ``until``.
 
-        The record for a slot has no effect if the slot holds another chunk than the given one.
-
-        Args:
-            chunks: Slot and generation of each chunk.
-            until: Seconds since the epoch.
+        Each of ``chunks`` is a slot and a generation. The record has no effect if the slot
+        holds another chunk.
         """
         rows = [(slot, generation, until) for slot, generation in chunks]
         with self._durably():
@@ -305,9 +278,6 @@ class IndexDatabase:
 
         This call also creates the table of part hashes, so that later changes can contain
         hashes.
-
-        Raises:
-            IndexDamagedError: The rows cannot be read.
         """
         with damage_raised():
             part_hash_table.create(self._connection)
@@ -321,10 +291,9 @@ class IndexDatabase:
 
     def apply(self, change: Change) -> None:
         """Commit ``change``. If this method raises, at most ``change.clear`` is committed."""
-        if self._clear_is_due:
-            self.clear()
-        if self._reset_record_is_due:
-            self.record_reset()
+        while self._due:
+            self._due[0]()
+            del self._due[0]
         if change.clear:
             self.clear(after_reset=change.after_reset)
         now = _now()
@@ -337,12 +306,9 @@ class IndexDatabase:
     def clear(self, *, after_reset: bool = False) -> None:
         """Delete all rows.
 
-        The deletion survives a power loss under both ``durability`` settings.
-
-        Args:
-            after_reset: Whether to record a reset in the same transaction, so that other
-                engines do not serve chunks that are stored later. If False, an earlier record
-                of a reset is deleted.
+        The deletion survives a power loss under both ``durability`` settings. The same
+        transaction records a reset if ``after_reset``, so that no other engine serves chunks
+        stored later; else it deletes an earlier record of a reset.
         """
         record: Statement = (_DROP_RESET_RECORD, ())
         if after_reset:
@@ -355,11 +321,10 @@ class IndexDatabase:
             writes.append((part_hash_table.CLEAR, ()))
         with self._durably():
             self._transact(writes)
-        self._clear_is_due = False
 
-    def clear_later(self) -> None:
-        """Delete all rows before the next change. That change fails if the deletion fails."""
-        self._clear_is_due = True
+    def call_later(self, write: Callable[[], None]) -> None:
+        """Call ``write`` just before the next change. That change fails if ``write`` fails."""
+        self._due.append(write)
 
     def log_removals(self, reason: RemovalReason, key_marks: PackedMarks) -> None:
         """Append ``key_marks`` to the removal log without changing the chunks' rows."""
@@ -372,17 +337,9 @@ class IndexDatabase:
         return bool(self._connection.execute(_RESET_RECORD).fetchone())
 
     def record_reset(self) -> None:
-        """Record a reset at an unknown time.
-
-        The record survives a power loss under both ``durability`` settings.
-        """
+        """Record a reset at an unknown time; the record survives a power loss."""
         with self._durably():
             self._connection.execute(_RECORD_RESET, ("0",))
-        self._reset_record_is_due = False
-
-    def record_reset_later(self) -> None:
-        """Record a reset just before the next change. That change fails if the record fails."""
-        self._reset_record_is_due = True
 
     @property
     def log_nbytes(self) -> int:
@@ -396,8 +353,7 @@ class IndexDatabase:
     def reporting_progress(self, on_progress: Callable[[], None]) -> Iterator[None]:
         """Call ``on_progress`` regularly while a statement runs in the body.
 
-        Raises:
-            KeyboardInterrupt: The user interrupted a statement; the statement changed nothing.
+        A user's interrupt raises KeyboardInterrupt, and the statement then changed nothing.
         """
 
         def callback() -> int:

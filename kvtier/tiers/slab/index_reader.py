@@ -90,8 +90,6 @@ class Entry:
     """One row of the index. The chunk's bytes may be damaged.
 
     Attributes:
-        slot: The chunk's slot.
-        key: The chunk's key.
         checksum: The chunk's checksum, unsigned.
         generation: Logical time of the store; unique.
         last_use: Logical time of the chunk's last use.
@@ -139,7 +137,7 @@ class IndexReader:
         self._path = space.index_path
         self._resources = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
-        self._beside_engine = False
+        self.live = False  # whether an engine had the namespace open at the last query
 
     def __enter__(self) -> Self:
         return self
@@ -152,15 +150,8 @@ class IndexReader:
     ) -> None:
         self._resources.close()
 
-    @property
-    def live(self) -> bool:
-        """Whether an engine had the namespace open at the last query."""
-        return self._beside_engine
-
     def reset_at(self) -> int | None:
-        """Return the time of the recorded reset; None if no reset is recorded.
-
-        If a reset is recorded, the next start deletes all chunks.
+        """Return the time of the recorded reset, after which the next start deletes all chunks.
 
         Returns:
             Seconds since the epoch, 0 if unknown; None if no reset is recorded.
@@ -183,14 +174,7 @@ class IndexReader:
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
     def retained(self, at: int) -> tuple[int, int]:
-        """Return how many chunks are protected after ``at``, and when the last protection ends.
-
-        Args:
-            at: Seconds since the epoch.
-
-        Returns:
-            The number of chunks, and the latest end in seconds since the epoch.
-        """
+        """Return how many chunks are protected after ``at``, and when the last one ends."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'retained'"):
             return 0, 0
         rows = self._query(
@@ -209,8 +193,7 @@ class IndexReader:
 
     def chunks_from(self, slot: int) -> int:
         """Return the number of chunks in ``slot`` and later slots."""
-        rows = self._query("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
-        return int(rows[0][0])
+        return self._number("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
 
     def all_keys(self) -> Iterator[list[ChunkKey]]:
         """Yield the keys of all rows in batches, in slot order."""
@@ -225,26 +208,23 @@ class IndexReader:
 
     def first_use(self) -> int:
         """Return the smallest logical time of a chunk's last use; 0 without chunks."""
-        rows = self._query("SELECT min(last_use) FROM (SELECT {columns} FROM chunks)")
-        return int(rows[0][0] or 0)
+        sql = "SELECT coalesce(min(last_use), 0) FROM (SELECT {columns} FROM chunks)"
+        return self._number(sql)
 
     def less_recent(self, entry: Entry) -> int:
         """Return the number of chunks used less recently than ``entry``."""
-        rows = self._query("SELECT count(*) FROM chunks WHERE last_use < ?", (entry.last_use,))
-        return int(rows[0][0])
+        sql = "SELECT count(*) FROM chunks WHERE last_use < ?"
+        return self._number(sql, (entry.last_use,))
 
     def latest_generation(self) -> int:
         """Return the logical time of the last store; -1 without chunks."""
-        rows = self._query("SELECT CAST(max(generation) AS INTEGER) FROM chunks")
-        return -1 if rows[0][0] is None else int(rows[0][0])
+        sql = "SELECT coalesce(CAST(max(generation) AS INTEGER), -1) FROM chunks"
+        return self._number(sql)
 
     def entries_of_slots(self, first: int, end: int, stored_after: int = -1) -> list[Entry]:
         """Return the rows of slots ``first`` to ``end - 1``, in slot order.
 
-        Args:
-            first: The first slot.
-            end: The slot after the last.
-            stored_after: Return only rows of later generations.
+        Only rows of generations after ``stored_after`` count.
         """
         return self._entries(
             "slot >= ? AND slot < ? AND generation > ? ORDER BY slot",
@@ -263,6 +243,9 @@ class IndexReader:
         sql = f"SELECT * FROM (SELECT {{columns}} FROM chunks) WHERE {where}"
         return [_entry(row) for row in self._query(sql, parameters)]
 
+    def _number(self, sql: str, parameters: _Parameters = ()) -> int:
+        return int(self._query(sql, parameters)[0][0])
+
     def _query(self, sql: str, parameters: _Parameters = ()) -> list[tuple[Any, ...]]:
         connection = self._connect()
         with damage_raised():
@@ -271,16 +254,16 @@ class IndexReader:
 
     def _connect(self) -> sqlite3.Connection:
         occupied = not self._idle and holder_of(self._directory) is not None
-        if self._connection is None or (occupied and not self._beside_engine):
+        if self._connection is None or (occupied and not self.live):
             self._resources.close()
-            self._beside_engine = occupied
+            self.live = occupied
             self._connection = self._open()
         return self._connection
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():
             raise IndexMissingError("it is missing")
-        if self._beside_engine:
+        if self.live:
             uri = _uri(self._path, "mode=ro")
         elif nbytes_of(self._directory / WAL):
             return self._open_copy()
@@ -309,11 +292,9 @@ class IndexReader:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return how many chunks the next engine start would find; nobody may use the namespace.
+    """Return how many chunks the next start finds in a namespace that nobody uses.
 
-    Returns:
-        The number of chunks; 0 if the index is missing or records a reset; None if the index
-        cannot be read.
+    The number is 0 if the index is missing or records a reset; None if it cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
@@ -325,11 +306,7 @@ def count_chunks(space: StoredNamespace) -> int | None:
 
 
 def find_other_version(space: StoredNamespace) -> str:
-    """Check whether another version of kvtier wrote the index of an idle namespace.
-
-    Returns:
-        A message if another version wrote the index; else an empty text.
-    """
+    """Return a message if another version of kvtier wrote the index of an idle namespace."""
     try:
         with IndexReader(space, idle=True) as reader:
             reader.reset_at()
@@ -341,11 +318,7 @@ def find_other_version(space: StoredNamespace) -> str:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Create a directory for a copy of ``index``; the exit of ``stack`` deletes the directory.
-
-    Raises:
-        ConfigError: The directory cannot be created.
-    """
+    """Create a directory for a copy of ``index``, which the exit of ``stack`` deletes."""
     try:
         return Path(stack.enter_context(tempfile.TemporaryDirectory()))
     except OSError as error:
@@ -353,12 +326,7 @@ def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _copy(index: Path, source: BinaryIO, destination: Path) -> None:
-    """Append ``source``, a file of ``index``, to ``destination``.
-
-    Raises:
-        ConfigError: The copy cannot be written.
-        OSError: The file cannot be read.
-    """
+    """Append ``source``, a file of ``index``, to ``destination``."""
     while data := source.read(_COPIED_AT_ONCE):
         try:
             with destination.open("ab") as file:

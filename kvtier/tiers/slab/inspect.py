@@ -45,12 +45,7 @@ _AT_ONCE: Final = Patience(timeout_s=0)
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace: the directory with one model's cache, within a cache directory.
-
-    Attributes:
-        directory: The namespace's directory.
-        layout: Content of its ``layout.json``.
-    """
+    """The directory with one model's cache, and the content of its ``layout.json``."""
 
     directory: Path
     layout: Layout
@@ -72,11 +67,9 @@ class StoredNamespace:
 
 
 def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
-    """Return the namespaces in ``path``; only ``path`` itself if that is a namespace.
+    """Return the namespaces in ``path``, or only the one called ``name``.
 
-    Args:
-        path: A cache directory or a namespace in it.
-        name: Return only the namespace of this name; None returns all.
+    ``path`` may also be a namespace.
 
     Raises:
         ConfigError: No namespace was found; the message says which path to give instead.
@@ -122,11 +115,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
-    """Return the namespaces among ``directories``.
-
-    Raises:
-        ConfigError: No namespace can be read, but a directory looks like a namespace.
-    """
+    """Return the namespaces among ``directories``; raise a ConfigError if none can be read."""
     found, problem = [], ""
     cause: Exception | None = None
     for directory in directories:
@@ -160,18 +149,13 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
 
     Raises:
         ConfigError: A process held the directory's lock for longer than ``patience``.
-        OSError: The files cannot be read.
     """
     with root_locked(directory.parent, patience):
         return present_holder(directory)
 
 
 def present_holder(directory: Path) -> str | None:
-    """Like :func:`holder_of`, for a caller that holds the cache directory's lock.
-
-    Raises:
-        OSError: The files cannot be read.
-    """
+    """Like :func:`holder_of`, for a caller that holds the cache directory's lock."""
     with _shared(directory, _AT_ONCE) as free:
         if free:
             return None
@@ -184,7 +168,6 @@ def root_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
 
     Raises:
         ConfigError: A process held the lock for longer than ``patience``.
-        OSError: The directory cannot be opened.
     """
     with _shared(root, patience) as free:
         if not free:

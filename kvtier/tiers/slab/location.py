@@ -24,12 +24,8 @@ _INTERVAL_S: Final = 1.0
 class LocationCheck:
     """Logs when a path no longer leads to the open file, and when it leads there again.
 
-    Args:
-        tier: The tier's name, for messages.
-        paths: Paths of the just opened files.
-        is_removed: Returns whether the first file has no directory entry left and cannot be
-            moved back; may raise :class:`OSError`.
-        clock: Returns seconds.
+    ``is_removed`` returns whether the first of ``paths`` has no directory entry left and cannot
+    be moved back; it may raise :class:`OSError`.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import CacheLockedError
-from kvtier.tiers.slab.direct_io import BlockIo, write_fully
+from kvtier.tiers.slab.direct_io import BlockIo, opened, write_fully
 
 __all__ = [
     "LOCK",
@@ -50,13 +50,7 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to keep trying to take a lock.
-
-    Attributes:
-        timeout_s: Seconds to keep trying; 0 tries once.
-        clock: Returns seconds.
-        sleep: Sleeps for the given seconds.
-    """
+    """How long to keep trying to take a lock, in seconds; 0 tries once."""
 
     timeout_s: float = 10.0
     clock: Callable[[], float] = time.monotonic
@@ -71,11 +65,7 @@ class Patience:
             yield
 
     def take(self, lock: Callable[[], None]) -> bool:
-        """Call ``lock`` until it succeeds or the time is over; return whether it succeeded.
-
-        Raises:
-            OSError: ``lock`` raised an error other than BlockingIOError.
-        """
+        """Call ``lock`` again after a BlockingIOError, in time; return whether it succeeded."""
         for _ in self.attempts():
             with contextlib.suppress(BlockingIOError):
                 lock()
@@ -115,12 +105,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
 
 
 def try_acquire(directory: Path, io: BlockIo) -> int:
-    """Take the lock of ``directory`` and return the descriptor that holds it.
-
-    Raises:
-        BlockingIOError: The lock is already held.
-        OSError: The file system failed.
-    """
+    """Return a descriptor that holds the lock; raise BlockingIOError if it is already held."""
     fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         io.lock(fd)
@@ -134,9 +119,6 @@ def passing_holder(directory: Path) -> str:
     """Return the text of a lock file if its holder is temporary; else an empty string.
 
     A temporary holder is a tool, or the I/O process of a probably dead engine.
-
-    Raises:
-        OSError: The file cannot be read.
     """
     holder = read_holder(directory)
     return holder if is_tool(holder) or not _is_alive(holder) else ""
@@ -147,46 +129,26 @@ def is_tool(holder: str) -> bool:
     return holder.endswith(_TOOL)
 
 
-def _holder_text(owner_pid: int, *, tool: bool) -> str:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
-    return f"{text}{_TOOL if tool else ''}\n"
-
-
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
     """Write the holder's name into the lock file of ``directory``, which the caller has locked.
 
     The file's modification time is the time when an engine last opened the namespace. A tool
     preserves this time.
-
-    Args:
-        directory: The locked directory.
-        owner_pid: Process id of the engine or tool.
-        io: System calls.
-        tool: Whether the holder is a tool.
-
-    Raises:
-        OSError: The file system failed.
     """
-    data = _holder_text(owner_pid, tool=tool).encode()
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
+    data = f"{text}{_TOOL if tool else ''}\n".encode()
     opened_ns = last_opened(directory)
-    fd = io.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
-    try:
+    with opened(io, directory / LOCK, os.O_RDWR | os.O_CREAT) as fd:
         # Overwrite in place: on a full disk, another file could take the room of a new one.
         write_fully(io, fd, [memoryview(data)], 0)
         io.truncate(fd, len(data))
         if tool:
             os.utime(fd, ns=(opened_ns, opened_ns))
-    finally:
-        io.close(fd)
 
 
 def read_holder(directory: Path) -> str:
-    """Return the printable text of the lock file of ``directory``; empty without a file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the printable text of the lock file of ``directory``; empty without a file."""
     try:
         text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
     except FileNotFoundError:  # deleted, which does not release the lock
@@ -195,11 +157,7 @@ def read_holder(directory: Path) -> str:
 
 
 def last_opened(directory: Path) -> int:
-    """Return the time when an engine last opened ``directory``, in ns since the epoch.
-
-    Raises:
-        OSError: The file system failed.
-    """
+    """Return the time when an engine last opened ``directory``, in ns since the epoch."""
     try:
         return (directory / LOCK).stat().st_mtime_ns
     except FileNotFoundError:  # the lock file was deleted

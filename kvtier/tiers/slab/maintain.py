@@ -1,41 +1,25 @@
-"""Change a namespace that no engine has open: drop chunks, compact the index."""
+"""Change a namespace that no engine has open: drop chunks, compact the index.
+
+All but :func:`hold` raise IndexDamagedError if the index cannot be used, and sqlite3.Error if
+it cannot be written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, LazyRecords
+from kvtier.tiers.slab.index import Change, IndexDatabase, LazyRecords
 from kvtier.tiers.slab.index_reader import Entry
-from kvtier.tiers.slab.inspect import (
-    StoredNamespace,
-    holder_of,
-    index_nbytes,
-    root_locked,
-)
-from kvtier.tiers.slab.lock import (
-    PATIENCE,
-    Patience,
-    is_tool,
-    name_holder,
-    try_acquire,
-)
+from kvtier.tiers.slab.inspect import StoredNamespace, holder_of, index_nbytes, root_locked
+from kvtier.tiers.slab.lock import PATIENCE, Patience, is_tool, name_holder, try_acquire
 from kvtier.tiers.slab.namespace import find_foreign_file
 from kvtier.tiers.slab.removals import RemovalReason, pack_marks
 
-__all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold", "retain_chunks"]
-
-
-@dataclass(frozen=True, slots=True)
-class CompactedIndex:
-    """Bytes of an index and its log, before and after compaction."""
-
-    before_nbytes: int
-    after_nbytes: int
+__all__ = ["compact_index", "drop_chunks", "hold", "retain_chunks"]
 
 
 @contextlib.contextmanager
@@ -52,7 +36,6 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
     Raises:
         ConfigError: The namespace is in use, is just being opened, belongs to another user, or
             is writable for others.
-        OSError: The file system failed.
     """
     if problem := find_foreign_file(space.directory):
         raise ConfigError(f"{problem}; run this as the user that runs the engine")
@@ -95,18 +78,7 @@ def _acquire_and_name(space: StoredNamespace) -> int:
 def drop_chunks(
     space: StoredNamespace, entries: Sequence[Entry], on_progress: Callable[[], None]
 ) -> None:
-    """Durably remove ``entries`` from the index of ``space``; the caller has locked ``space``.
-
-    Args:
-        space: The namespace.
-        entries: The rows to remove.
-        on_progress: Called regularly during the removal.
-
-    Raises:
-        IndexDamagedError: The index cannot be used.
-        OSError: The file system failed.
-        sqlite3.Error: The index cannot be written.
-    """
+    """Durably remove ``entries`` from the index of ``space``, which the caller has locked."""
     records = LazyRecords()
     records.add_removals(RemovalReason.DROPPED, pack_marks([entry.key for entry in entries]))
     rows = dict.fromkeys(entry.slot for entry in entries)
@@ -119,21 +91,11 @@ def retain_chunks(
 ) -> int:
     """Protect ``entries`` from eviction until a time; the caller has locked ``space``.
 
-    The chunks that are protected before this call count against the quota too.
-
-    Args:
-        space: The namespace.
-        entries: The rows to retain, the most important first.
-        until: Seconds since the epoch.
-        quota_chunks: Largest number of protected chunks of the namespace.
+    The first entries have priority, and chunks that are protected already count against the
+    quota too.
 
     Returns:
         The number of ``entries`` that are now protected until ``until``.
-
-    Raises:
-        IndexDamagedError: The index cannot be used.
-        OSError: The file system failed.
-        sqlite3.Error: The index cannot be written.
     """
     with _index(space, lambda: None) as database:
         others = database.retained().keys() - {entry.slot for entry in entries}
@@ -142,29 +104,20 @@ def retain_chunks(
     return len(kept)
 
 
-def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> CompactedIndex:
+def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> tuple[int, int]:
     """Rewrite the index of ``space`` without unused bytes; the caller has locked ``space``.
 
-    Args:
-        space: The namespace.
-        on_progress: Called regularly during the rewrite; SQLite does not report the remaining
-            work.
-
-    Raises:
-        IndexDamagedError: The index cannot be used.
-        OSError: The file system failed.
-        sqlite3.Error: The index cannot be written, for example on a full disk.
+    Return the bytes of the index and its log, before and after.
     """
     before_nbytes = index_nbytes(space)
     with _index(space, on_progress) as database:
         database.compact()
-    return CompactedIndex(before_nbytes, index_nbytes(space))
+    return before_nbytes, index_nbytes(space)
 
 
 @contextlib.contextmanager
 def _index(space: StoredNamespace, on_progress: Callable[[], None]) -> Iterator[IndexDatabase]:
-    spec = IndexSpec(space.index_path, durability="power")
-    database = IndexDatabase.open(spec, BlockIo())
+    database = IndexDatabase.open(space.index_path, BlockIo(), durability="power")
     try:
         with database.reporting_progress(on_progress):
             yield database

@@ -20,15 +20,8 @@ from typing import Final, Self
 from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
 from kvtier.os.ownership import find_exposure, find_foreign_owner, find_writable
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo, write_fully
-from kvtier.tiers.slab.lock import (
-    LOCK,
-    PATIENCE,
-    Patience,
-    acquire,
-    name_holder,
-    try_acquire,
-)
+from kvtier.tiers.slab.direct_io import BlockIo, opened, write_fully
+from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, acquire, name_holder, try_acquire
 from kvtier.types import LayoutFingerprint
 
 __all__ = [
@@ -73,12 +66,7 @@ class LayoutVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The settings that give the bytes in a namespace their meaning; saved as ``layout.json``.
-
-    Attributes:
-        fingerprint: The settings that a chunk's bytes depend on.
-        slot_nbytes: Bytes of one slot.
-    """
+    """The settings that give a namespace's bytes their meaning; saved as ``layout.json``."""
 
     fingerprint: LayoutFingerprint
     slot_nbytes: int
@@ -133,11 +121,7 @@ class Layout:
 
 
 class Namespace:
-    """A namespace, locked by this object.
-
-    Attributes:
-        directory: The namespace's directory.
-    """
+    """A namespace, locked by this object. Methods raise :class:`OSError` if the disk fails."""
 
     def __init__(self, directory: Path, lock_fd: int, io: BlockIo) -> None:
         self.directory = directory
@@ -155,7 +139,6 @@ class Namespace:
         Raises:
             CacheLockedError: The namespace is open already, in this process or another.
             CacheDamagedError: The directory is foreign, or has another layout.
-            OSError: The file system failed.
         """
         directory = root / layout.fingerprint.namespace()
         with contextlib.suppress(FileExistsError):
@@ -205,11 +188,7 @@ class Namespace:
     def set_index_aside(self) -> Path:
         """Rename a damaged index, and replace an earlier one; return the new path.
 
-        The new names survive a power loss.
-
-        Raises:
-            OSError: The file system failed; after a restart, some of the index's files may have
-                their old names.
+        The new names survive a power loss. After an error, some files may have their old names.
         """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
@@ -226,9 +205,6 @@ class Namespace:
 
         Syncing a file does not sync its name or the directories above it. If the path of
         the cache directory has symbolic links, their targets are synced.
-
-        Raises:
-            OSError: The file system failed.
         """
         root = self.directory.parent.resolve()
         for directory in (self.directory, root, root.parent):
@@ -256,11 +232,8 @@ class Namespace:
         with contextlib.suppress(FileNotFoundError):
             if self.slots_path.lstat().st_nlink > 1:
                 return  # the file has another name, which kvtier did not give
-            fd = self._io.open(self.slots_path, os.O_WRONLY)
-            try:
+            with opened(self._io, self.slots_path, os.O_WRONLY) as fd:
                 self._io.truncate(fd, 0)
-            finally:
-                self._io.close(fd)
 
     def _leave_to_parent_at_fork(self) -> None:
         """Close the lock's descriptor in forked children, which may outlive this process."""
@@ -297,12 +270,9 @@ class Namespace:
 
     def _write_layout(self, layout: Layout) -> None:
         draft = self.directory / _DRAFT
-        fd = self._io.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
+        with opened(self._io, draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
             write_fully(self._io, fd, [memoryview(layout.to_json().encode())], 0)
             self._io.sync(fd)
-        finally:
-            self._io.close(fd)
         self._io.rename(draft, self.directory / LAYOUT)
         # The layout exists before any slot: slots without it would count as foreign.
         _sync_directory(self._io, self.directory)
@@ -330,18 +300,14 @@ def open_root(
     Raises:
         ConfigError: ``root`` cannot be created or used, or others can replace its content.
         CacheLockedError: Another process held the lock for longer than ``patience``.
-        OSError: The file system failed.
     """
     _make_root(tier, root, io)
     if exposure := find_exposure(root):
         raise ConfigError(f"tier {tier}: {exposure.problem}; {exposure.remedy}")
-    fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(io, root.resolve(), os.O_RDONLY | os.O_DIRECTORY) as fd:
         if not patience.take(lambda: io.lock(fd)):
             raise CacheLockedError(tier, root, _OPENER)
         yield
-    finally:
-        io.close(fd)
 
 
 def _no_directory(tier: str, root: Path) -> str:
@@ -359,11 +325,7 @@ def has_namespace_name(path: Path) -> bool:
 
 
 def find_foreign_file(directory: Path) -> str:
-    """Return a message if another user owns or may write a namespace's files; else empty.
-
-    Raises:
-        OSError: The permission to examine a file is missing.
-    """
+    """Return a message if another user owns or may write a namespace's files; else empty."""
     paths = (directory, *(directory / name for name in FILES))
     return find_foreign_owner(paths) or find_writable(paths)
 
@@ -390,11 +352,8 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:
-    fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(io, directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
         io.sync(fd)
-    finally:
-        io.close(fd)
 
 
 def _require_own_files(tier: str, directory: Path) -> None:

@@ -54,9 +54,7 @@ class Found:
     """A directory with a name like that of a namespace.
 
     Attributes:
-        directory: The directory.
         layout: The namespace's layout; None if it has no layout of this version.
-        is_other_version: Whether another version of kvtier made the namespace.
         problem: The reason why this user cannot use a directory that looks like a namespace;
             empty if there is none.
     """
@@ -81,17 +79,12 @@ class Neighbour:
     """A namespace in the cache directory of a starting engine.
 
     Attributes:
-        directory: The namespace's directory.
-        state: Whether a process has the namespace open, and which kind of process.
-        layout: The namespace's layout; None if another version of kvtier made it.
+        layout: None if another version of kvtier made the namespace.
         slots_nbytes: Bytes of the slot file; 0 if it is missing.
         chunks: Number of chunks; None if unknown.
-        last_opened: Time when an engine last opened the namespace, in nanoseconds since the
-            epoch.
-        last_used_s: Time when the namespace was last written or copied to this directory, in
-            seconds since the epoch.
-        holder: Human-readable name of the process that has the namespace open; empty if there
-            is no such process.
+        last_opened: Time when an engine last opened the namespace, in ns since the epoch.
+        last_used_s: Time of the last write, or of the copy to this directory, since the epoch.
+        holder: Name of the process that has the namespace open, for people; else empty.
     """
 
     directory: Path
@@ -130,14 +123,8 @@ def find_directories(root: Path, io: BlockIo) -> list[Found]:
 def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
     """Return the known facts about a namespace; count its chunks only if it is idle.
 
-    Args:
-        found: The namespace.
-        is_locked: Whether another process has locked the namespace.
-        patient: Whether a lock holder that this process cannot see counts as the I/O process of
-            a dead engine. If False, such a holder counts as an engine in another container.
-
-    Raises:
-        OSError: The namespace's files cannot be accessed.
+    If ``patient``, a lock holder that this process cannot see counts as the I/O process of a
+    dead engine, else as an engine in another container.
     """
     directory, layout = found.directory, found.layout
     state, holder = State.OTHER_VERSION if found.is_other_version else State.IDLE, ""

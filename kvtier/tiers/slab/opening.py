@@ -17,28 +17,17 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.config import NvmeTierConfig, Remark
-from kvtier.errors import (
-    CacheDamagedError,
-    CacheLockedError,
-    ConfigError,
-    TierUnavailableError,
-)
+from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError, TierUnavailableError
 from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
-from kvtier.tiers.slab.index import IndexDatabase, IndexSpec
+from kvtier.tiers.slab.index import IndexDatabase
 from kvtier.tiers.slab.lock import PATIENCE
 from kvtier.tiers.slab.namespace import SLOTS, Layout, Namespace, open_root
-from kvtier.tiers.slab.neighbours import (
-    Found,
-    Neighbour,
-    describe,
-    find_directories,
-    unusable,
-)
+from kvtier.tiers.slab.neighbours import Found, Neighbour, describe, find_directories, unusable
 from kvtier.tiers.slab.removals import RemovalReason
 from kvtier.tiers.slab.schema import (
     IndexDamagedError,
@@ -51,7 +40,7 @@ from kvtier.tiers.slab.start_plan import Opening, plan_start, room_needed
 from kvtier.tiers.slab.stored_rows import StoredRows, load_rows, no_rows
 from kvtier.units import approximate_size
 
-__all__ = ["OpenSlab", "open_slab", "release_slab", "slots_within"]
+__all__ = ["OpenSlab", "open_slab", "release_slab"]
 
 logger = get_logger(__name__)
 
@@ -74,13 +63,7 @@ _REMEDIES: Final[dict[int | None, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenSlab:
-    """The parts of an open slab.
-
-    Attributes:
-        namespace: The directory and its lock.
-        file: The slots.
-        database: The index.
-    """
+    """The directory with its lock, the slots, and the index of an open slab."""
 
     namespace: Namespace
     file: SlotFile
@@ -90,56 +73,284 @@ class OpenSlab:
 def open_slab(
     options: NvmeTierConfig, context: TierContext, io: BlockIo
 ) -> tuple[OpenSlab, StoredRows]:
-    """Open the namespace of ``context.fingerprint`` in the cache directory ``options.path``.
+    """Open the namespace of ``context.fingerprint``; return the rows of earlier engines too.
 
-    Returns:
-        The open cache, and the rows of earlier engines.
-
-    Raises:
-        ConfigError: The options cannot work here.
-        CacheLockedError: The namespace is open already, or a namespace that must be removed is
-            open in another process.
-        CacheDamagedError: The namespace has foreign files or another layout.
-        TierUnavailableError: The medium failed.
+    The errors are those of :meth:`kvtier.tiers.slab.tier.SlabTier.open`.
     """
-    spec = SlotFileSpec(
-        tier=options.name,
-        path=options.path / context.fingerprint.namespace() / SLOTS,
-        capacity_slots=slots_within(options, context),
-        slot_nbytes=context.slot_nbytes,
-        direct_io=options.direct_io,
-    )
+    opener = _Opener(options, context, io)
     try:
-        with contextlib.ExitStack() as stack:
-            namespace = _open_namespace(options, context, spec, io, stack)
-            file = SlotFile.open(spec, io)
-            stack.callback(file.close)
-            # On a full disk the index uses the room that a lower capacity frees. The file's
-            # size still says which slots exist, whenever this is interrupted.
-            file.truncate(spec)
-            database, rows = _open_index(options, context, namespace, file, io)
-            stack.callback(database.close)
-            # Rows without slots are deleted durably before the file grows. After that its size
-            # no longer says which slots were written, and their chunks would all be misses.
-            file.reserve(spec)
-            if options.durability == "power":
-                namespace.sync()
-            stack.pop_all()
+        return opener.open()
     except OSError as error:
         raise _explain(options, error) from error
     except sqlite3.Error as error:
         remedy = _MAKE_ROOM if is_full(error) else _CHECK_INDEX
         problem = f"{options.path}: the index cannot be opened: {error}; {remedy}"
         raise TierUnavailableError(options.name, problem) from error
-    return OpenSlab(namespace, file, database), rows
 
 
-def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
-    """Return the number of slots that fit into the capacity.
+def release_slab(store: OpenSlab) -> None:
+    """Close the files and release the lock, without another commit, also after an error."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.namespace.close)
+        stack.callback(store.file.close)
+        stack.callback(store.database.close)
 
-    Raises:
-        ConfigError: No slot fits, or the slot size is not a multiple of the page size.
-    """
+
+class _Opener:
+    """Opens one namespace. An error closes the files and releases the locks."""
+
+    def __init__(self, options: NvmeTierConfig, context: TierContext, io: BlockIo) -> None:
+        self._options = options
+        self._context = context
+        self._io = io
+        self._spec = SlotFileSpec(
+            tier=options.name,
+            path=options.path / context.fingerprint.namespace() / SLOTS,
+            capacity_slots=_slots_within(options, context),
+            slot_nbytes=context.slot_nbytes,
+            direct_io=options.direct_io,
+        )
+        self._opening = Opening(context.fingerprint.fields, self._spec.nbytes)
+
+    def open(self) -> tuple[OpenSlab, StoredRows]:
+        """Open all parts of the slab, and return the rows of earlier engines too."""
+        with contextlib.ExitStack() as stack:
+            namespace = self._open_namespace(stack)
+            file = SlotFile.open(self._spec, self._io)
+            stack.callback(file.close)
+            # On a full disk the index uses the room that a lower capacity frees. The file's
+            # size still says which slots exist, whenever this is interrupted.
+            file.truncate()
+            database, rows = self._open_index(namespace, file)
+            stack.callback(database.close)
+            # Rows without slots are deleted durably before the file grows. After that its size
+            # no longer says which slots were written, and their chunks would all be misses.
+            file.reserve()
+            if self._options.durability == "power":
+                namespace.sync()
+            stack.pop_all()
+        return OpenSlab(namespace, file, database), rows
+
+    # -- the namespace ------------------------------------------------------------------------
+
+    def _root_locked(self) -> contextlib.AbstractContextManager[None]:
+        return open_root(self._options.name, self._options.path, self._io)
+
+    def _open_namespace(self, stack: contextlib.ExitStack) -> Namespace:
+        name, path, context = self._options.name, self._options.path, self._context
+        layout = Layout(context.fingerprint, context.slot_nbytes)
+        with self._root_locked():
+            namespace = Namespace.open(
+                name, path, layout, self._io, owner_pid=context.owner_pid
+            )
+            stack.callback(namespace.close)
+        if self._options.durability == "power":
+            namespace.sync()  # if this fails, nothing has been removed yet
+        is_blank = not namespace.slots_nbytes and not namespace.index_nbytes
+        try:
+            self._make_room(namespace)
+        except BaseException:
+            if is_blank:  # a refused start leaves no directory
+                with self._root_locked():
+                    namespace.remove()
+            raise
+        return namespace
+
+    def _make_room(self, own: Namespace) -> None:
+        """Remove other namespaces until the slot files fit the capacity.
+
+        If a short-lived process has such a namespace open, this method waits until that process
+        ends. Between attempts, this method releases the cache directory's lock, because that
+        process may need the lock.
+
+        Raises:
+            CacheLockedError: A process keeps a namespace open for longer than PATIENCE.
+        """
+
+        def attempt(*, patient: bool) -> Neighbour | None:
+            with self._root_locked(), contextlib.ExitStack() as stack:
+                return self._remove_others(own, stack, patient=patient)
+
+        for _ in PATIENCE.attempts():
+            if attempt(patient=True) is None:
+                return
+        if (awaited := attempt(patient=False)) is not None:
+            raise CacheLockedError(
+                self._options.name,
+                awaited.directory,
+                awaited.holder,
+                "the capacity is not enough beside it: let that finish, or end it, and start "
+                "again",
+            )
+
+    def _remove_others(
+        self, own: Namespace, stack: contextlib.ExitStack, *, patient: bool
+    ) -> Neighbour | None:
+        """Remove idle namespaces until the slot file of ``own`` fits into the capacity.
+
+        The capacity limits the slot files only. Each index needs some 120 bytes per slot, and
+        20 MiB. This room must be free when a slot file is created or grows. If the removals
+        would free too little, nothing is removed.
+
+        Returns:
+            None if the slot files are within the capacity now. Otherwise the namespace to wait
+            for; then nothing was removed.
+        """
+        root = own.directory.parent
+        found = [
+            each for each in find_directories(root, self._io) if each.directory != own.directory
+        ]
+        neighbours, locked = self._lock_idle(found, stack, patient=patient)
+        plan = plan_start(self._opening, neighbours, self._options)
+        if plan.refusals:
+            raise ConfigError("\n".join(map(self._line, plan.refusals)))
+        if plan.awaited is not None:
+            return plan.awaited
+        for remark in unusable(found):
+            logger.warning("%s", self._line(remark))
+        self._require_room(own, plan.reclaimed_nbytes)
+        for remark in plan.warnings:
+            logger.warning("%s", self._line(remark))
+        for each in plan.removed:
+            if not each.slots_nbytes:
+                name = self._options.name
+                logger.info("tier %s: removing the rest of %s", name, each.directory)
+            locked[each.directory].remove()
+        return None
+
+    def _lock_idle(
+        self, found: Sequence[Found], stack: contextlib.ExitStack, *, patient: bool
+    ) -> tuple[list[Neighbour], Mapping[Path, Namespace]]:
+        """Lock the idle namespaces until ``stack`` exits; return all namespaces, and these."""
+        neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
+        for each in found:
+            if not each.is_namespace:
+                continue
+            idle = Namespace.open_idle(each.directory, self._io)
+            if idle is not None:
+                stack.callback(idle.close)
+                locked[each.directory] = idle
+            neighbours.append(describe(each, is_locked=idle is None, patient=patient))
+        return neighbours, locked
+
+    def _line(self, remark: Remark) -> str:
+        return f"tier {self._options.name}: {remark.problem}; {remark.remedy}"
+
+    def _require_room(self, own: Namespace, reclaimed_nbytes: int) -> None:
+        """Raise ConfigError if the disk cannot hold the slot file and its index."""
+        spec = self._spec
+        slots_nbytes, index_nbytes = room_needed(
+            spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes
+        )
+        free_nbytes = self._io.free_nbytes(own.directory)
+        wanted_nbytes = slots_nbytes + index_nbytes
+        if free_nbytes is not None and free_nbytes + reclaimed_nbytes < wanted_nbytes:
+            raise no_room(spec, free_nbytes, index_nbytes)
+
+    # -- the index ----------------------------------------------------------------------------
+
+    def _open_index(
+        self, namespace: Namespace, file: SlotFile
+    ) -> tuple[IndexDatabase, StoredRows]:
+        """Open the index; replace an unusable one by an empty one, if the options allow it."""
+        name, path = self._options.name, namespace.index_path
+        try:
+            return self._load_index(path, file)
+        except IndexDamagedError as error:
+            if isinstance(error, IndexVersionError) and self._options.on_mismatch == "refuse":
+                raise ConfigError(
+                    f"tier {name}: {path}: {error}; start the kvtier that wrote it, or set "
+                    "on_mismatch: remove, which starts with an empty cache"
+                ) from error
+            aside = namespace.set_index_aside()
+            logger.warning(
+                "tier %s: the index cannot be used (%s); starting with an empty cache, the old "
+                "index is now %s",
+                name,
+                error,
+                aside,
+            )
+        try:
+            return self._load_index(path, file, is_new=True)
+        except IndexDamagedError as error:
+            raise CacheDamagedError(
+                name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
+            ) from error
+
+    def _load_index(
+        self, path: Path, file: SlotFile, *, is_new: bool = False
+    ) -> tuple[IndexDatabase, StoredRows]:
+        """Open the index and read its rows; ``is_new`` means that a damaged index was moved."""
+        database = IndexDatabase.open(path, self._io, durability=self._options.durability)
+        try:
+            with damage_raised():
+                if is_new:
+                    database.log_removals(RemovalReason.DAMAGED, b"")
+                rows = self._load_trusted(database, file)
+                if self._context.was_reset and not self._options.keep_after_reset:
+                    self._record_reset(database)
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):  # the first error says more
+                database.close()
+            raise
+        return database, rows
+
+    def _load_trusted(self, database: IndexDatabase, file: SlotFile) -> StoredRows:
+        """Return the rows that may be used, and delete the others."""
+        name, capacity_slots = self._options.name, self._spec.capacity_slots
+        written_slots = min(capacity_slots, file.found_nbytes // self._spec.slot_nbytes)
+        if database.has_reset_record() and not self._context.was_reset:
+            logger.warning(
+                "tier %s: starting with an empty cache: the last engine had its cache reset, "
+                "and later chunks may be of other weights than those on disk; if weights never "
+                "change while an engine runs, set keep_after_reset: true",
+                name,
+            )
+            try:
+                removed = load_rows(database, written_slots).packed_marks()
+                database.clear()
+                database.log_removals(RemovalReason.AFTER_RESET, removed)
+            except sqlite3.OperationalError as error:
+                if not is_full(error):
+                    raise
+                database.call_later(database.clear)
+                return no_rows()
+        # Rows beyond a lowered capacity are deleted without a warning.
+        cut_off = database.count_within(written_slots, capacity_slots)
+        if cut_off:
+            logger.warning(
+                "tier %s: %d chunks are lost: %s was removed or cut short, and has only %s",
+                name,
+                cut_off,
+                file.path,
+                approximate_size(file.found_nbytes),
+            )
+        return load_rows(database, written_slots)
+
+    def _record_reset(self, database: IndexDatabase) -> None:
+        """Record a reset in the index now, or before the next change if the disk is full.
+
+        The engine may serve chunks before the record is written, because the record concerns
+        only chunks stored later.
+        """
+        if database.has_reset_record():
+            return
+        try:
+            database.record_reset()
+        except sqlite3.OperationalError as error:
+            if not is_full(error):
+                raise
+            database.call_later(database.record_reset)
+            logger.warning(
+                "tier %s: the disk of %s is full: stored chunks are served, and no chunk is "
+                "stored until there is room",
+                self._options.name,
+                self._options.path,
+            )
+
+
+def _slots_within(options: NvmeTierConfig, context: TierContext) -> int:
+    """Return the number of slots that fit into the capacity; raise a ConfigError for none."""
     slot_nbytes = context.slot_nbytes
     if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
         raise ConfigError(
@@ -151,294 +362,6 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
             f"less than one slot; give it {approximate_size(slot_nbytes)} or more"
         )
     return options.capacity_bytes // slot_nbytes
-
-
-def release_slab(store: OpenSlab) -> None:
-    """Close the files and release the lock, without another commit.
-
-    Raises:
-        OSError: The file system failed; all files are released.
-        sqlite3.Error: The index failed; all files are released.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.callback(store.namespace.close)
-        stack.callback(store.file.close)
-        stack.callback(store.database.close)
-
-
-def _open_namespace(
-    options: NvmeTierConfig,
-    context: TierContext,
-    spec: SlotFileSpec,
-    io: BlockIo,
-    stack: contextlib.ExitStack,
-) -> Namespace:
-    layout = Layout(context.fingerprint, context.slot_nbytes)
-    with open_root(options.name, options.path, io):
-        namespace = Namespace.open(
-            options.name, options.path, layout, io, owner_pid=context.owner_pid
-        )
-        stack.callback(namespace.close)
-    if options.durability == "power":
-        namespace.sync()  # if this fails, nothing has been removed yet
-    is_blank = not namespace.slots_nbytes and not namespace.index_nbytes
-    try:
-        opening = Opening(context.fingerprint.fields, spec.nbytes)
-        _make_room(options, namespace, opening, spec, io)
-    except BaseException:
-        if is_blank:  # a refused start leaves no directory
-            with open_root(options.name, options.path, io):
-                namespace.remove()
-        raise
-    return namespace
-
-
-def _make_room(
-    options: NvmeTierConfig,
-    namespace: Namespace,
-    opening: Opening,
-    spec: SlotFileSpec,
-    io: BlockIo,
-) -> None:
-    """Remove other namespaces until the slot files fit the capacity.
-
-    If a short-lived process has such a namespace open, this function waits until that process
-    ends. Between attempts, this function releases the cache directory's lock, because that
-    process may need the lock.
-
-    Raises:
-        CacheLockedError: A process keeps a namespace open for longer than PATIENCE.
-    """
-
-    def attempt(*, patient: bool) -> Neighbour | None:
-        with open_root(options.name, options.path, io), contextlib.ExitStack() as stack:
-            around = _lock_others(namespace, io, stack, patient=patient)
-            return _remove_others(options, namespace, opening, spec, io, around)
-
-    for _ in PATIENCE.attempts():
-        if attempt(patient=True) is None:
-            return
-    if (awaited := attempt(patient=False)) is not None:
-        raise CacheLockedError(
-            options.name,
-            awaited.directory,
-            awaited.holder,
-            "the capacity is not enough beside it: let that finish, or end it, and start again",
-        )
-
-
-class _Surroundings(NamedTuple):
-    """The other namespaces in a cache directory.
-
-    Attributes:
-        found: The directories.
-        neighbours: The usable namespaces among them.
-        locked: Namespaces that this start has locked, by directory.
-    """
-
-    found: Sequence[Found]
-    neighbours: Sequence[Neighbour]
-    locked: Mapping[Path, Namespace]
-
-
-def _lock_others(
-    own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
-) -> _Surroundings:
-    """Lock the idle namespaces beside ``own``; the exit of ``stack`` unlocks them."""
-    root = own.directory.parent
-    found = [each for each in find_directories(root, io) if each.directory != own.directory]
-    neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
-    for each in found:
-        if not each.is_namespace:
-            continue
-        other = Namespace.open_idle(each.directory, io)
-        if other is not None:
-            stack.callback(other.close)
-            locked[each.directory] = other
-        neighbours.append(describe(each, is_locked=other is None, patient=patient))
-    return _Surroundings(found, neighbours, locked)
-
-
-def _remove_others(
-    options: NvmeTierConfig,
-    own: Namespace,
-    opening: Opening,
-    spec: SlotFileSpec,
-    io: BlockIo,
-    around: _Surroundings,
-) -> Neighbour | None:
-    """Remove idle namespaces until the slot file of ``own`` fits into the capacity.
-
-    The capacity limits the slot files only. Each index needs some 120 bytes per slot, and 20
-    MiB. This room must be free when a slot file is created or grows. If the removals would free
-    too little, nothing is removed.
-
-    Returns:
-        None if the slot files are within the capacity now. Otherwise the namespace to wait for;
-        then nothing was removed.
-
-    Raises:
-        ConfigError: The disk has too little room even without the idle namespaces; or a
-            namespace that must be removed is protected, or was made by another version.
-        OSError: The file system failed.
-    """
-    plan = plan_start(opening, around.neighbours, options)
-    if plan.refusals:
-        raise ConfigError("\n".join(_line(options, each) for each in plan.refusals))
-    if plan.awaited is not None:
-        return plan.awaited
-    for remark in unusable(around.found):
-        logger.warning("%s", _line(options, remark))
-    _require_room(own, spec, plan.reclaimed_nbytes, io)
-    for remark in plan.warnings:
-        logger.warning("%s", _line(options, remark))
-    for each in plan.removed:
-        if not each.slots_nbytes:
-            logger.info("tier %s: removing the rest of %s", options.name, each.directory)
-        around.locked[each.directory].remove()
-    return None
-
-
-def _line(options: NvmeTierConfig, remark: Remark) -> str:
-    return f"tier {options.name}: {remark.problem}; {remark.remedy}"
-
-
-def _require_room(
-    own: Namespace, spec: SlotFileSpec, reclaimed_nbytes: int, io: BlockIo
-) -> None:
-    """Raise ConfigError if the disk cannot hold the slot file and its index."""
-    slots_nbytes, index_nbytes = room_needed(
-        spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes
-    )
-    free_nbytes = io.free_nbytes(own.directory)
-    if free_nbytes is not None and free_nbytes + reclaimed_nbytes < slots_nbytes + index_nbytes:
-        raise no_room(spec, free_nbytes, index_nbytes)
-
-
-def _open_index(
-    options: NvmeTierConfig,
-    context: TierContext,
-    namespace: Namespace,
-    file: SlotFile,
-    io: BlockIo,
-) -> tuple[IndexDatabase, StoredRows]:
-    """Open the index; replace an unusable index by an empty one.
-
-    Raises:
-        ConfigError: Another version of kvtier made the index, and ``on_mismatch`` is
-            ``refuse``.
-    """
-    spec = IndexSpec(namespace.index_path, options.durability)
-    try:
-        return _load_index(options, context, spec, file, io)
-    except IndexDamagedError as error:
-        _require_replaceable(options, namespace, error)
-        aside = namespace.set_index_aside()
-        logger.warning(
-            "tier %s: the index cannot be used (%s); starting with an empty cache, the old "
-            "index is now %s",
-            options.name,
-            error,
-            aside,
-        )
-    try:
-        return _load_index(options, context, spec, file, io, aside=aside)
-    except IndexDamagedError as error:
-        raise CacheDamagedError(
-            options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
-        ) from error
-
-
-def _require_replaceable(
-    options: NvmeTierConfig, namespace: Namespace, error: IndexDamagedError
-) -> None:
-    """Raise ConfigError for an index of another version that must not be replaced."""
-    if isinstance(error, IndexVersionError) and options.on_mismatch == "refuse":
-        raise ConfigError(
-            f"tier {options.name}: {namespace.index_path}: {error}; start the kvtier that "
-            "wrote it, or set on_mismatch: remove, which starts with an empty cache"
-        ) from error
-
-
-def _load_index(
-    options: NvmeTierConfig,
-    context: TierContext,
-    spec: IndexSpec,
-    file: SlotFile,
-    io: BlockIo,
-    *,
-    aside: Path | None = None,
-) -> tuple[IndexDatabase, StoredRows]:
-    database = IndexDatabase.open(spec, io)
-    try:
-        with damage_raised():
-            if aside:
-                database.log_removals(RemovalReason.DAMAGED, b"")
-            rows = _load_trusted(options, context, database, file)
-            if context.was_reset and not options.keep_after_reset:
-                _record_reset(options, database)
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # the first error says more
-            database.close()
-        raise
-    return database, rows
-
-
-def _load_trusted(
-    options: NvmeTierConfig, context: TierContext, database: IndexDatabase, file: SlotFile
-) -> StoredRows:
-    """Return the rows that may be used, and delete the others."""
-    capacity_slots = slots_within(options, context)
-    written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
-    if database.has_reset_record() and not context.was_reset:
-        logger.warning(
-            "tier %s: starting with an empty cache: the last engine had its cache reset, and "
-            "later chunks may be of other weights than those on disk; if weights never change "
-            "while an engine runs, set keep_after_reset: true",
-            options.name,
-        )
-        try:
-            removed = load_rows(database, written_slots).packed_marks()
-            database.clear()
-            database.log_removals(RemovalReason.AFTER_RESET, removed)
-        except sqlite3.OperationalError as error:
-            if not is_full(error):
-                raise
-            database.clear_later()
-            return no_rows()
-    # Rows beyond a lowered capacity are deleted without a warning.
-    cut_off = database.count_within(written_slots, capacity_slots)
-    if cut_off:
-        logger.warning(
-            "tier %s: %d chunks are lost: %s was removed or cut short, and has only %s",
-            options.name,
-            cut_off,
-            file.path,
-            approximate_size(file.found_nbytes),
-        )
-    return load_rows(database, written_slots)
-
-
-def _record_reset(options: NvmeTierConfig, database: IndexDatabase) -> None:
-    """Record a reset in the index now, or before the next change if the disk is full.
-
-    The engine may serve chunks before the record is written, because the record concerns only
-    chunks stored later.
-    """
-    if database.has_reset_record():
-        return
-    try:
-        database.record_reset()
-    except sqlite3.OperationalError as error:
-        if not is_full(error):
-            raise
-        database.record_reset_later()
-        logger.warning(
-            "tier %s: the disk of %s is full: stored chunks are served, and no chunk is stored "
-            "until there is room",
-            options.name,
-            options.path,
-        )
 
 
 def _explain(options: NvmeTierConfig, error: OSError) -> Exception:

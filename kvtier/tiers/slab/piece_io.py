@@ -45,13 +45,7 @@ _LONGEST_HELD_NBYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class PieceBuffers:
-    """Memory and checksum seeds of the chunks of a piece.
-
-    Attributes:
-        first_slot: Slot of the first chunk.
-        views: Memory of each chunk.
-        seeds: Seed of each chunk's checksum.
-    """
+    """First slot of a piece, and memory and seed of the checksum of each of its chunks."""
 
     first_slot: int
     views: Sequence[memoryview]
@@ -70,7 +64,6 @@ class MovedPiece:
     """Result of moving a piece, with one entry per chunk.
 
     Attributes:
-        outcomes: Outcome of each chunk.
         digests: Checksum of each chunk's bytes in memory.
         error: Message of the first failure; empty if there was none.
     """
@@ -88,11 +81,7 @@ class MovedPiece:
 
 
 def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield the positions of each group of consecutive slots among ``slots``.
-
-    Args:
-        slots: Numbers of slots, ascending.
-        most: Largest number of slots of a group.
+    """Yield the positions of each group of up to ``most`` consecutive ``slots``, ascending.
 
     >>> list(consecutive([3, 4, 5, 9], most=2))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
@@ -161,9 +150,8 @@ def hash_key(key: bytes) -> int:
 def select_digest(*, alone: bool) -> Digest:
     """Return the checksum function that suits this process; all of them give equal checksums.
 
-    Args:
-        alone: Whether no engine runs in this process. Then hashing may release the interpreter
-            lock, because other threads hold the lock only briefly.
+    If ``alone``, no engine runs in this process. Then hashing may release the interpreter lock,
+    because other threads hold the lock only briefly.
     """
     return _xxh3_alone if alone else _xxh3
 

@@ -128,13 +128,7 @@ def _mark(key: ChunkKey) -> int:
 def make_rows(
     removals: Mapping[RemovalReason, Sequence[PackedMarks]], *, end: int, at: int
 ) -> list[Row]:
-    """Return the rows to append for ``removals``.
-
-    Args:
-        removals: Marks of the removed keys, by reason.
-        end: Number ``end`` of the log's last row.
-        at: Seconds since the epoch.
-    """
+    """Return the rows to append to a log that ends at ``end``; ``at`` is since the epoch."""
     rows: list[Row] = []
     for reason, batches in removals.items():
         packed = b"".join(batches)[-8 * _MOST_MARKS :]
@@ -144,12 +138,7 @@ def make_rows(
 
 
 def find_marks(rows: Iterable[Removal], pattern: MarkPattern) -> dict[int, Removal]:
-    """Return the newest removal of each mark that matches ``pattern``.
-
-    Args:
-        rows: The removal log, newest first.
-        pattern: The keys to look for.
-    """
+    """Return the newest removal of each mark that matches; ``rows`` are newest first."""
     found: dict[int, Removal] = {}
     for row in rows:
         marks = struct.unpack(f"<{len(row.key_marks) // 8}Q", row.key_marks)

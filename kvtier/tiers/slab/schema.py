@@ -81,18 +81,9 @@ CREATE TABLE IF NOT EXISTS retained(
 """SQL that creates the table of retained chunks, once a chunk is retained."""
 
 _COLUMNS: Final = {
-    "chunks": [
-        "slot",
-        "key",
-        "checksum",
-        "generation",
-        "last_use",
-        "stored_at",
-        "used_at",
-        "hits",
-    ],
-    "meta": ["name", "value"],
-    "removals": ["end", "at", "reason", "key_marks"],
+    "chunks": "slot key checksum generation last_use stored_at used_at hits",
+    "meta": "name value",
+    "removals": "end at reason key_marks",
 }
 _MACHINE_ERRORS: Final = frozenset(
     {
@@ -122,11 +113,10 @@ class IndexVersionError(IndexDamagedError):
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One row of the removal log.
+    """One row of the removal log; ``reason`` is a value of RemovalReason.
 
     Attributes:
         at: Seconds since the epoch.
-        reason: A value of :class:`kvtier.tiers.slab.removals.RemovalReason`.
         key_marks: Marks as little-endian 64-bit numbers; empty if the keys are unknown.
     """
 
@@ -144,11 +134,7 @@ def index_room_nbytes(capacity_slots: int) -> int:
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """Create the tables if the file is empty, and check them.
-
-    Raises:
-        IndexDamagedError: See :func:`check_schema`.
-    """
+    """Create the tables if the file is empty, and check them with :func:`check_schema`."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         connection.executescript(
             f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id={_APPLICATION_ID};"
@@ -173,7 +159,7 @@ def check_schema(connection: sqlite3.Connection) -> None:
     if version != _VERSION:
         raise IndexVersionError(f"it has version {version}, and this kvtier reads {_VERSION}")
     for table, columns in _COLUMNS.items():
-        if [row[1] for row in run(f"PRAGMA table_info({table})")] != columns:
+        if " ".join(row[1] for row in run(f"PRAGMA table_info({table})")) != columns:
             raise IndexDamagedError(f"table {table} has other columns")
 
 

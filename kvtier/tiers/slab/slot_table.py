@@ -21,9 +21,6 @@ class SlotTable:
 
     ``drop`` and ``matches`` may be called from different threads, because each numpy operation
     keeps the interpreter lock.
-
-    Args:
-        capacity_slots: Number of slots.
     """
 
     def __init__(self, capacity_slots: int) -> None:
@@ -60,10 +57,7 @@ class SlotTable:
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> PackedMarks:
-        """Return the marks of the known keys in ``slots`` that differ from the new keys.
-
-        ``key_hashes`` are the hashes of the new keys.
-        """
+        """Return the marks of the known keys in ``slots`` that differ from the new keys."""
         others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
         removed: PackedMarks = self._key_marks[slots][others].tobytes()
         return removed

@@ -32,15 +32,7 @@ _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP,
 
 @dataclass(frozen=True, slots=True)
 class SlotFileSpec:
-    """How to open a slot file.
-
-    Attributes:
-        tier: The tier's name, for messages.
-        path: The file.
-        capacity_slots: Number of slots.
-        slot_nbytes: Bytes of one slot, a multiple of 4096.
-        direct_io: Whether to bypass the page cache.
-    """
+    """How to open a slot file; ``slot_nbytes`` is a multiple of 4096."""
 
     tier: str
     path: Path
@@ -55,20 +47,25 @@ class SlotFileSpec:
 
 
 class SlotFile:
-    """An open slot file. Its methods block; several threads may call them.
+    """An open slot file. Several threads may call its methods.
+
+    The methods block, and raise :class:`OSError` if the medium fails.
 
     Attributes:
         path: Path of the file.
+        capacity_slots: Number of slots.
         direct: Whether I/O bypasses the page cache.
         found_nbytes: Bytes of the file before it was opened; 0 for a new file.
         failed_syncs: Number of failed calls of :meth:`sync`.
     """
 
     def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
+        self._spec = spec
         self._io = io
         self._fd = fd
         self._slot_nbytes = spec.slot_nbytes
         self.path = spec.path
+        self.capacity_slots = spec.capacity_slots
         self.direct = False
         self.failed_syncs = 0
         self.found_nbytes = found_nbytes
@@ -78,9 +75,6 @@ class SlotFile:
         """Open or create the file without changing its size.
 
         Call :meth:`truncate` and :meth:`reserve` before the first read or write.
-
-        Raises:
-            OSError: The file system failed.
         """
         fd = io.open(spec.path, os.O_RDWR | os.O_CREAT)
         try:
@@ -90,33 +84,24 @@ class SlotFile:
             raise
         return cls(spec, io, fd, found_nbytes=found_nbytes)
 
-    def truncate(self, spec: SlotFileSpec) -> None:
-        """Truncate the file if it is longer than the capacity.
+    def truncate(self) -> None:
+        """Truncate the file if it is longer than the capacity."""
+        if self.found_nbytes > self._spec.nbytes:
+            self._io.truncate(self._fd, self._spec.nbytes)
 
-        Raises:
-            OSError: The file system failed.
-        """
-        if self.found_nbytes > spec.nbytes:
-            self._io.truncate(self._fd, spec.nbytes)
-
-    def reserve(self, spec: SlotFileSpec) -> None:
+    def reserve(self) -> None:
         """Reserve room for the whole file, and use O_DIRECT if possible.
 
         Raises:
             ConfigError: The disk has too little room, or O_DIRECT is required and unsupported.
-            OSError: The file system failed for another reason.
         """
-        _resize(spec, self._io, self._fd)
-        if spec.direct_io != "off":
-            self._go_direct(spec)
+        self._allocate()
+        if self._spec.direct_io != "off":
+            self._go_direct()
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
-        """Open a slot file for reading, if possible with O_DIRECT; an engine may have it open.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Open a slot file to read, with O_DIRECT if possible; an engine may have it open."""
         fd = io.open(path, os.O_RDONLY)
         try:
             found_nbytes = os.fstat(fd).st_size
@@ -137,14 +122,7 @@ class SlotFile:
         return file
 
     def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
-        """Read consecutive slots into ``views``, one per slot.
-
-        Returns:
-            Number of whole slots read; fewer than requested only at the end of the file.
-
-        Raises:
-            OSError: The medium failed.
-        """
+        """Read consecutive slots; return how many were whole, fewer only at the file's end."""
         if not self._needs_bounce(views):
             return self._read(first_slot, views)
         bounce = aligned_buffer(len(views) * self._slot_nbytes)
@@ -155,11 +133,7 @@ class SlotFile:
         return whole
 
     def write(self, first_slot: int, views: Sequence[memoryview]) -> None:
-        """Write consecutive slots from ``views``, one per slot.
-
-        Raises:
-            OSError: The medium failed.
-        """
+        """Write consecutive slots from ``views``, one per slot."""
         if self._needs_bounce(views):
             parts = self._parts(aligned_buffer(len(views) * self._slot_nbytes))
             for view, part in zip(views, parts, strict=True):
@@ -182,20 +156,12 @@ class SlotFile:
             raise
 
     def identity(self) -> tuple[int, int]:
-        """Return the device number and the inode number of the file.
-
-        Raises:
-            OSError: The file system failed.
-        """
+        """Return the device number and the inode number of the file."""
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
 
     def is_removed(self) -> bool:
-        """Return whether the file has no directory entry left, so that closing deletes it.
-
-        Raises:
-            OSError: The file system failed.
-        """
+        """Return whether the file has no directory entry left, so that closing deletes it."""
         return not os.fstat(self._fd).st_nlink
 
     def close(self) -> None:
@@ -213,31 +179,60 @@ class SlotFile:
         step = self._slot_nbytes
         return [buffer[start : start + step] for start in range(0, len(buffer), step)]
 
-    def _go_direct(self, spec: SlotFileSpec) -> None:
+    def _allocate(self) -> None:
+        nbytes, status = self._spec.nbytes, os.fstat(self._fd)
+        if status.st_size < nbytes or status.st_blocks * 512 < nbytes:
+            try:
+                self._io.allocate(self._fd, nbytes)
+            except OSError as error:
+                # A failed allocation may keep the room it got.
+                self._io.truncate(self._fd, status.st_size)
+                if error.errno not in _NO_ROOM:
+                    raise
+                raise no_room(self._spec, self._io.free_nbytes(self.path.parent)) from error
+
+    def _go_direct(self) -> None:
         try:
-            direct_fd = _open_direct(spec.path, self._io)
+            direct_fd = self._open_direct()
         except OSError as error:
             if error.errno not in _NO_DIRECT_IO:
                 raise
-            self._stay_buffered(spec, error)
+            self._stay_buffered(error)
             return
         # First, so that the buffered descriptor is not closed twice if its closing fails.
         buffered_fd, self._fd = self._fd, direct_fd
         self.direct = True
         self._io.close(buffered_fd)
 
-    @staticmethod
-    def _stay_buffered(spec: SlotFileSpec, error: OSError) -> None:
-        if spec.direct_io == "require":
+    def _open_direct(self) -> int:
+        """Open the file with O_DIRECT, and check that reads and writes work.
+
+        Some file systems accept the flag but refuse the I/O. The check reads a page and writes
+        the same bytes back, so an interruption is harmless.
+        """
+        fd = self._io.open(self.path, os.O_RDWR | os.O_DIRECT)
+        page = aligned_buffer(PAGE_NBYTES)
+        try:
+            if self._io.preadv(fd, [page], 0) == PAGE_NBYTES:
+                self._io.pwritev(fd, [page], 0)
+        except OSError as error:
+            # A bad sector says nothing about O_DIRECT; reads of its slot will report it.
+            if error.errno in _NO_DIRECT_IO:
+                self._io.close(fd)
+                raise
+        return fd
+
+    def _stay_buffered(self, error: OSError) -> None:
+        if self._spec.direct_io == "require":
             raise ConfigError(
-                f"tier {spec.tier}: the file system of {spec.path} has no O_DIRECT "
+                f"tier {self._spec.tier}: the file system of {self.path} has no O_DIRECT "
                 f"({error.strerror}); use a local ext4 or xfs, or set direct_io: auto"
             ) from error
         logger.warning(
             "tier %s: the file system of %s has no O_DIRECT (%s); going through the page "
             "cache, which is slower and takes memory from the engine",
-            spec.tier,
-            spec.path,
+            self._spec.tier,
+            self.path,
             error.strerror,
         )
 
@@ -250,35 +245,3 @@ def no_room(spec: SlotFileSpec, free_nbytes: int | None, index_nbytes: int = 0) 
         f"tier {spec.tier}: capacity of {approximate_size(spec.nbytes)}{index} does not fit: "
         f"{spec.path.parent} has {free} free; lower capacity or make room"
     )
-
-
-def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
-    status = os.fstat(fd)
-    if status.st_size < spec.nbytes or status.st_blocks * 512 < spec.nbytes:
-        try:
-            io.allocate(fd, spec.nbytes)
-        except OSError as error:
-            # A failed allocation may keep the room it got.
-            io.truncate(fd, status.st_size)
-            if error.errno not in _NO_ROOM:
-                raise
-            raise no_room(spec, io.free_nbytes(spec.path.parent)) from error
-
-
-def _open_direct(path: Path, io: BlockIo) -> int:
-    """Open ``path`` with O_DIRECT, and check that reads and writes work.
-
-    Some file systems accept the flag but refuse the I/O. The check reads a page and writes the
-    same bytes back, so an interruption is harmless.
-    """
-    fd = io.open(path, os.O_RDWR | os.O_DIRECT)
-    page = aligned_buffer(PAGE_NBYTES)
-    try:
-        if io.preadv(fd, [page], 0) == PAGE_NBYTES:
-            io.pwritev(fd, [page], 0)
-    except OSError as error:
-        # A bad sector says nothing about O_DIRECT; reads of its slot will report it.
-        if error.errno in _NO_DIRECT_IO:
-            io.close(fd)
-            raise
-    return fd

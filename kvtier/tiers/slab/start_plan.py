@@ -51,11 +51,7 @@ class Opening:
 class StartPlan:
     """What a starting engine does with the other namespaces in its cache directory.
 
-    Attributes:
-        removed: Namespaces to remove, in this order. If there are refusals, no namespace is
-            removed.
-        refusals: Reasons not to start.
-        warnings: Warnings for the operator.
+    The namespaces to remove are in order. If there are refusals, no namespace is removed.
     """
 
     removed: Sequence[Neighbour] = ()
@@ -105,11 +101,7 @@ def plan_start(
 
 
 def slab_options(options: TierConfig) -> NvmeTierConfig:
-    """Check that ``options`` are those of a slab tier, and return them.
-
-    Raises:
-        ConfigError: The options belong to another kind of tier.
-    """
+    """Return the options of a slab tier; raise a ConfigError for those of another kind."""
     if not isinstance(options, NvmeTierConfig):
         raise ConfigError(f"a slab tier takes NvmeTierConfig, not {type(options).__name__}")
     return options
@@ -120,12 +112,8 @@ def room_needed(
 ) -> tuple[int, int]:
     """Return how many more bytes of disk the slot file and its index need, as two numbers.
 
-    Args:
-        nbytes: Planned bytes of the slot file.
-        slots: Number of slots in the file.
-        own_slots_nbytes: Present bytes of the slot file. A file that does not grow needs no
-            room.
-        own_index_nbytes: Present bytes of the index.
+    A file of ``nbytes`` that does not grow needs no room. The others are the number of slots,
+    and the present bytes of the slot file and of the index.
     """
     if nbytes <= own_slots_nbytes:
         return 0, 0
@@ -151,10 +139,8 @@ def describe_difference(theirs: Fields | None, ours: Fields) -> str:
 def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
     """Return the namespaces to remove.
 
-    Args:
-        neighbours: The other namespaces in the cache directory.
-        excess: Bytes by which the new slot file and the slot files of other versions exceed the
-            capacity; negative if they are smaller.
+    ``excess`` is by how many bytes the new slot file and those of other versions exceed the
+    capacity.
     """
     candidates = [each for each in neighbours if each.state in {State.IDLE, State.PASSING}]
     removed = [

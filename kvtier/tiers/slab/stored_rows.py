@@ -16,12 +16,7 @@ import numpy.typing as npt
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.tiers.slab.index import IndexDatabase
 from kvtier.tiers.slab.piece_io import hash_key
-from kvtier.tiers.slab.removals import (
-    GROUP_SHIFT,
-    MARKED_NBYTES,
-    PackedMarks,
-    pack_marks,
-)
+from kvtier.tiers.slab.removals import GROUP_SHIFT, MARKED_NBYTES, PackedMarks, pack_marks
 from kvtier.tiers.slab.schema import LATEST, IndexDamagedError, damage_raised
 
 __all__ = ["KeyMarks", "StoredRows", "hash_keys", "load_rows", "mark_keys", "no_rows"]
@@ -41,10 +36,7 @@ class StoredRows:
 
     Attributes:
         keys: The chunks' keys; an array, because a million objects would fragment the heap.
-        slots: The chunks' slots.
-        key_hashes: 64-bit hash of each key.
         key_marks: Mark of each key for the removal log.
-        checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row in another slot.
         clock: A logical time later than all times in the index.
         retained: For each slot with a protected chunk, the end of the protection from eviction,
@@ -75,7 +67,6 @@ def load_rows(database: IndexDatabase, capacity_slots: int) -> StoredRows:
 
     Raises:
         IndexDamagedError: The rows cannot be read.
-        sqlite3.Error: The database failed.
     """
     with damage_raised():
         database.drop_beyond(capacity_slots)

@@ -34,21 +34,16 @@ from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_slab
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.location import LocationCheck
-from kvtier.tiers.slab.opening import (
-    OpenSlab,
-    open_slab,
-    release_slab,
-    slots_within,
-)
+from kvtier.tiers.slab.opening import OpenSlab, open_slab, release_slab
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
     PieceBuffers,
+    consecutive,
     hash_key,
     read_piece,
     select_digest,
     write_piece,
 )
-from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.removals import RemovalReason
 from kvtier.tiers.slab.schema import IndexDamagedError
 from kvtier.tiers.slab.slot_table import SlotTable
@@ -76,20 +71,24 @@ class _Batch:
     digests: list[int]
     errors: list[str]
 
-    def buffers(self, piece: Piece) -> PieceBuffers:
-        """Return the memory and checksum seeds of ``piece``."""
+    def pieces(self, chunks: npt.NDArray[np.int64], most: int) -> list[list[int]]:
+        """Return the positions ``chunks`` in groups with up to ``most`` consecutive slots."""
+        ordered = chunks[np.argsort(self.slots[chunks], kind="stable")]
+        groups = consecutive(self.slots[ordered].tolist(), most)
+        return [ordered[group].tolist() for group in groups]
+
+    def buffers(self, piece: Sequence[int]) -> PieceBuffers:
+        """Return the memory and checksum seeds of the chunks at the positions ``piece``."""
         return PieceBuffers(
-            piece.first_slot,
-            [self.views[chunk] for chunk in piece.chunks],
-            self.key_hashes[piece.chunks].tolist(),
+            int(self.slots[piece[0]]),
+            [self.views[chunk] for chunk in piece],
+            self.key_hashes[piece].tolist(),
         )
 
-    def record(self, pieces: Sequence[Piece], moved: Sequence[MovedPiece]) -> None:
+    def record(self, pieces: Sequence[Sequence[int]], moved: Sequence[MovedPiece]) -> None:
         """Record the results of ``pieces``."""
         for piece, what in zip(pieces, moved, strict=True):
-            for chunk, outcome, digest in zip(
-                piece.chunks, what.outcomes, what.digests, strict=True
-            ):
+            for chunk, outcome, digest in zip(piece, what.outcomes, what.digests, strict=True):
                 self.outcomes[chunk] = outcome
                 self.digests[chunk] = digest
             if what.error:
@@ -114,12 +113,7 @@ class SlabTier(StorageTier, PartHashKeeper):
     """A tier that keeps chunks in a directory on a local disk.
 
     Only the event loop's thread accesses the tier's state; pool threads return results to it.
-
-    Args:
-        options: The tier's section of the configuration.
-        context: Slot size, fingerprint, and threads.
-        store: The open files; owned by the tier.
-        rows: The rows of earlier engines.
+    The tier owns the open files of ``store``; ``rows`` are those of earlier engines.
     """
 
     Options: ClassVar[type[TierConfig]] = NvmeTierConfig
@@ -133,7 +127,7 @@ class SlabTier(StorageTier, PartHashKeeper):
     ) -> None:
         self.name = options.name
         self.slot_nbytes = context.slot_nbytes
-        self.capacity_slots = slots_within(options, context)
+        self.capacity_slots = store.file.capacity_slots
         self._options = options
         self._pool = context.pool
         self._slots_per_piece = min(
@@ -173,10 +167,7 @@ class SlabTier(StorageTier, PartHashKeeper):
     ) -> Self:
         """Open the cache in ``options.path`` and recover earlier chunks. This call blocks.
 
-        Args:
-            options: A :class:`kvtier.config.NvmeTierConfig`.
-            context: Slot size, fingerprint, and threads.
-            io: The system calls; tests pass failing ones.
+        The system calls of ``io`` may fail in tests.
 
         Raises:
             ConfigError: The options cannot work here; the message says what to do.
@@ -258,8 +249,7 @@ class SlabTier(StorageTier, PartHashKeeper):
         displaced = self._table.displaced(batch.slots, batch.key_hashes)
         self._index.log_removal_nowait(RemovalReason.EVICTED, displaced)
         self._table.drop(batch.slots)
-        everything = np.arange(len(batch.slots))
-        pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
+        pieces = batch.pieces(np.arange(len(batch.slots)), self._slots_per_piece)
         failed_syncs = self._store.file.failed_syncs
         calls = [
             functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
@@ -284,16 +274,16 @@ class SlabTier(StorageTier, PartHashKeeper):
         held = self._table.matches(batch.slots, batch.key_hashes)
         if len(held) < len(batch.slots):
             batch.errors.append("a slot does not hold the chunk asked for")
-        pieces = plan_pieces(batch.slots, held, slots_per_piece=self._per_piece(len(held)))
+        pieces = batch.pieces(held, self._per_piece(len(held)))
 
         # Checksums are read before the first await, so bytes written meanwhile do not verify.
         calls = [self._call_to_read(batch, piece) for piece in pieces]
         batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
 
-    def _call_to_read(self, batch: _Batch, piece: Piece) -> Callable[[], MovedPiece]:
+    def _call_to_read(self, batch: _Batch, piece: Sequence[int]) -> Callable[[], MovedPiece]:
         """Return the blocking call that reads and verifies ``piece`` of ``batch``."""
-        checksums = self._table.checksums(batch.slots[piece.chunks])
+        checksums = self._table.checksums(batch.slots[piece])
         buffers = batch.buffers(piece)
         return functools.partial(read_piece, self._store.file, buffers, checksums, self._digest)
 

@@ -13,8 +13,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
@@ -42,12 +43,7 @@ _SETTLE_S: Final = 2.0  # an engine commits a row much sooner after its payload
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
-    """A chunk that an engine could not use.
-
-    Attributes:
-        entry: The chunk's row.
-        unreadable: Whether the medium failed; otherwise the checksum is wrong.
-    """
+    """A chunk that an engine could not use: unreadable, or with a wrong checksum."""
 
     entry: Entry
     unreadable: bool
@@ -58,11 +54,9 @@ class Verification:
     """Result of verifying one namespace.
 
     Attributes:
-        chunks: Number of checked chunks.
         nbytes: Payload bytes of the chunks that could be read whole.
         seconds: Seconds that the reads took.
         changed: Number of suspects that an engine replaced or removed before the second check.
-        bad: Bad chunks.
     """
 
     chunks: int = 0
@@ -102,11 +96,11 @@ def verify(
         began_s = time.monotonic()
         suspects: list[BadChunk] = []
         windows = _windows(reader, file, checker, slot_nbytes, stored_after)
-        for window, bad in run_in_order(windows, threads=_THREADS, name="kvtier-verify"):
-            suspects += bad
-            found.chunks += window.chunks
-            found.nbytes += (window.chunks - _unread(bad, file, slot_nbytes)) * slot_nbytes
-            on_progress(window.slots)
+        for done in run_in_order(windows, threads=_THREADS, name="kvtier-verify"):
+            suspects += done.bad
+            found.chunks += done.chunks
+            found.nbytes += (done.chunks - _unread(done.bad, file, slot_nbytes)) * slot_nbytes
+            on_progress(done.slots)
         found.seconds = time.monotonic() - began_s
         _classify(suspects, found, reader, checker, pause)
         if file.is_removed():  # then the results are meaningless
@@ -116,21 +110,18 @@ def verify(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Numbers of chunks and slots that one call has processed."""
+class _Done(NamedTuple):
+    """Numbers of chunks and slots that one call has processed, and the bad chunks."""
 
     chunks: int
     slots: int
+    bad: Sequence[BadChunk] = ()
 
 
 def _unread(bad: Sequence[BadChunk], file: SlotFile, slot_nbytes: int) -> int:
     """Return how many chunks of ``bad`` could not be read completely."""
     slots = file.found_nbytes // slot_nbytes
     return sum(chunk.unreadable or chunk.entry.slot >= slots for chunk in bad)
-
-
-_Call = Callable[[], tuple[_Progress, list[BadChunk]]]
 
 
 class _Checker:
@@ -168,7 +159,7 @@ class _Checker:
 
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int, stored_after: int
-) -> Iterator[_Call]:
+) -> Iterator[Callable[[], _Done]]:
     """Yield functions that each check one piece; read the index in windows of slots."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
@@ -176,15 +167,14 @@ def _windows(
         entries = reader.entries_of_slots(first, min(first + step, end), stored_after)
         slots = [entry.slot for entry in entries]
         for piece in consecutive(slots, checker.slots_per_piece):
-            members = entries[piece]
-            yield _call(checker, members, _Progress(len(members), 0))
-        yield _call(checker, [], _Progress(0, min(step, end - first)))
+            yield partial(_check, checker, entries[piece])
+        yield partial(_Done, 0, min(step, end - first))
     beyond = reader.entries_of_slots(end, 1 << 62, stored_after)
-    yield lambda: (_Progress(len(beyond), 0), [BadChunk(e, unreadable=False) for e in beyond])
+    yield lambda: _Done(len(beyond), 0, [BadChunk(e, unreadable=False) for e in beyond])
 
 
-def _call(checker: _Checker, entries: Sequence[Entry], progress: _Progress) -> _Call:
-    return lambda: (progress, checker.check(entries) if entries else [])
+def _check(checker: _Checker, entries: Sequence[Entry]) -> _Done:
+    return _Done(len(entries), 0, checker.check(entries))
 
 
 def _classify(

@@ -23,7 +23,7 @@ from kvtier.errors import CapacityError
 from kvtier.testing.tier_harness import TierHarness, make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.tiers.hosted import HostedTier, client, connection, host
-from kvtier.tiers.hosted.frames import Batch, Frame
+from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes
 from kvtier.types import Outcome, Purpose
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
 from tests.unit.mappings import flags_of_mappings
@@ -331,4 +331,4 @@ async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_clos
     assert not ending.done()
     tier.gate.set()
     assert await ending is None
-    assert [frame.header["outcomes"] for frame in sent] == ["done"]
+    assert [decode_outcomes(frame.arrays) for frame in sent] == [[DONE]]
