@@ -62,8 +62,8 @@ class Outcome(enum.Enum):
     MISSING = "missing"
     """The source, a shared tier, has lost the chunk. The medium works."""
     REFUSED = "refused"
-    """The job was not accepted: the queue is full, the tier is out of service, or the chunk's
-    blocks are lost."""
+    """The job was not accepted: the queue is full, the tier is out of service, the rank cannot
+    do GDS reads, or the chunk's blocks are lost."""
 
 
 class Job(NamedTuple):

@@ -103,16 +103,10 @@ class DeviceResult:
         """Whether every byte reached its destination."""
         return self.outcomes.count(Outcome.DONE) == len(self.outcomes)
 
-    def positions_of(
-        self, outcomes: Collection[Outcome], among: Sequence[int]
-    ) -> frozenset[int]:
-        """Return the positions in ``among`` of chunks that have one of ``outcomes``."""
-        return frozenset(at for at in among if self.outcomes[at] in outcomes)
-
     def nbytes_of(self, positions: Sequence[int]) -> int:
         """Return how many bytes of the chunks at ``positions`` reached their destination."""
-        done = self.positions_of((Outcome.DONE,), positions)
-        return self.nbytes * len(done) // max(self.outcomes.count(Outcome.DONE), 1)
+        done = sum(self.outcomes[at] is Outcome.DONE for at in positions)
+        return self.nbytes * done // max(self.outcomes.count(Outcome.DONE), 1)
 
 
 class DeviceEngine:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvtier.connector.transfers import Transfers
-from kvtier.types import JobId, SlotFileId
+from kvtier.types import JobId, Outcome, SlotFileId
 
 __all__ = [
     "BlockSpec",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 RequestId = str
+
+_WORST_FIRST: Final = (Outcome.CORRUPT, *Outcome)
+"""Which of two ranks' outcomes a chunk gets: CORRUPT, or else the one declared first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +132,23 @@ class FailedLoad:
             can continue from the first of these blocks. With a window or a state, the request
             also needs KV from before that block.
         error: The error, for a log line.
-        gds_failed: Positions of the chunks whose GDS read failed, for any reason.
-        gds_wrong: The positions in ``gds_failed`` of chunks that the medium cannot read or that
-            have wrong hashes.
+        failed_reads: Outcome of each failed GDS read, by the chunk's position in the load.
     """
 
     request_id: RequestId
     block_ids: frozenset[int]
     error: str = ""
-    gds_failed: frozenset[int] = frozenset()
-    gds_wrong: frozenset[int] = frozenset()
+    failed_reads: Mapping[int, Outcome] = field(default_factory=dict)
 
     def united(self, other: FailedLoad) -> FailedLoad:
         """Merge the failures of two ranks in the same job into one failure."""
         # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
-        return FailedLoad(
-            self.request_id,
-            self.block_ids | other.block_ids,
-            min(errors, default=""),
-            self.gds_failed | other.gds_failed,
-            self.gds_wrong | other.gds_wrong,
-        )
+        reads = dict(self.failed_reads)
+        for at, outcome in other.failed_reads.items():
+            reads[at] = min(outcome, reads.get(at, outcome), key=_WORST_FIRST.index)
+        block_ids = self.block_ids | other.block_ids
+        return FailedLoad(self.request_id, block_ids, min(errors, default=""), reads)
 
 
 @dataclass(frozen=True, slots=True)

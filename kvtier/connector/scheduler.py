@@ -409,14 +409,9 @@ class ConnectorScheduler:
             self._cache.complete_store(job.keys, tracked)
             return
         self._loading.difference_update(job.keys)
-        self._cache.complete_load(
-            job.keys,
-            tracked,
-            job.load_id,
-            gds_failed=job.gds_failed,
-            gds_wrong=job.gds_wrong,
-        )
-        if job.has_failed:
+        failed_reads = job.failure.failed_reads if job.failure else {}
+        self._cache.complete_load(job.keys, tracked, job.load_id, failed_reads=failed_reads)
+        if job.failure:
             tracked.offer_again()  # the cache has dropped chunks that are now recomputed
             if self._requests.get(tracked.req_id) is tracked:
                 self._offers.add(tracked)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from kvtier.connector.deadline import Deadline
@@ -37,6 +38,7 @@ from kvtier.manager import (
     StorePlan,
 )
 from kvtier.manager.hits import Prompt
+from kvtier.types import Outcome
 
 __all__ = ["CacheService"]
 
@@ -227,8 +229,7 @@ class CacheService:
         request: RequestContext,
         load_id: int | None = None,
         *,
-        gds_failed: Collection[int] = (),
-        gds_wrong: Collection[int] = (),
+        failed_reads: Mapping[int, Outcome] = MappingProxyType({}),
     ) -> None:
         """End a load of ``keys``; drop chunks that failed to load.
 
@@ -236,16 +237,13 @@ class CacheService:
             keys: The chunks of the load.
             request: The request of the load, which may have ended.
             load_id: ``load_id`` of the load's plan; None for the request's oldest load.
-            gds_failed: Positions of the chunks whose GDS read failed in a rank.
-            gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
+            failed_reads: Outcome of each failed GDS read, by the chunk's position in ``keys``.
         """
         self.is_idle = False
         self._waits.end(request.req_id)
         # Before the manager unpins the chunks: it may hold them in RAM for this load only.
         self._retain(keys, request)
-        self._manager.complete_load(
-            request.req_id, load_id, gds_failed=gds_failed, gds_wrong=gds_wrong
-        )
+        self._manager.complete_load(request.req_id, load_id, failed_reads=failed_reads)
 
     # -- store ---------------------------------------------------------------------------------
 

@@ -263,8 +263,7 @@ class Promoter:
         arrived, failures = self._jobs.settle(record, result.outcomes)
         for _, copy, outcome in failures:
             self._grants.record_missing(copy)
-            # Corrupt chunks are counted when they are dropped, and late jobs at their deadline.
-            if outcome is not Outcome.CORRUPT and not record.is_late:
+            if not record.is_late:  # else the job was counted at its deadline
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
         moved = self._drop_moved(record, result)

@@ -196,10 +196,8 @@ class StorageJobs:
         arrived, failures = record.split(outcomes)
         for read, written, outcome in failures:
             destination.abort(written)
-            if outcome is Outcome.CORRUPT and record.source:
-                self._stack.drop_corrupt(source, read)
-            elif outcome is Outcome.MISSING and record.source:
-                self._stack.drop_missing(source, read)
+            if record.source:
+                self._stack.drop_unreadable(source, read, outcome)
         return arrived, failures
 
     def _add(self, record: JobRecord, slots: Sequence[int]) -> JobId:

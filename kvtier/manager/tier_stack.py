@@ -18,6 +18,7 @@ from kvtier.manager.retention import Retention
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
+from kvtier.types import Outcome
 
 __all__ = [
     "NO_GENERATION",
@@ -344,15 +345,17 @@ class TierStack:
             self.retentions[tier.index].release(copy)
         tier.drop(copy)
 
-    def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Count and drop a copy with wrong bytes in a slower tier."""
-        tier.counters.corrupt += 1
-        if copy.state == _RESIDENT:
-            self.record_corrupt(tier.index, (copy,))
-            self.drop(tier, copy)
+    def drop_unreadable(self, tier: TierState, copy: ChunkCopy, outcome: Outcome) -> None:
+        """Drop a copy in a slower tier if a job found it corrupt or missing.
 
-    def drop_missing(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Drop a copy that a shared tier has lost."""
+        After other outcomes the copy stays, because a later read may succeed.
+        """
+        if outcome is Outcome.CORRUPT:
+            tier.counters.corrupt += 1
+            if copy.state == _RESIDENT:
+                self.record_corrupt(tier.index, (copy,))
+        elif outcome is not Outcome.MISSING:
+            return
         if copy.state == _RESIDENT:
             self.drop(tier, copy)
 

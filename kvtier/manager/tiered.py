@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
@@ -30,7 +31,7 @@ from kvtier.manager.grants import (
     SharedAccess,
 )
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
-from kvtier.manager.load import Loader, LoadPlan, ReadFailures
+from kvtier.manager.load import Loader, LoadPlan
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
 from kvtier.manager.quarantine import Quarantine
@@ -190,8 +191,7 @@ class TieredOffloadingManager:
         req_id: str,
         load_id: int | None = None,
         *,
-        gds_failed: Collection[int] = (),
-        gds_wrong: Collection[int] = (),
+        failed_reads: Mapping[int, Outcome] = MappingProxyType({}),
     ) -> None:
         """Complete a load of ``req_id``, even if the request has ended.
 
@@ -202,10 +202,9 @@ class TieredOffloadingManager:
             req_id: The request.
             load_id: ``load_id`` of the load's plan; None for the oldest load of the request, if
                 the engine does not distinguish its loads.
-            gds_failed: Positions of the chunks whose GDS read failed.
-            gds_wrong: Positions, among ``gds_failed``, of chunks that the tier must forget.
+            failed_reads: Outcome of each failed GDS read, by the chunk's position in the load.
         """
-        self._loader.complete(req_id, load_id, ReadFailures(gds_failed, gds_wrong))
+        self._loader.complete(req_id, load_id, failed_reads)
 
     # -- store ------------------------------------------------------------------------------
 

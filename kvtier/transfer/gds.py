@@ -67,7 +67,6 @@ class _Load:
     deadline_s: float
     outcomes: list[Outcome]
     error: str = ""
-    has_failed_reads: bool = False
 
     def record(self, places: Sequence[int], outcome: Outcome, error: str = "") -> None:
         """Record the outcome of the chunks at the positions ``places``, and the first error."""
@@ -248,13 +247,12 @@ class GdsLoad(Route):
             piece.places, piece.slots, errors, verified, strict=True
         ):
             if error:
-                load.has_failed_reads = True
-                load.record([place], Outcome.CORRUPT, f"slot {slot}: {error}")
+                load.record([place], Outcome.FAILED, f"slot {slot}: {error}")
             elif not good:
                 load.record([place], Outcome.CORRUPT, f"slot {slot}: hash mismatch")
 
     def _count_failures(self, load: _Load) -> None:
-        self._failures = self._failures + 1 if load.has_failed_reads else 0
+        self._failures = self._failures + 1 if Outcome.FAILED in load.outcomes else 0
         if self._failures == _MOST_FAILURES:
             self._withdraw(f"{_MOST_FAILURES} loads in a row had failed reads")
 
