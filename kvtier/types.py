@@ -53,9 +53,12 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     """The medium failed; the destination is undefined."""
     CORRUPT = "corrupt"
-    """The source has other bytes than were stored there."""
+    """The source has wrong bytes, or another chunk."""
+    OVERWRITTEN = "overwritten"
+    """The source was overwritten before the transfer ended: a RAM slot got another chunk, or
+    the engine reused the blocks of a store."""
     EXPIRED = "expired"
-    """The deadline passed, or the source was overwritten before the transfer could start."""
+    """The deadline passed."""
     CANCELLED = "cancelled"
     """The transfer became unnecessary: the request ended, the cache was reset, the engine
     closes, or an earlier chunk did not arrive. The medium works."""

@@ -434,7 +434,7 @@ class DeviceEngine:
             if store.job_id in self._retracted:
                 self._retracted.discard(store.job_id)
                 self._control.retract(self._rank, store.plan.slots, store.generations)
-                outcomes = [Outcome.EXPIRED] * len(outcomes)
+                outcomes = [Outcome.OVERWRITTEN] * len(outcomes)
             yield self._result(result, store.job_id, Purpose.STORE, outcomes)
 
     def _result(

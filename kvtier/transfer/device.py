@@ -297,7 +297,7 @@ class DeviceLoad(_DeviceRoute):
 
         _mark(outcomes, ready, Outcome.FAILED)
         whole = await self._pool.run(copy, priority=priority)
-        _mark(outcomes, ready, Outcome.DONE if whole else Outcome.CORRUPT)
+        _mark(outcomes, ready, Outcome.DONE if whole else Outcome.OVERWRITTEN)
         return whole
 
     def _record(self, payload: LoadRequest, outcomes: Sequence[Outcome]) -> None:

@@ -102,7 +102,7 @@ class ToTier(Route):
     The job's payload has the generation of each RAM slot. The job pins its slots, so nothing
     should overwrite them. As a safeguard against a lost pin, the generations are checked before
     and after the write. A slot with another generation holds another chunk. Then the job's
-    chunk counts as corrupt, and the tier forgets the written bytes.
+    chunk counts as overwritten, and the tier forgets the written bytes.
 
     Args:
         memory: The RAM slots.
@@ -161,7 +161,7 @@ class ToTier(Route):
         reused = [not is_intact for is_intact in intact]
         self._tier.forget(_select(job.destination_slots, reused))
         outcomes = [
-            outcome if is_intact else Outcome.CORRUPT
+            outcome if is_intact else Outcome.OVERWRITTEN
             for outcome, is_intact in zip(moved.outcomes, intact, strict=True)
         ]
         return SlotOutcomes(outcomes, _REUSED)
@@ -178,7 +178,7 @@ class ToTier(Route):
             )
             written = await self._finish(part, self._begin(part))
         outcomes = iter(written.outcomes)
-        every = [next(outcomes) if is_intact else Outcome.CORRUPT for is_intact in intact]
+        every = [next(outcomes) if is_intact else Outcome.OVERWRITTEN for is_intact in intact]
         return SlotOutcomes(every, _REUSED)
 
     @override

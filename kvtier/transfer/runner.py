@@ -373,13 +373,11 @@ async def _outcomes_of(
 
 
 def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
-    """Log the failed and corrupt chunks of a job, with the key of one of them.
+    """Log a job's failed, corrupt and overwritten chunks, with the key of one of them.
 
-    Device jobs have no keys, so their failures are logged without a key. If a device job
-    reports a corrupt chunk, only its RAM slot was overwritten. This is not logged, because the
-    worker reports the request.
+    Device jobs have no keys; only their failed chunks are logged.
     """
-    losses = {Outcome.FAILED, Outcome.CORRUPT}
+    losses = {Outcome.FAILED, Outcome.CORRUPT, Outcome.OVERWRITTEN}
     lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]
     if lost or Outcome.FAILED in outcomes:
         logger.warning(

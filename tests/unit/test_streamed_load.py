@@ -24,6 +24,7 @@ from kvtier.types import Job, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+OVERWRITTEN = Outcome.OVERWRITTEN
 SLOTS = [2, 3, 5, 7]
 GENERATIONS = [11, 11, 12, 12]
 SOON_S = 30.0
@@ -185,7 +186,7 @@ def test_a_slot_that_is_given_away_while_it_is_read_does_not_count(
     control = Scripted([comes(0, 1, 2, 3)])
     copier.during = lambda: control.clear_generations([3])
     moved = load(control)
-    assert moved.outcomes == [CORRUPT] * 4
+    assert moved.outcomes == [OVERWRITTEN] * 4
     assert "was reused" in moved.error
     assert control.loaded(SLOTS, GENERATIONS) == [False] * 4
 
