@@ -13,6 +13,7 @@ from kvtier.keys import ChunkKey
 
 __all__ = [
     "GdsMode",
+    "GdsReads",
     "Job",
     "JobId",
     "LayoutFingerprint",
@@ -173,6 +174,27 @@ class SlotFileId(NamedTuple):
     path: str
     device: int
     inode: int
+
+
+class GdsReads(NamedTuple):
+    """The chunks of a load that each rank reads from an NVMe tier, without RAM slots.
+
+    Attributes:
+        file: The tier's slot file.
+        positions: Positions of the chunks in the load, ascending.
+        slots: Slots of the chunks in the tier.
+        part_hashes: Hashes of all parts of each chunk, as 64-bit numbers of this machine.
+    """
+
+    file: SlotFileId
+    positions: Sequence[int]
+    slots: Sequence[int]
+    part_hashes: bytes
+
+    def hashes_of(self, part: int) -> list[int]:
+        """Return the hash of one part of each chunk."""
+        hashes = memoryview(self.part_hashes).cast("Q")
+        return hashes[part :: len(hashes) // len(self.slots)].tolist()
 
 
 @dataclass(frozen=True, slots=True)

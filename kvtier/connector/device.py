@@ -32,10 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvtier.connector.deadline import Deadline
-from kvtier.connector.metadata import GdsSpec
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.copiers import open_copier
@@ -47,13 +44,12 @@ from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import (
     DeviceLoad,
     DeviceStore,
-    GdsReads,
     LoadRequest,
     StoreRequest,
 )
 from kvtier.transfer.gds import GdsLoad
 from kvtier.transfer.routes import Route
-from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
+from kvtier.types import GdsReads, Job, JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
@@ -242,7 +238,7 @@ class DeviceEngine:
         generations: Sequence[int],
         *,
         wait_s: float = 0.0,
-        gds: GdsSpec | None = None,
+        gds: GdsReads | None = None,
     ) -> None:
         """Start a copy from slots to blocks; it runs after the work now in the engine's stream.
 
@@ -259,19 +255,12 @@ class DeviceEngine:
             UnsupportedError: This rank has no GDS reads.
         """
         self._begin()
-        reads = None if gds is None else self._reads_of(gds)
-        request = LoadRequest(plan, self._copier.mark(), generations, wait_s, reads)
+        if gds is not None and self._gds is None:
+            raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
+        request = LoadRequest(plan, self._copier.mark(), generations, wait_s, gds)
         timeout_s = _COPY_TIMEOUT_S + wait_s
         job = _job(job_id, Purpose.LOAD, plan.slots, request, timeout_s)
         self._engine.submit(job if gds is None else job._replace(source=_GDS))
-
-    def _reads_of(self, gds: GdsSpec) -> GdsReads:
-        """Build this rank's GDS reads; of a chunk's hashes, keep only that of its part."""
-        if self._gds is None:
-            raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
-        hashes = np.frombuffer(gds.hashes, np.uint64).reshape(len(gds.slots), -1)
-        own = hashes[:, self._gds.part].tolist()
-        return GdsReads(gds.file, gds.positions, gds.slots, own)
 
     # -- results -------------------------------------------------------------------------------
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.connector.transfers import Transfers
-from kvtier.types import JobId, Outcome, SlotFileId
+from kvtier.types import GdsReads, JobId, Outcome
 
 __all__ = [
     "BlockSpec",
     "ConnectorMetadata",
     "FailedLoad",
-    "GdsSpec",
     "RequestId",
     "SlotSpec",
     "TransferJob",
@@ -54,23 +53,6 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class GdsSpec:
-    """The chunks of a load that are read from an NVMe tier.
-
-    Attributes:
-        file: The tier's slot file.
-        positions: Positions of the chunks among the job's chunks.
-        slots: Slots of the chunks in the tier.
-        hashes: Hash of every part of each chunk, as 64-bit numbers of this machine.
-    """
-
-    file: SlotFileId
-    positions: tuple[int, ...]
-    slots: tuple[int, ...]
-    hashes: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class SlotSpec:
     """The RAM slots of a job's chunks, group after group.
 
@@ -86,7 +68,7 @@ class SlotSpec:
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     wait_s: float = 0.0
-    gds: GdsSpec | None = None
+    gds: GdsReads | None = None
 
 
 @dataclass(frozen=True, slots=True)

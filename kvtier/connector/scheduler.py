@@ -175,10 +175,7 @@ class ConnectorScheduler:
         tracked.load_sources = self._sources(keys, plan, num_external_tokens)
         job_id = self._jobs.add_load(tracked, keys, plan.load_id)
         slots = SlotSpec(
-            tuple(plan.slots),
-            tuple(plan.generations),
-            wait_s=plan.wait_s,
-            gds=None if plan.gds is None else self._cache.gds_spec(plan.gds),
+            tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s, gds=plan.gds
         )
         self._load_jobs[job_id] = TransferJob(tracked.req_id, targets, slots)
         if self._options.shares_blocks:

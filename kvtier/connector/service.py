@@ -19,7 +19,6 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import EngineStatistics, collect_statistics
 from kvtier.connector.hints import HintReader, TierNature
-from kvtier.connector.metadata import GdsSpec
 from kvtier.connector.notices import Notices
 from kvtier.connector.protocols import RequestContext
 from kvtier.connector.storage import Storage
@@ -32,7 +31,6 @@ from kvtier.manager import (
     NO_GENERATION,
     NO_SLOT,
     NOTHING_TO_STORE,
-    GdsPlan,
     LoadPlan,
     ResidencyEvent,
     StorePlan,
@@ -215,12 +213,6 @@ class CacheService:
         if plan.wait_s:
             self._submit_now()
         return plan
-
-    def gds_spec(self, plan: GdsPlan) -> GdsSpec:
-        """Convert the plan of a load's GDS reads to the message for the workers."""
-        gds = self._storage.gds
-        assert gds is not None
-        return gds.spec(plan)
 
     @_or_else(None)
     def complete_load(

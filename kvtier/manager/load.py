@@ -24,12 +24,11 @@ from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
-from kvtier.manager.gds import GdsPlan
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.promote import Promoter
 from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Outcome
+from kvtier.types import GdsReads, Outcome
 
 __all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader"]
 
@@ -60,7 +59,7 @@ class LoadPlan(NamedTuple):
     origins: Sequence[int]
     wait_s: float = 0.0
     load_id: int = NO_LOAD
-    gds: GdsPlan | None = None
+    gds: GdsReads | None = None
 
 
 @dataclass(slots=True)
@@ -301,9 +300,7 @@ class Loader:
             gds.tier if at in reads else origin for at, origin in enumerate(plan.origins)
         ]
         slots = [copy.slot for copy in reads.values()]
-        return plan._replace(
-            origins=origins, gds=GdsPlan(list(reads), slots, gds.hashes(slots))
-        )
+        return plan._replace(origins=origins, gds=gds.plan_reads(list(reads), slots))
 
     def _end_reads(self, load: _PendingLoad, failed: Mapping[int, Outcome]) -> None:
         """Unpin the copies that workers read, and record the failed reads."""

@@ -22,7 +22,6 @@ from types import MappingProxyType
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
-from kvtier.manager.gds import GdsSource
 from kvtier.manager.grants import (
     DEFERRED,
     Grants,
@@ -40,7 +39,7 @@ from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
 from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
+from kvtier.manager.tier_stack import GdsSource, ManagerLimits, SlotStatus, TierStack
 from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult

@@ -15,7 +15,7 @@ from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.routes import Route
-from kvtier.types import Job, JobId, Outcome, SlotFileId
+from kvtier.types import GdsReads, Job, JobId, Outcome
 
 if TYPE_CHECKING:
     from kvtier.memory.copy import Copier
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.memory.part_hashes import Hashes
     from kvtier.memory.streams import Fence
 
-__all__ = ["DeviceLoad", "DeviceStore", "GdsReads", "LoadRequest", "StoreRequest"]
+__all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
 
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
@@ -40,24 +40,6 @@ _OVERWRITTEN: Final = "a slot was reused while it was read"
 
 
 @dataclass(frozen=True, slots=True)
-class GdsReads:
-    """The chunks of a load that are read from an NVMe tier instead of RAM slots.
-
-    Attributes:
-        file: The tier's slot file.
-        positions: Positions of the chunks in the load. At these positions the load's plan has
-            placeholders instead of RAM slots.
-        slots: Slots of the chunks in the tier.
-        hashes: Hash of this rank's part of each chunk.
-    """
-
-    file: SlotFileId
-    positions: Sequence[int]
-    slots: Sequence[int]
-    hashes: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """Payload of a load job, which copies RAM slots or an NVMe tier's slots to KV blocks.
 
@@ -67,7 +49,8 @@ class LoadRequest:
         generations: Required generation per slot; 0 if a chunk has no slot. The load of such a
             chunk fails.
         wait_s: Longest time in seconds to wait for the generations of slots and for GDS reads.
-        gds: The chunks to read from an NVMe tier; None if all chunks are in RAM slots.
+        gds: The chunks to read from an NVMe tier. For each of these chunks, the plan has a
+            negative number instead of a slot. None if all chunks are in RAM slots.
     """
 
     plan: BlockCopyPlan

@@ -29,9 +29,9 @@ from kvtier.logs import get_logger
 from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes
-from kvtier.transfer.device import DeviceLoad, GdsReads, LoadRequest
+from kvtier.transfer.device import DeviceLoad, LoadRequest
 from kvtier.transfer.routes import Route, all_of
-from kvtier.types import Job, Outcome
+from kvtier.types import GdsReads, Job, Outcome
 
 if TYPE_CHECKING:
     from kvtier.memory.gds import GdsLoader
@@ -59,11 +59,22 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Load:
-    """The GDS reads of one job, and their results so far."""
+    """The GDS reads of one job, and their results so far.
+
+    Attributes:
+        request: The load.
+        gds: The chunks to read.
+        groups: KV cache group of each chunk.
+        hashes: Hash of this rank's part of each chunk.
+        deadline_s: Time at which the load fails.
+        outcomes: Outcome of each chunk.
+        error: The first error.
+    """
 
     request: LoadRequest
     gds: GdsReads
     groups: Sequence[int]
+    hashes: Sequence[int]
     deadline_s: float
     outcomes: list[Outcome]
     error: str = ""
@@ -151,6 +162,7 @@ class GdsLoad(Route):
             request,
             gds,
             _groups(request, gds),
+            gds.hashes_of(self._loader.part),
             time.monotonic() + request.wait_s,
             [Outcome.EXPIRED] * len(gds.slots),
         )
@@ -233,7 +245,7 @@ class GdsLoad(Route):
     ) -> None:
         gds = load.gds
         groups = [load.groups[place] for place in piece.places]
-        expected = [gds.hashes[place] for place in piece.places]
+        expected = [load.hashes[place] for place in piece.places]
         verified = self._loader.verify(staged, groups, expected)
         whole = [good and not error for good, error in zip(verified, errors, strict=True)]
         if any(whole):

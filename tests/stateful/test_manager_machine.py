@@ -246,8 +246,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
         reads = {}
         if plan.gds is not None:
-            positions, slots, _ = plan.gds
-            reads = {at: (keys[at], slot) for at, slot in zip(positions, slots, strict=True)}
+            found = zip(plan.gds.positions, plan.gds.slots, strict=True)
+            reads = {at: (keys[at], slot) for at, slot in found}
         in_ram = [at for at in range(len(keys)) if at not in reads]
         return WorkerOp(
             [keys[at] for at in in_ram],

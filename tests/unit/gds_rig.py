@@ -19,14 +19,13 @@ import torch
 
 from kvtier.connector import device as device_module
 from kvtier.connector.device import DeviceEngine, DeviceResult
-from kvtier.connector.metadata import GdsSpec
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import gds as gds_module
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.cuda_copy import CudaCopier
 from kvtier.memory.gds import GdsLoader
 from kvtier.memory.slot_layout import RankShare
-from kvtier.types import Outcome
+from kvtier.types import GdsReads, Outcome
 from tests.support.fake_cuda import FakeCuda
 from tests.unit.gds_files import ScriptedFiles, file_id
 from tests.unit.regions import open_regions
@@ -104,11 +103,8 @@ class GdsRig:
             self.device.plan(targets, [2 * count], [0], numbers),
             [0] * len(slots) + [generation for _, generation in ram],
             wait_s=wait_s,
-            gds=GdsSpec(
-                file_id(self.path),
-                tuple(range(len(slots))),
-                tuple(slots),
-                expected.tobytes(),
+            gds=GdsReads(
+                file_id(self.path), range(len(slots)), list(slots), expected.tobytes()
             ),
         )
         return self._jobs

@@ -66,11 +66,11 @@ class Kept:
         self._control = control
         self.by_slot: dict[int, list[int]] = {}
 
-    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+    def ram_part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         return self._control.part_hashes(slots, generations)
 
-    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        self.by_slot.update(zip(slots, hashes.tolist(), strict=True))
+    def keep_part_hashes(self, slots: Sequence[int], part_hashes: PartHashes) -> None:
+        self.by_slot.update(zip(slots, part_hashes.tolist(), strict=True))
 
 
 class Demotion:

@@ -38,7 +38,7 @@ def test_chunks_that_workers_can_read_take_no_ram_and_no_job() -> None:
     assert plan.wait_s == 7.0
     assert plan.gds is not None
     assert (plan.gds.positions, plan.gds.slots) == (list(range(8)), list(range(3, 11)))
-    assert plan.gds.hashes == struct.pack("=8Q", *range(3, 11))
+    assert plan.gds.part_hashes == struct.pack("=8Q", *range(3, 11))
     assert bench.step() == []
     bench.manager.complete_load("reader")
     bench.check()

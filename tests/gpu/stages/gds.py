@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -26,11 +26,11 @@ from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.direct_files import PosixFiles
 from kvtier.memory.gds import GdsLoader
 from kvtier.memory.kvikio_files import open_direct_files
-from kvtier.memory.part_hashes import HashPlanner, open_hasher
+from kvtier.memory.part_hashes import Hashes, HashPlanner, open_hasher
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
-from kvtier.types import Job, Purpose, SlotFileId
+from kvtier.types import GdsReads, Job, Purpose, SlotFileId
 from kvtier.units import format_size
 from tests.gpu.bench import Bench
 from tests.gpu.machine import file_system
@@ -147,7 +147,7 @@ def _by_kvtier(file: File) -> Iterator[Read]:
     ranges = HashPlanner(kv, geometry, **options).of_slots(
         file.expected.data_ptr(), [0] * slots
     )
-    job = _job_of(file, open_hasher(driver).hash(ranges, slots).tolist())
+    job = _job_of(file, open_hasher(driver).hash(ranges, slots))
     files = PosixFiles() if driver is None else open_direct_files(device)
     loader = GdsLoader(kv, geometry, files=files, driver=driver, **options)
     pools = [IoPool(1, name=name, prepare=use_one_torch_thread) for name in ("gds", "load")]
@@ -168,16 +168,16 @@ def _by_kvtier(file: File) -> Iterator[Read]:
         loader.close()
 
 
-def _job_of(file: File, hashes: Sequence[int]) -> Job:
+def _job_of(file: File, hashes: Hashes) -> Job:
     """Return the load of all slots of the file, slot i to block i."""
-    from kvtier.transfer.device import GdsReads, LoadRequest  # noqa: PLC0415 - needs pydantic
+    from kvtier.transfer.device import LoadRequest  # noqa: PLC0415 - needs pydantic
 
     slots = list(range(len(hashes)))
     numbers = [-2 - slot for slot in slots]
     status = file.path.stat()
     identity = SlotFileId("nvme", str(file.path), status.st_dev, status.st_ino)
     plan = plan_copy(slots, [len(slots)], [0], numbers, blocks_per_chunk=1)
-    reads = GdsReads(identity, slots, slots, hashes)
+    reads = GdsReads(identity, slots, slots, hashes.tobytes())
     request = LoadRequest(plan, None, [0] * len(slots), _PATIENCE_S, reads)
     return Job(0, Purpose.LOAD, "gds", "gpu", (), numbers, numbers, _PATIENCE_S, request)
 
