@@ -76,6 +76,10 @@ class Job(NamedTuple):
     Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``. In a job
     with purpose FIND, both tiers are the shared tier, and the slot numbers have no meaning.
 
+    A *device job*, with purpose LOAD or STORE, copies between ``gpu`` and ``ram``. It has no
+    keys, and both slot numbers of a chunk are its RAM slot, or negative if it has none. If a
+    load has :class:`GdsReads`, its source is ``gds``.
+
     Attributes:
         job_id: Number of the job, unique among the jobs of one transfer engine.
         purpose: Purpose of the job, which sets its priority.
@@ -85,8 +89,10 @@ class Job(NamedTuple):
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
         timeout_s: Seconds after submission at which the job expires.
-        payload: Extra data for the transfer: the generations of the RAM slots, or the
-            :class:`QuestionPart` of each group.
+        payload: Extra data for the route: the generations of the RAM slots; in a question, the
+            :class:`QuestionPart` of each group; in a load, a
+            :class:`~kvtier.transfer.device.LoadPayload`; in a store, a sequence of
+            :class:`~kvtier.transfer.device.StorePayload`.
     """
 
     job_id: JobId

@@ -42,12 +42,12 @@ from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import (
-    DeviceLoad,
-    DeviceStore,
-    LoadRequest,
-    StoreRequest,
+    DeviceLoadRoute,
+    DeviceStoreRoute,
+    LoadPayload,
+    StorePayload,
 )
-from kvtier.transfer.gds import GdsLoad
+from kvtier.transfer.gds_route import GdsLoadRoute
 from kvtier.transfer.routes import Route
 from kvtier.types import GdsReads, Job, JobId, Outcome, Purpose, TransferResult
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from kvtier.memory import HostRegion
     from kvtier.memory.copy import KVBlocks
     from kvtier.memory.copy_plan import BlockCopyPlan, Indices
-    from kvtier.memory.gds import GdsLoader
+    from kvtier.memory.gds_staging import GdsStaging
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
@@ -139,7 +139,7 @@ class DeviceEngine:
         share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
-        gds: GdsLoader | None = None,
+        gds: GdsStaging | None = None,
     ) -> None:
         self._region = region
         if share.parts == 1:  # otherwise other ranks use most of the pages
@@ -169,8 +169,8 @@ class DeviceEngine:
             opened.pop_all()
         if gds is not None:
             self._control.report_gds(rank, gds.part)
-        self._held: list[StoreRequest] = []
-        self._stores: dict[JobId, list[StoreRequest]] = {}
+        self._held: list[StorePayload] = []
+        self._stores: dict[JobId, list[StorePayload]] = {}
         self._carriers: dict[JobId, JobId] = {}
         self._retracted: set[JobId] = set()
         self._ended: list[DeviceResult] = []
@@ -180,16 +180,16 @@ class DeviceEngine:
         rank, control, gds = self._rank, self._control, self._gds
         reader, store, load = self._pools[0], self._pools[gds is not None], self._pools[-1]
         hasher = None if gds is None else gds.store_hasher
-        loads = DeviceLoad(self._copier, control, rank=rank, pool=load)
+        loads = DeviceLoadRoute(self._copier, control, rank=rank, pool=load)
         routes: dict[tuple[str, str], Route] = {
-            ("gpu", "ram"): DeviceStore(
+            ("gpu", "ram"): DeviceStoreRoute(
                 self._copier, control, rank=rank, pool=store, hasher=hasher
             ),
             ("ram", "gpu"): loads,
         }
-        self._waiting: list[DeviceLoad | GdsLoad] = [loads]
+        self._waiting: list[DeviceLoadRoute | GdsLoadRoute] = [loads]
         if gds is not None:
-            reads = GdsLoad(gds, loads, control, rank=rank, reader=reader, pool=load)
+            reads = GdsLoadRoute(gds, loads, control, rank=rank, reader=reader, pool=load)
             routes[_GDS, "gpu"] = reads
             self._waiting.append(reads)
         name = f"device-{rank}"
@@ -229,7 +229,7 @@ class DeviceEngine:
             plan: The copies.
             generations: The generation that the store gives each slot.
         """
-        self._held.append(StoreRequest(job_id, plan, self._copier.mark(), generations))
+        self._held.append(StorePayload(job_id, plan, self._copier.mark(), generations))
 
     def load(
         self,
@@ -257,9 +257,9 @@ class DeviceEngine:
         self._begin()
         if gds is not None and self._gds is None:
             raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
-        request = LoadRequest(plan, self._copier.mark(), generations, wait_s, gds)
+        payload = LoadPayload(plan, self._copier.mark(), generations, wait_s, gds)
         timeout_s = _COPY_TIMEOUT_S + wait_s
-        job = _job(job_id, Purpose.LOAD, plan.slots, request, timeout_s)
+        job = _job(job_id, Purpose.LOAD, plan.slots, payload, timeout_s)
         self._engine.submit(job if gds is None else job._replace(source=_GDS))
 
     # -- results -------------------------------------------------------------------------------
@@ -391,8 +391,8 @@ class DeviceEngine:
             if stores:
                 self._carry(stores)
 
-    def _carry(self, stores: list[StoreRequest]) -> None:
-        """Submit several store requests as one job, with the id of the first."""
+    def _carry(self, stores: list[StorePayload]) -> None:
+        """Submit several stores as one job, with the id of the first."""
         slots: list[int] = []
         for store in stores:
             slots += store.plan.slots

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from kvtier.errors import UnsupportedError
+from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.fragments import Pages, locate_pages
@@ -36,10 +37,13 @@ __all__ = [
     "HashRanges",
     "Hasher",
     "Hashes",
+    "StoreHasher",
     "hash_on_host",
     "hash_words",
     "open_hasher",
 ]
+
+logger = get_logger(__name__)
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
@@ -232,6 +236,36 @@ class DeviceHasher(Hasher):
 def open_hasher(driver: Driver | None) -> Hasher:
     """Return a hasher for a GPU's memory; without a GPU, for this process's memory."""
     return HostHasher() if driver is None else DeviceHasher(driver)
+
+
+class StoreHasher:
+    """Hashes the blocks that a rank stores, so that later GDS reads can be verified.
+
+    Args:
+        planner: Finds the ranges to hash.
+        driver: The GPU; None on a CPU.
+    """
+
+    def __init__(self, planner: HashPlanner, driver: Driver | None) -> None:
+        self._planner = planner
+        self._hasher = open_hasher(driver)
+        self._has_failed = False
+
+    def hash(self, plan: BlockCopyPlan) -> Hashes | None:
+        """Return the hash of the bytes that this rank stored in each of ``plan.slots``.
+
+        Call this after the store of ``plan`` has ended, while its blocks are unchanged.
+
+        Returns:
+            The hashes; None if the device failed to hash, which is logged once.
+        """
+        try:
+            return self._hasher.hash(self._planner.of_blocks(plan), len(plan.slots))
+        except (KvtierError, RuntimeError) as error:
+            if not self._has_failed:
+                logger.warning("chunks get no hash, so they are loaded through RAM: %s", error)
+            self._has_failed = True
+            return None
 
 
 _NONE = np.empty((0, 4), np.int64)

@@ -22,7 +22,7 @@ from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence
 from kvtier.os.iopool import IoPool
-from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
+from kvtier.transfer.device import DeviceLoadRoute, DeviceStoreRoute, LoadPayload, StorePayload
 from kvtier.types import Job, Outcome, Purpose
 from tests.unit.kv_pages import block_bytes
 from tests.unit.regions import open_regions
@@ -280,17 +280,17 @@ def test_a_device_without_a_way_to_copy_is_refused(make_region: MakeRegion) -> N
 
 
 def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
-    request = LoadRequest(plan, None, generations)
-    return Job(1, Purpose.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, request)
+    payload = LoadPayload(plan, None, generations)
+    return Job(1, Purpose.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, payload)
 
 
 def store_job(*plans: BlockCopyPlan, generation: int = 8) -> Job:
     slots = [slot for plan in plans for slot in plan.slots]
-    requests = [
-        StoreRequest(number, plan, None, [generation] * len(plan.slots))
+    payload = [
+        StorePayload(number, plan, None, [generation] * len(plan.slots))
         for number, plan in enumerate(plans, start=1)
     ]
-    return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
+    return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, payload)
 
 
 class Device:
@@ -309,8 +309,8 @@ class Device:
         self.copier = BlockCopier(
             self.kv, region, share=RankShare(), blocks_per_chunk=blocks_per_chunk
         )
-        self.store = DeviceStore(self.copier, self.control, rank=0, pool=pool)
-        self.load = DeviceLoad(self.copier, self.control, rank=0, pool=pool)
+        self.store = DeviceStoreRoute(self.copier, self.control, rank=0, pool=pool)
+        self.load = DeviceLoadRoute(self.copier, self.control, rank=0, pool=pool)
 
 
 @pytest.fixture

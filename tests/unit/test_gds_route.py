@@ -193,7 +193,7 @@ def test_short_parts_of_several_ranks_are_not_read(tmp_path: Path) -> None:
         open_rig(tmp_path, share=RankShare(1, 4)) as rig,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("kvtier.memory.gds.SHORTEST_NBYTES", 64 << 10)
+        patch.setattr("kvtier.memory.gds_staging.SHORTEST_NBYTES", 64 << 10)
         with pytest.raises(UnsupportedError, match=r"1\.00 KiB, which is too short"):
             open_gds(
                 "require",

@@ -19,7 +19,7 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
-from kvtier.transfer.device import DeviceLoad, LoadRequest
+from kvtier.transfer.device import DeviceLoadRoute, LoadPayload
 from kvtier.types import Job, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 
@@ -104,8 +104,8 @@ def load(pool: IoPool, copier: Copier) -> Load:
     ) -> SlotOutcomes:
         count = len(slots)
         plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
-        route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
-        payload = LoadRequest(plan, None, generations, wait_s)
+        route = DeviceLoadRoute(cast("BlockCopier", copier), control, rank=0, pool=pool)
+        payload = LoadPayload(plan, None, generations, wait_s)
         job = Job(1, Purpose.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
         return asyncio.run(route.run(job))
 

@@ -24,7 +24,7 @@ from kvtier.memory.copy import Copier, KVBlocks
 from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.direct_files import PosixFiles
-from kvtier.memory.gds import GdsLoader
+from kvtier.memory.gds_staging import GdsStaging
 from kvtier.memory.kvikio_files import open_direct_files
 from kvtier.memory.part_hashes import Hashes, HashPlanner, open_hasher
 from kvtier.memory.slot_layout import RankShare
@@ -134,8 +134,8 @@ def _by_kvikio(file: File) -> Iterator[Read]:
 @contextmanager
 def _by_kvtier(file: File) -> Iterator[Read]:
     """Yield kvtier's load of the file as slots of a tier: read, verified, copied to blocks."""
-    from kvtier.transfer.device import DeviceLoad  # noqa: PLC0415 - needs pydantic
-    from kvtier.transfer.gds import GdsLoad  # noqa: PLC0415
+    from kvtier.transfer.device import DeviceLoadRoute  # noqa: PLC0415 - needs pydantic
+    from kvtier.transfer.gds_route import GdsLoadRoute  # noqa: PLC0415
 
     slot_nbytes = math.gcd(file.nbytes, _PIECE_NBYTES)
     slots = file.nbytes // slot_nbytes
@@ -149,11 +149,11 @@ def _by_kvtier(file: File) -> Iterator[Read]:
     )
     job = _job_of(file, open_hasher(driver).hash(ranges, slots))
     files = PosixFiles() if driver is None else open_direct_files(device)
-    loader = GdsLoader(kv, geometry, files=files, driver=driver, **options)
+    staging = GdsStaging(kv, geometry, files=files, driver=driver, **options)
     pools = [IoPool(1, name=name, prepare=use_one_torch_thread) for name in ("gds", "load")]
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(1, 1))), slots=1, ranks=1)
-    ram = DeviceLoad(cast("Copier", None), control, rank=0, pool=pools[1])
-    route = GdsLoad(loader, ram, control, rank=0, reader=pools[0], pool=pools[1])
+    ram = DeviceLoadRoute(cast("Copier", None), control, rank=0, pool=pools[1])
+    route = GdsLoadRoute(staging, ram, control, rank=0, reader=pools[0], pool=pools[1])
 
     def read() -> None:
         ended = asyncio.run(route.run(job))
@@ -165,12 +165,12 @@ def _by_kvtier(file: File) -> Iterator[Read]:
     finally:
         for pool in pools:
             pool.close(timeout_s=_PATIENCE_S)
-        loader.close()
+        staging.close()
 
 
 def _job_of(file: File, hashes: Hashes) -> Job:
     """Return the load of all slots of the file, slot i to block i."""
-    from kvtier.transfer.device import LoadRequest  # noqa: PLC0415 - needs pydantic
+    from kvtier.transfer.device import LoadPayload  # noqa: PLC0415 - needs pydantic
 
     slots = list(range(len(hashes)))
     numbers = [-2 - slot for slot in slots]
@@ -178,8 +178,8 @@ def _job_of(file: File, hashes: Hashes) -> Job:
     identity = SlotFileId("nvme", str(file.path), status.st_dev, status.st_ino)
     plan = plan_copy(slots, [len(slots)], [0], numbers, blocks_per_chunk=1)
     reads = GdsReads(identity, slots, slots, hashes.tobytes())
-    request = LoadRequest(plan, None, [0] * len(slots), _PATIENCE_S, reads)
-    return Job(0, Purpose.LOAD, "gds", "gpu", (), numbers, numbers, _PATIENCE_S, request)
+    payload = LoadPayload(plan, None, [0] * len(slots), _PATIENCE_S, reads)
+    return Job(0, Purpose.LOAD, "gds", "gpu", (), numbers, numbers, _PATIENCE_S, payload)
 
 
 def run(bench: Bench) -> None:
