@@ -357,8 +357,8 @@ def _retain(
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:
     namespace = fingerprint.namespace()
-    places = [(tier, tier.local_directory()) for tier in config.tiers]
+    directories = [tier.local_directory() for tier in config.tiers]
     return [
-        StoreInfo(tier.name, tier.kind, namespace, str(at.path) if at else "")
-        for tier, at in places
+        StoreInfo(tier.name, tier.kind, namespace, str(directory.path) if directory else "")
+        for tier, directory in zip(config.tiers, directories, strict=True)
     ]

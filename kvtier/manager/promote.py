@@ -222,9 +222,9 @@ class Promoter:
         answers = [False] * len(copies)
         if gds is None or gds.tier not in tiers:
             return answers
-        places = [at for at, tier in enumerate(tiers) if tier == gds.tier]
-        readable = gds.readable([copies[at].slot for at in places])
-        for at, answer in zip(places, readable, strict=True):
+        positions = [at for at, tier in enumerate(tiers) if tier == gds.tier]
+        readable = gds.readable([copies[at].slot for at in positions])
+        for at, answer in zip(positions, readable, strict=True):
             answers[at] = answer
         return answers
 

@@ -297,8 +297,8 @@ class DeviceLoadRoute(_DeviceRoute):
         self._control.acknowledge(self._rank, list(compress(slots, held)))
 
 
-def _mark(outcomes: list[Outcome], places: Sequence[int], outcome: Outcome) -> None:
-    for at in places:
+def _mark(outcomes: list[Outcome], positions: Sequence[int], outcome: Outcome) -> None:
+    for at in positions:
         outcomes[at] = outcome
 
 

@@ -179,7 +179,7 @@ def test_groups_follow_one_another_and_a_skipped_group_takes_no_slot(
     source, target = make_kv(), make_kv(fill=False)
     plan = plan_copy([1, 2, 3, 4, 5], [3, 2], [0, 3], [8, 9, 2, 3], blocks_per_chunk=2)
     assert [group.group for group in plan.groups] == [0, 1]
-    assert sorted(zip(plan.groups[1].slots, plan.groups[1].subs, strict=True)) == [
+    assert sorted(zip(plan.groups[1].slots, plan.groups[1].places, strict=True)) == [
         (2, 1),
         (3, 0),
     ]
@@ -212,9 +212,9 @@ def test_every_block_gets_its_place_once(
     blocks = list(range(100, 100 + sum(sizes)))
     plan = plan_copy(blocks, sizes, starts, slots, blocks_per_chunk=blocks_per_chunk)
     seen = [
-        (int(slot), int(sub))
+        (int(slot), int(place))
         for group in plan.groups
-        for slot, sub in zip(group.slots, group.subs, strict=True)
+        for slot, place in zip(group.slots, group.places, strict=True)
     ]
     assert len(set(seen)) == len(blocks)
     assert [b for group in plan.groups for b in sorted(group.blocks)] == blocks
@@ -226,7 +226,7 @@ def test_every_block_gets_its_place_once(
         assert [int(s) for s in group.slots[order]] == [
             own[i // blocks_per_chunk] for i in expected
         ]
-        assert [int(s) for s in group.subs[order]] == [i % blocks_per_chunk for i in expected]
+        assert [int(s) for s in group.places[order]] == [i % blocks_per_chunk for i in expected]
         at += chunks[group.group]
 
 
