@@ -15,7 +15,7 @@ protocol orders a store and a load that use the same slot or block:
   rank acknowledges a job after the job's copy has ended.
 * A load overwrites a block after the stores that read it. The blocks that a request gets for a
   load are among the step's allocated blocks. So the stores that read these blocks are flushed:
-  the engine's thread waits for the stores (:meth:`DeviceEngine.wait`) before it starts the
+  the model thread waits for the stores (:meth:`DeviceEngine.wait`) before it starts the
   step's loads. A store that outlasts this wait is retracted, so its chunks are never loaded.
 * A store reads a block after the load that fills it. The request runs only when every rank has
   acknowledged the load, and the request's stores are planned later.
@@ -112,7 +112,7 @@ class DeviceEngine:
     as one job. A model on a CPU needs all processors during the pass, and a single job
     interrupts the model only once.
 
-    The engine's thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
+    The model thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
     Args:
         kv: The rank's KV memory.

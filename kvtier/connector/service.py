@@ -286,7 +286,7 @@ class CacheService:
             if self._observer is not None:
                 self._observer.started(started, now)
             # Steps with waiting events are counted, so that they cannot keep an engine busy.
-            self.is_idle = manager.is_idle and not manager.has_events
+            self.is_idle = manager.can_skip_step and not manager.has_events
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.is_idle = False
             self.report_error("end_step", error)

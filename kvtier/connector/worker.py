@@ -1,6 +1,6 @@
 """The connector's worker side: carries out the jobs of the scheduler side in one rank.
 
-Calls of one step, all on the engine's thread:
+Calls of one step, all on the model thread:
 
 1. :meth:`~ConnectorWorker.handle_preemptions`. It submits the stores deferred in the step
    before. It waits only for the stores in ``jobs_to_flush``, because their blocks are about to

@@ -286,7 +286,7 @@ class TieredOffloadingManager:
             stack.end_reuse_step()
 
     @property
-    def is_idle(self) -> bool:
+    def can_skip_step(self) -> bool:
         """Whether :meth:`end_step` has no work until another method is called.
 
         Expired retained chunks do not count as work, because any later step can release them.

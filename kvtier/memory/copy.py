@@ -105,7 +105,7 @@ class Copier(ABC):
 
     @abstractmethod
     def mark(self) -> Fence | None:
-        """Return the current point of the compute stream. The engine's thread calls this.
+        """Return the current point of the compute stream. The model thread calls this.
 
         Copies that are submitted now must start after this point. A store reads blocks that the
         forward pass has just written, and a load overwrites blocks that the engine may still be

@@ -41,7 +41,7 @@ class BlockCopyPlan:
     Args:
         groups: The blocks to copy, by KV cache group; or a function that returns them. The
             function is called when the groups are first used. So the copying thread spends this
-            time, and not the engine's thread, which makes the plan.
+            time, and not the model thread, which makes the plan.
         slots: The RAM slots involved, each once.
 
     Attributes:

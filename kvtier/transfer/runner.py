@@ -30,7 +30,7 @@ Action = Callable[[], Awaitable[None]]
 class Runner:
     """Starts queued jobs, most urgent first, and posts the final result of each job.
 
-    Only the engine's thread may call the methods, except :meth:`enqueue`, :meth:`cancel`,
+    Only the transfer thread may call the methods, except :meth:`enqueue`, :meth:`cancel`,
     :meth:`close` and :attr:`running`. Call :meth:`answer_all` only after the loop has died.
 
     Args:
@@ -75,7 +75,7 @@ class Runner:
         return sorted(self._running)
 
     def enqueue(self, jobs: Sequence[Job], now: float) -> None:
-        """Pass jobs, submitted at time ``now``, to the engine's thread."""
+        """Pass jobs, submitted at time ``now``, to the transfer thread."""
         self._inbox.append((jobs, now))
         self._waker.wake()
 
@@ -90,7 +90,7 @@ class Runner:
         self._waker.wake()
 
     def answer_all(self, error: str) -> None:
-        """Answer every job after the engine's thread died.
+        """Answer every job after the transfer thread died.
 
         Running jobs stay unsettled, because other threads may still write into their slots.
         """
