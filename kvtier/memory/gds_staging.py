@@ -148,14 +148,14 @@ class GdsStaging:
         opened = self._open(file)
         if self._extents is not None:
             return self._read_parts(opened, staged, slots, self._extents, groups)
-        runs = _runs(slots)
-        errors = opened.read([self._read_of(staged, slots, run) for run in runs])
+        ranges = _consecutive_ranges(slots)
+        errors = opened.read([self._read_of(staged, slots, some) for some in ranges])
         found: list[str] = []
-        for run, error in zip(runs, errors, strict=True):
-            if not error or len(run) == 1:
-                found += [error] * len(run)
+        for some, error in zip(ranges, errors, strict=True):
+            if not error or len(some) == 1:
+                found += [error] * len(some)
             else:  # one unreadable sector must not fail the adjacent slots
-                singles = [range(at, at + 1) for at in run]
+                singles = [range(at, at + 1) for at in some]
                 found += opened.read([self._read_of(staged, slots, at) for at in singles])
         return found
 
@@ -234,11 +234,12 @@ class GdsStaging:
             self._file = file, opened
         return self._file[1]
 
-    def _read_of(self, staged: range, slots: Sequence[int], run: range) -> DirectRead:
+    def _read_of(self, staged: range, slots: Sequence[int], some: range) -> DirectRead:
+        """Return the read of the consecutive slots at the positions ``some``."""
         nbytes = self._slot_nbytes
-        first = (staged.start + run.start) * nbytes
-        into = self._memory[first : first + len(run) * nbytes]
-        return DirectRead(slots[run.start] * nbytes, into)
+        first = (staged.start + some.start) * nbytes
+        into = self._memory[first : first + len(some) * nbytes]
+        return DirectRead(slots[some.start] * nbytes, into)
 
     def _try_hasher(self, stream: CopyStream) -> None:
         """Raise UnsupportedError unless the device computes the same hashes as this process."""
@@ -265,8 +266,8 @@ def _require_long_ranges(kv: KVBlocks) -> None:
         )
 
 
-def _runs(slots: Sequence[int]) -> list[range]:
-    """Split ``slots`` into contiguous ranges; return the positions of each range."""
+def _consecutive_ranges(slots: Sequence[int]) -> list[range]:
+    """Return the positions of each range of consecutive slots among ``slots``."""
     edges = np.flatnonzero(np.diff(np.asarray(slots, np.int64)) != 1) + 1
     starts = [0, *edges.tolist()]
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(slots)], strict=True)]

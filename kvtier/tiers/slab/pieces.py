@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.slab.piece_io import consecutive_ranges
+
 __all__ = ["Piece", "plan_pieces"]
 
 
@@ -38,13 +40,9 @@ def plan_pieces(
     >>> [(piece.first_slot, piece.chunks) for piece in plan]
     [(3, [1]), (7, [0, 2]), (9, [3])]
     """
-    if not chunks.size:
-        return []
     ordered = chunks[np.argsort(slots[chunks], kind="stable")]
-    gaps = np.flatnonzero(np.diff(slots[ordered]) != 1) + 1
-    pieces: list[Piece] = []
-    for run in np.split(ordered, gaps):
-        for start in range(0, len(run), slots_per_piece):
-            members = run[start : start + slots_per_piece]
-            pieces.append(Piece(int(slots[members[0]]), members.tolist()))
-    return pieces
+    numbers = slots[ordered].tolist()
+    return [
+        Piece(numbers[some.start], ordered[some].tolist())
+        for some in consecutive_ranges(numbers, slots_per_piece)
+    ]

@@ -23,7 +23,7 @@ from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,
-    consecutive,
+    consecutive_ranges,
     hash_key,
     read_piece,
     select_digest,
@@ -175,7 +175,7 @@ def _windows(
     for first in range(0, end, step):
         entries = reader.entries_of_slots(first, min(first + step, end), stored_after)
         slots = [entry.slot for entry in entries]
-        for piece in consecutive(slots, checker.slots_per_piece):
+        for piece in consecutive_ranges(slots, checker.slots_per_piece):
             members = entries[piece]
             yield _call(checker, members, _Progress(len(members), 0))
         yield _call(checker, [], _Progress(0, min(step, end - first)))
