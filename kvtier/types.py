@@ -140,6 +140,8 @@ class TransferResult(NamedTuple):
         seconds: Seconds of the transfer, without the time in the queue.
         queued_s: Seconds in the queue.
         error: The first failure, for a log line; empty if every chunk is done.
+        source: Name of the tier that was read, from a transfer engine that ran the job.
+        destination: Name of the tier that was written, likewise.
     """
 
     job_id: JobId
@@ -149,6 +151,8 @@ class TransferResult(NamedTuple):
     seconds: float = 0.0
     queued_s: float = 0.0
     error: str = ""
+    source: str = ""
+    destination: str = ""
 
 
 @dataclass(frozen=True, slots=True)

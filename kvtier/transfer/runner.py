@@ -292,6 +292,8 @@ class Runner:
                 seconds=ended_s - began_s,
                 queued_s=began_s - pending.submitted_s,
                 error=error,
+                source=job.source,
+                destination=job.destination,
             ),
         )
         self._schedule()
