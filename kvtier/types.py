@@ -13,6 +13,7 @@ from kvtier.keys import ChunkKey
 
 __all__ = [
     "GdsMode",
+    "GdsReads",
     "Job",
     "JobId",
     "LayoutFingerprint",
@@ -53,17 +54,20 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     """The medium failed; the destination is undefined."""
     CORRUPT = "corrupt"
-    """The source has other bytes than were stored there."""
+    """The source has wrong bytes, or another chunk."""
+    OVERWRITTEN = "overwritten"
+    """The source was overwritten before the transfer ended: a RAM slot got another chunk, or
+    the engine reused the blocks of a store."""
     EXPIRED = "expired"
-    """The deadline passed, or the source was overwritten before the transfer could start."""
+    """The deadline passed."""
     CANCELLED = "cancelled"
     """The transfer became unnecessary: the request ended, the cache was reset, the engine
     closes, or an earlier chunk did not arrive. The medium works."""
     MISSING = "missing"
     """The source, a shared tier, has lost the chunk. The medium works."""
     REFUSED = "refused"
-    """The job was not accepted: the queue is full, the tier is out of service, or the chunk's
-    blocks are lost."""
+    """The job was not accepted: the queue is full, the tier is out of service, the rank cannot
+    do GDS reads, or the chunk's blocks are lost."""
 
 
 class Job(NamedTuple):
@@ -71,6 +75,10 @@ class Job(NamedTuple):
 
     Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``. In a job
     with purpose FIND, both tiers are the shared tier, and the slot numbers have no meaning.
+
+    A *device job*, with purpose LOAD or STORE, copies between ``gpu`` and ``ram``. It has no
+    keys, and both slot numbers of a chunk are its RAM slot, or negative if it has none. If a
+    load has :class:`GdsReads`, its source is ``gds``.
 
     Attributes:
         job_id: Number of the job, unique among the jobs of one transfer engine.
@@ -81,8 +89,10 @@ class Job(NamedTuple):
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
         timeout_s: Seconds after submission at which the job expires.
-        payload: Extra data for the transfer: the generations of the RAM slots, or the
-            :class:`QuestionPart` of each group.
+        payload: Extra data for the route: the generations of the RAM slots; in a question, the
+            :class:`QuestionPart` of each group; in a load, a
+            :class:`~kvtier.transfer.device.LoadPayload`; in a store, a sequence of
+            :class:`~kvtier.transfer.device.StorePayload`.
     """
 
     job_id: JobId
@@ -130,6 +140,8 @@ class TransferResult(NamedTuple):
         seconds: Seconds of the transfer, without the time in the queue.
         queued_s: Seconds in the queue.
         error: The first failure, for a log line; empty if every chunk is done.
+        source: Name of the tier that was read, from a transfer engine that ran the job.
+        destination: Name of the tier that was written, likewise.
     """
 
     job_id: JobId
@@ -139,6 +151,8 @@ class TransferResult(NamedTuple):
     seconds: float = 0.0
     queued_s: float = 0.0
     error: str = ""
+    source: str = ""
+    destination: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +184,27 @@ class SlotFileId(NamedTuple):
     path: str
     device: int
     inode: int
+
+
+class GdsReads(NamedTuple):
+    """The chunks of a load that each rank reads from an NVMe tier, without RAM slots.
+
+    Attributes:
+        file: The tier's slot file.
+        positions: Positions of the chunks in the load, ascending.
+        slots: Slots of the chunks in the tier.
+        part_hashes: Hashes of all parts of each chunk, as 64-bit numbers of this machine.
+    """
+
+    file: SlotFileId
+    positions: Sequence[int]
+    slots: Sequence[int]
+    part_hashes: bytes
+
+    def hashes_of(self, part: int) -> list[int]:
+        """Return the hash of one part of each chunk."""
+        hashes = memoryview(self.part_hashes).cast("Q")
+        return hashes[part :: len(hashes) // len(self.slots)].tolist()
 
 
 @dataclass(frozen=True, slots=True)

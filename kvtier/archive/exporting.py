@@ -29,7 +29,7 @@ from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,
-    consecutive,
+    consecutive_ranges,
     hash_key,
     read_piece,
     select_digest,
@@ -199,7 +199,7 @@ class _Export:
     def _fill(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> list[str]:
         """Read the chunks of ``entries``. Several threads may call this at once."""
         problems = list[str]()
-        for group in consecutive([entry.slot for entry in entries], IOV_MAX):
+        for group in consecutive_ranges([entry.slot for entry in entries], IOV_MAX):
             some = entries[group]
             piece = PieceBuffers(
                 some[0].slot, views[group], [hash_key(entry.key) for entry in some]

@@ -20,7 +20,7 @@ from kvtier.archive.target import Target, open_target
 from kvtier.keys import ChunkKey
 from kvtier.os.ordered_calls import run_in_order
 from kvtier.tiers.slab.direct_io import IOV_MAX
-from kvtier.tiers.slab.piece_io import consecutive
+from kvtier.tiers.slab.piece_io import consecutive_ranges
 from kvtier.tiers.slab.slots import SlotFile
 
 __all__ = ["Imported", "import_chunks"]
@@ -169,7 +169,7 @@ def _load(
     """Copy records of a part into their slots. Several threads may call this at once."""
     with reader.opened(header) as slots:
         good = [each for each in assigned if not slots.problems[each.record]]
-        for group in consecutive([each.slot for each in good], IOV_MAX):
+        for group in consecutive_ranges([each.slot for each in good], IOV_MAX):
             some = good[group]
             file.write(some[0].slot, [slots.views[each.record] for each in some])
         damaged = slots.damages(header, [each.record for each in assigned])

@@ -15,7 +15,7 @@ protocol orders a store and a load that use the same slot or block:
   rank acknowledges a job after the job's copy has ended.
 * A load overwrites a block after the stores that read it. The blocks that a request gets for a
   load are among the step's allocated blocks. So the stores that read these blocks are flushed:
-  the engine's thread waits for the stores (:meth:`DeviceEngine.wait`) before it starts the
+  the model thread waits for the stores (:meth:`DeviceEngine.wait`) before it starts the
   step's loads. A store that outlasts this wait is retracted, so its chunks are never loaded.
 * A store reads a block after the load that fills it. The request runs only when every rank has
   acknowledged the load, and the request's stores are planned later.
@@ -32,10 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvtier.connector.deadline import Deadline
-from kvtier.connector.metadata import GdsSpec
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.copiers import open_copier
@@ -45,21 +42,20 @@ from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import (
-    DeviceLoad,
-    DeviceStore,
-    GdsReads,
-    LoadRequest,
-    StoreRequest,
+    DeviceLoadRoute,
+    DeviceStoreRoute,
+    LoadPayload,
+    StorePayload,
 )
-from kvtier.transfer.gds import GdsLoad
+from kvtier.transfer.gds_route import GdsLoadRoute
 from kvtier.transfer.routes import Route
-from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
+from kvtier.types import GdsReads, Job, JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
     from kvtier.memory.copy import KVBlocks
     from kvtier.memory.copy_plan import BlockCopyPlan, Indices
-    from kvtier.memory.gds import GdsLoader
+    from kvtier.memory.gds_staging import GdsStaging
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
@@ -103,16 +99,10 @@ class DeviceResult:
         """Whether every byte reached its destination."""
         return self.outcomes.count(Outcome.DONE) == len(self.outcomes)
 
-    def positions_of(
-        self, outcomes: Collection[Outcome], among: Sequence[int]
-    ) -> frozenset[int]:
-        """Return the positions in ``among`` of chunks that have one of ``outcomes``."""
-        return frozenset(at for at in among if self.outcomes[at] in outcomes)
-
     def nbytes_of(self, positions: Sequence[int]) -> int:
         """Return how many bytes of the chunks at ``positions`` reached their destination."""
-        done = self.positions_of((Outcome.DONE,), positions)
-        return self.nbytes * len(done) // max(self.outcomes.count(Outcome.DONE), 1)
+        done = sum(self.outcomes[at] is Outcome.DONE for at in positions)
+        return self.nbytes * done // max(self.outcomes.count(Outcome.DONE), 1)
 
 
 class DeviceEngine:
@@ -122,7 +112,7 @@ class DeviceEngine:
     as one job. A model on a CPU needs all processors during the pass, and a single job
     interrupts the model only once.
 
-    The engine's thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
+    The model thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
     Args:
         kv: The rank's KV memory.
@@ -149,7 +139,7 @@ class DeviceEngine:
         share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
-        gds: GdsLoader | None = None,
+        gds: GdsStaging | None = None,
     ) -> None:
         self._region = region
         if share.parts == 1:  # otherwise other ranks use most of the pages
@@ -179,8 +169,8 @@ class DeviceEngine:
             opened.pop_all()
         if gds is not None:
             self._control.report_gds(rank, gds.part)
-        self._held: list[StoreRequest] = []
-        self._stores: dict[JobId, list[StoreRequest]] = {}
+        self._held: list[StorePayload] = []
+        self._stores: dict[JobId, list[StorePayload]] = {}
         self._carriers: dict[JobId, JobId] = {}
         self._retracted: set[JobId] = set()
         self._ended: list[DeviceResult] = []
@@ -190,16 +180,16 @@ class DeviceEngine:
         rank, control, gds = self._rank, self._control, self._gds
         reader, store, load = self._pools[0], self._pools[gds is not None], self._pools[-1]
         hasher = None if gds is None else gds.store_hasher
-        loads = DeviceLoad(self._copier, control, rank=rank, pool=load)
+        loads = DeviceLoadRoute(self._copier, control, rank=rank, pool=load)
         routes: dict[tuple[str, str], Route] = {
-            ("gpu", "ram"): DeviceStore(
+            ("gpu", "ram"): DeviceStoreRoute(
                 self._copier, control, rank=rank, pool=store, hasher=hasher
             ),
             ("ram", "gpu"): loads,
         }
-        self._waiting: list[DeviceLoad | GdsLoad] = [loads]
+        self._waiting: list[DeviceLoadRoute | GdsLoadRoute] = [loads]
         if gds is not None:
-            reads = GdsLoad(gds, loads, control, rank=rank, reader=reader, pool=load)
+            reads = GdsLoadRoute(gds, loads, control, rank=rank, reader=reader, pool=load)
             routes[_GDS, "gpu"] = reads
             self._waiting.append(reads)
         name = f"device-{rank}"
@@ -239,7 +229,7 @@ class DeviceEngine:
             plan: The copies.
             generations: The generation that the store gives each slot.
         """
-        self._held.append(StoreRequest(job_id, plan, self._copier.mark(), generations))
+        self._held.append(StorePayload(job_id, plan, self._copier.mark(), generations))
 
     def load(
         self,
@@ -248,7 +238,7 @@ class DeviceEngine:
         generations: Sequence[int],
         *,
         wait_s: float = 0.0,
-        gds: GdsSpec | None = None,
+        gds: GdsReads | None = None,
     ) -> None:
         """Start a copy from slots to blocks; it runs after the work now in the engine's stream.
 
@@ -265,19 +255,12 @@ class DeviceEngine:
             UnsupportedError: This rank has no GDS reads.
         """
         self._begin()
-        reads = None if gds is None else self._reads_of(gds)
-        request = LoadRequest(plan, self._copier.mark(), generations, wait_s, reads)
-        timeout_s = _COPY_TIMEOUT_S + wait_s
-        job = _job(job_id, Purpose.LOAD, plan.slots, request, timeout_s)
-        self._engine.submit(job if gds is None else job._replace(source=_GDS))
-
-    def _reads_of(self, gds: GdsSpec) -> GdsReads:
-        """Build this rank's GDS reads; of a chunk's hashes, keep only that of its part."""
-        if self._gds is None:
+        if gds is not None and self._gds is None:
             raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
-        hashes = np.frombuffer(gds.hashes, np.uint64).reshape(len(gds.slots), -1)
-        own = hashes[:, self._gds.part].tolist()
-        return GdsReads(gds.file, gds.positions, gds.slots, own)
+        payload = LoadPayload(plan, self._copier.mark(), generations, wait_s, gds)
+        timeout_s = _COPY_TIMEOUT_S + wait_s
+        job = _job(job_id, Purpose.LOAD, plan.slots, payload, timeout_s)
+        self._engine.submit(job if gds is None else job._replace(source=_GDS))
 
     # -- results -------------------------------------------------------------------------------
 
@@ -408,8 +391,8 @@ class DeviceEngine:
             if stores:
                 self._carry(stores)
 
-    def _carry(self, stores: list[StoreRequest]) -> None:
-        """Submit several store requests as one job, with the id of the first."""
+    def _carry(self, stores: list[StorePayload]) -> None:
+        """Submit several stores as one job, with the id of the first."""
         slots: list[int] = []
         for store in stores:
             slots += store.plan.slots
@@ -440,7 +423,7 @@ class DeviceEngine:
             if store.job_id in self._retracted:
                 self._retracted.discard(store.job_id)
                 self._control.retract(self._rank, store.plan.slots, store.generations)
-                outcomes = [Outcome.EXPIRED] * len(outcomes)
+                outcomes = [Outcome.OVERWRITTEN] * len(outcomes)
             yield self._result(result, store.job_id, Purpose.STORE, outcomes)
 
     def _result(

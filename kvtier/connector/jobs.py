@@ -25,9 +25,7 @@ class JobState:
         is_store: Whether the job is a store; otherwise it is a load.
         load_id: The cache's id of a load; None for a store.
         awaited: Number of ranks that have not acknowledged the job.
-        has_failed: Whether any rank failed to load any of the chunks.
-        gds_failed: Positions of chunks whose GDS read failed in a rank.
-        gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
+        failure: The failures of all ranks in a load; None if no rank has failed.
     """
 
     tracked: TrackedRequest
@@ -36,9 +34,7 @@ class JobState:
     is_store: bool
     awaited: int
     load_id: int | None = None
-    has_failed: bool = False
-    gds_failed: AbstractSet[int] = frozenset()
-    gds_wrong: AbstractSet[int] = frozenset()
+    failure: FailedLoad | None = None
 
 
 class WorkerJobs:
@@ -127,9 +123,7 @@ class WorkerJobs:
         """Record that a rank failed to load some chunks of a job."""
         job = self._jobs.get(job_id)
         if job is not None:
-            job.has_failed = True
-            job.gds_failed |= failed.gds_failed
-            job.gds_wrong |= failed.gds_wrong
+            job.failure = failed if job.failure is None else job.failure.united(failed)
 
     def abandon(self) -> None:
         """Forget every job after a reset; later acknowledgements are ignored.

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvtier.connector.transfers import Transfers
-from kvtier.types import JobId, SlotFileId
+from kvtier.types import GdsReads, JobId, Outcome
 
 __all__ = [
     "BlockSpec",
     "ConnectorMetadata",
     "FailedLoad",
-    "GdsSpec",
     "RequestId",
     "SlotSpec",
     "TransferJob",
@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 RequestId = str
+
+_WORST_FIRST: Final = (Outcome.CORRUPT, *Outcome)
+"""Which of two ranks' outcomes a chunk gets: CORRUPT, or else the one declared first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +53,6 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class GdsSpec:
-    """The chunks of a load that are read from an NVMe tier.
-
-    Attributes:
-        file: The tier's slot file.
-        positions: Positions of the chunks among the job's chunks.
-        slots: Slots of the chunks in the tier.
-        hashes: Hash of every part of each chunk, as 64-bit numbers of this machine.
-    """
-
-    file: SlotFileId
-    positions: tuple[int, ...]
-    slots: tuple[int, ...]
-    hashes: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class SlotSpec:
     """The RAM slots of a job's chunks, group after group.
 
@@ -82,7 +68,7 @@ class SlotSpec:
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     wait_s: float = 0.0
-    gds: GdsSpec | None = None
+    gds: GdsReads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +114,23 @@ class FailedLoad:
             can continue from the first of these blocks. With a window or a state, the request
             also needs KV from before that block.
         error: The error, for a log line.
-        gds_failed: Positions of the chunks whose GDS read failed, for any reason.
-        gds_wrong: The positions in ``gds_failed`` of chunks that the medium cannot read or that
-            have wrong hashes.
+        failed_reads: Outcome of each failed GDS read, by the chunk's position in the load.
     """
 
     request_id: RequestId
     block_ids: frozenset[int]
     error: str = ""
-    gds_failed: frozenset[int] = frozenset()
-    gds_wrong: frozenset[int] = frozenset()
+    failed_reads: Mapping[int, Outcome] = field(default_factory=dict)
 
     def united(self, other: FailedLoad) -> FailedLoad:
         """Return this failure merged with that of another rank in the same job."""
         # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
-        return FailedLoad(
-            self.request_id,
-            self.block_ids | other.block_ids,
-            min(errors, default=""),
-            self.gds_failed | other.gds_failed,
-            self.gds_wrong | other.gds_wrong,
-        )
+        reads = dict(self.failed_reads)
+        for at, outcome in other.failed_reads.items():
+            reads[at] = min(outcome, reads.get(at, outcome), key=_WORST_FIRST.index)
+        block_ids = self.block_ids | other.block_ids
+        return FailedLoad(self.request_id, block_ids, min(errors, default=""), reads)
 
 
 @dataclass(frozen=True, slots=True)

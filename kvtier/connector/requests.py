@@ -192,8 +192,8 @@ class OfferQueue:
                 due.append(entry[2])
                 del self._due[req_id]
         if len(due) > 1:  # which chunks find room must not depend on when requests were added
-            places = {req_id: place for place, req_id in enumerate(scheduled_tokens)}
-            due.sort(key=lambda tracked: places.get(tracked.req_id, len(places)))
+            order = {req_id: place for place, req_id in enumerate(scheduled_tokens)}
+            due.sort(key=lambda tracked: order.get(tracked.req_id, len(order)))
         return due
 
 

@@ -175,10 +175,7 @@ class ConnectorScheduler:
         tracked.load_sources = self._sources(keys, plan, num_external_tokens)
         job_id = self._jobs.add_load(tracked, keys, plan.load_id)
         slots = SlotSpec(
-            tuple(plan.slots),
-            tuple(plan.generations),
-            wait_s=plan.wait_s,
-            gds=None if plan.gds is None else self._cache.gds_spec(plan.gds),
+            tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s, gds=plan.gds
         )
         self._load_jobs[job_id] = TransferJob(tracked.req_id, targets, slots)
         if self._options.shares_blocks:
@@ -409,14 +406,9 @@ class ConnectorScheduler:
             self._cache.complete_store(job.keys, tracked)
             return
         self._loading.difference_update(job.keys)
-        self._cache.complete_load(
-            job.keys,
-            tracked,
-            job.load_id,
-            gds_failed=job.gds_failed,
-            gds_wrong=job.gds_wrong,
-        )
-        if job.has_failed:
+        failed_reads = job.failure.failed_reads if job.failure else {}
+        self._cache.complete_load(job.keys, tracked, job.load_id, failed_reads=failed_reads)
+        if job.failure:
             tracked.offer_again()  # the cache has dropped chunks that are now recomputed
             if self._requests.get(tracked.req_id) is tracked:
                 self._offers.add(tracked)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import EngineStatistics, collect_statistics
 from kvtier.connector.hints import HintReader, TierNature
-from kvtier.connector.metadata import GdsSpec
 from kvtier.connector.notices import Notices
 from kvtier.connector.protocols import RequestContext
 from kvtier.connector.storage import Storage
@@ -31,12 +31,12 @@ from kvtier.manager import (
     NO_GENERATION,
     NO_SLOT,
     NOTHING_TO_STORE,
-    GdsPlan,
     LoadPlan,
     ResidencyEvent,
     StorePlan,
 )
 from kvtier.manager.hits import Prompt
+from kvtier.types import Outcome
 
 __all__ = ["CacheService"]
 
@@ -214,12 +214,6 @@ class CacheService:
             self._submit_now()
         return plan
 
-    def gds_spec(self, plan: GdsPlan) -> GdsSpec:
-        """Convert the plan of a load's GDS reads to the message for the workers."""
-        gds = self._storage.gds
-        assert gds is not None
-        return gds.spec(plan)
-
     @_or_else(None)
     def complete_load(
         self,
@@ -227,8 +221,7 @@ class CacheService:
         request: RequestContext,
         load_id: int | None = None,
         *,
-        gds_failed: Collection[int] = (),
-        gds_wrong: Collection[int] = (),
+        failed_reads: Mapping[int, Outcome] = MappingProxyType({}),
     ) -> None:
         """End a load of ``keys``; drop chunks that failed to load.
 
@@ -236,16 +229,13 @@ class CacheService:
             keys: The chunks of the load.
             request: The request of the load, which may have ended.
             load_id: ``load_id`` of the load's plan; None for the request's oldest load.
-            gds_failed: Positions of the chunks whose GDS read failed in a rank.
-            gds_wrong: The positions in ``gds_failed`` of chunks with unreadable or wrong bytes.
+            failed_reads: Outcome of each failed GDS read, by the chunk's position in ``keys``.
         """
         self.is_idle = False
         self._waits.end(request.req_id)
         # Before the manager unpins the chunks: it may hold them in RAM for this load only.
         self._retain(keys, request)
-        self._manager.complete_load(
-            request.req_id, load_id, gds_failed=gds_failed, gds_wrong=gds_wrong
-        )
+        self._manager.complete_load(request.req_id, load_id, failed_reads=failed_reads)
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -296,7 +286,7 @@ class CacheService:
             if self._observer is not None:
                 self._observer.started(started, now)
             # Steps with waiting events are counted, so that they cannot keep an engine busy.
-            self.is_idle = manager.is_idle and not manager.has_events
+            self.is_idle = manager.can_skip_step and not manager.has_events
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.is_idle = False
             self.report_error("end_step", error)

@@ -16,7 +16,7 @@ from kvtier.config import KvtierConfig
 from kvtier.connector.build import build_manager, build_tiers
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import StoreInfo
-from kvtier.connector.gds import GdsSlots
+from kvtier.connector.gds_slots import GdsSlots
 from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
@@ -67,7 +67,6 @@ class Storage:
             recorder and shadow policies.
         recovered: Number of chunks recovered from earlier engines, by tier name.
         stores: For each tier, where the tier keeps its chunks.
-        gds: Reports which slots of a tier the workers can read; None without GDS reads.
     """
 
     manager: TieredOffloadingManager
@@ -79,7 +78,6 @@ class Storage:
     observer: Observer | None
     recovered: Mapping[str, int] = field(default_factory=dict)
     stores: Sequence[StoreInfo] = ()
-    gds: GdsSlots | None = None
 
     def close(self, *, timeout_s: float) -> None:
         """Complete the queued jobs and close every part within ``timeout_s``. Idempotent.
@@ -162,9 +160,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         _close_pools(pools, deadline)
         raise
     stores = _stores(config, fingerprint)
-    return Storage(
-        manager, engine, tiers, pools, region, recorder, observer, recovered, stores, gds
-    )
+    return Storage(manager, engine, tiers, pools, region, recorder, observer, recovered, stores)
 
 
 def _open_tiers(
@@ -361,8 +357,8 @@ def _retain(
 
 def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:
     namespace = fingerprint.namespace()
-    places = [(tier, tier.local_directory()) for tier in config.tiers]
+    directories = [tier.local_directory() for tier in config.tiers]
     return [
-        StoreInfo(tier.name, tier.kind, namespace, str(at.path) if at else "")
-        for tier, at in places
+        StoreInfo(tier.name, tier.kind, namespace, str(directory.path) if directory else "")
+        for tier, directory in zip(config.tiers, directories, strict=True)
     ]

@@ -10,7 +10,7 @@ from kvtier.connector.storage import Storage
 from kvtier.connector.transfers import Transfers
 from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
-from kvtier.types import Job, JobId, Outcome, TransferResult
+from kvtier.types import Job, Outcome, TransferResult
 
 __all__ = ["TierJobs"]
 
@@ -40,7 +40,6 @@ class TierJobs:
         self._engine = storage.engine
         self._tiers = storage.tiers
         self._report_error = report_error
-        self._routes: dict[JobId, tuple[str, str]] = {}
         self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
         self._out_of_service: frozenset[int] = frozenset()
         self.transfers = Transfers()
@@ -48,10 +47,13 @@ class TierJobs:
     def take_results(self) -> None:
         """Report the results of ended jobs to the manager."""
         for result in self._engine.poll():
-            if result.settled:
-                route = self._routes.pop(result.job_id, None)
-                if route is not None and result.nbytes:
-                    self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
+            if result.nbytes:
+                self.transfers.record(
+                    result.source,
+                    result.destination,
+                    nbytes=result.nbytes,
+                    seconds=result.seconds,
+                )
             self._apply(result)
 
     def submit(self) -> list[Job]:
@@ -65,8 +67,6 @@ class TierJobs:
             self._report_error("submit", error)
             self._fail(jobs)
             return []
-        for job in jobs:
-            self._routes[job.job_id] = job.source, job.destination
         for job_id in self._manager.take_cancels():
             self._engine.cancel(job_id)
         return jobs

@@ -1,6 +1,6 @@
 """The connector's worker side: carries out the jobs of the scheduler side in one rank.
 
-Calls of one step, all on the engine's thread:
+Calls of one step, all on the model thread:
 
 1. :meth:`~ConnectorWorker.handle_preemptions`. It submits the stores deferred in the step
    before. It waits only for the stores in ``jobs_to_flush``, because their blocks are about to
@@ -45,8 +45,6 @@ logger = get_logger(__name__)
 
 _FIRST_GDS_NUMBER: Final = -2
 """Number in a plan for the first chunk of a GDS read; -1 stands for a chunk without a slot."""
-_NOT_LOADED: Final = frozenset(Outcome) - {Outcome.DONE}
-_WRONG: Final = frozenset({Outcome.CORRUPT})
 
 
 class ConnectorWorker:
@@ -221,13 +219,10 @@ class ConnectorWorker:
                 if plan is None
                 else blocks_not_loaded(plan, result.outcomes)
             )
-            positions = () if gds is None else gds.positions
+            reads = {} if gds is None else {at: result.outcomes[at] for at in gds.positions}
+            failed = {at: what for at, what in reads.items() if what is not Outcome.DONE}
             self._failed[result.job_id] = FailedLoad(
-                job.request_id,
-                missing,
-                result.error,
-                gds_failed=result.positions_of(_NOT_LOADED, positions),
-                gds_wrong=result.positions_of(_WRONG, positions),
+                job.request_id, missing, result.error, failed
             )
             logger.warning("request %s: not loaded: %s", job.request_id, result.error)
         return (job.request_id,)

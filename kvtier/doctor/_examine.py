@@ -109,7 +109,7 @@ def examine_existing_caches(
     examiner = _stores.DirectoryExaminer(config, identity)
     for number, tier in enumerate(resolve_rank_paths(config, rank=None).tiers):
         store = tier.local_directory()
-        if store and _stores.directory_place(store.path) == store.path:
+        if store and _stores.existing_directory(store.path) == store.path:
             examination.findings.extend(examiner.examine(number, [tier]))
     return _with_places(config, examination)
 
@@ -178,37 +178,39 @@ class _Examiner:
         paths = [each.path for section in sections if (each := section.local_directory())]
         name, key = f"{tier.name}: directory", f"tiers[{number}].{store.key}"
         usable = self._add(name, lambda: _stores.check_directories(name, key, paths))
-        places = [place for path in paths if (place := _stores.directory_place(path))]
-        if not usable or not places:
+        directories = list(filter(None, map(_stores.existing_directory, paths)))
+        if not usable or not directories:
             return
         look = partial(self.stores.examine, number, sections)
         usable = self._add(f"{tier.name}: cache", look)
-        self._add(f"{tier.name}: file system", partial(self._check_disk, tier, places))
+        self._add(f"{tier.name}: file system", partial(self._check_disk, tier, directories))
         if usable and self.measure_s is not None:
-            look = partial(self._measure, number, tier.name, store, places[0], self.measure_s)
+            look = partial(
+                self._measure, number, tier.name, store, directories[0], self.measure_s
+            )
             self._add(f"{tier.name}: rates", look)
 
-    def _check_disk(self, tier: TierConfig, places: Sequence[Path]) -> Iterator[Finding]:
-        place = places[0]
-        mount = _machine.find_mount(self.machine, place)
-        exempt = _machine.is_exempt_from_cow(place)
+    def _check_disk(self, tier: TierConfig, directories: Sequence[Path]) -> Iterator[Finding]:
+        directory = directories[0]
+        mount = _machine.find_mount(self.machine, directory)
+        exempt = _machine.is_exempt_from_cow(directory)
         yield _machine.check_mount(tier.name, mount, exempt_from_cow=exempt)
         queues = _machine.find_queues(self.machine, mount)
         piece_nbytes = self.config.transfer.piece_bytes
         yield from _machine.check_queues(tier.name, queues, piece_nbytes=piece_nbytes)
-        if any(each.stat().st_dev != place.stat().st_dev for each in places):
+        if any(each.stat().st_dev != directory.stat().st_dev for each in directories):
             reason = "other ranks use other file systems, which are not examined or measured"
             remedy = "run this with the path of each"
             yield Finding(f"{tier.name}: other ranks", Status.NOTE, reason, remedy)
 
     def _measure(
-        self, number: int, name: str, store: LocalDirectory, place: Path, seconds: float
+        self, number: int, name: str, store: LocalDirectory, directory: Path, seconds: float
     ) -> Iterator[Finding]:
         from kvtier.doctor import rates  # noqa: PLC0415 - `kvtier check` does without it
 
         if store.direct_io is not None:
             key = f"tiers[{number}].direct_io"
-            yield rates.check_direct_io(name, place, store.direct_io, key)
+            yield rates.check_direct_io(name, directory, store.direct_io, key)
         measured = rates.measure_directory(self.config, store, seconds=seconds)
         self.examination.rates[name] = measured
         yield from rates.check_rates(name, measured)

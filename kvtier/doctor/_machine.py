@@ -181,14 +181,14 @@ def parse_mounts(text: str) -> Iterator[Mount]:
         )
 
 
-def find_mount(machine: Machine, place: Path) -> Mount:
-    """Return the mount that contains the existing directory ``place``.
+def find_mount(machine: Machine, directory: Path) -> Mount:
+    """Return the mount that contains the existing directory ``directory``.
 
     Raises:
         OSError: The machine has no procfs.
-        LookupError: No mount contains ``place``.
+        LookupError: No mount contains ``directory``.
     """
-    resolved = place.resolve()
+    resolved = directory.resolve()
     found: Mount | None = None
     text = (machine.proc / "self/mountinfo").read_text("utf-8", "surrogateescape")
     for mount in parse_mounts(text):
@@ -198,14 +198,14 @@ def find_mount(machine: Machine, place: Path) -> Mount:
         ):
             found = mount
     if found is None:
-        raise LookupError(f"no mount contains {place}")
+        raise LookupError(f"no mount contains {directory}")
     return found
 
 
-def is_exempt_from_cow(place: Path) -> bool:
-    """Return whether ``chattr +C`` disables copy-on-write for new files in ``place``."""
+def is_exempt_from_cow(directory: Path) -> bool:
+    """Return whether ``chattr +C`` disables copy-on-write for new files in ``directory``."""
     flags = array.array("l", [0])
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
     except OSError:  # a file system without attributes

@@ -18,16 +18,16 @@ from kvtier.tiers.base import Fields, TierExamination
 from kvtier.tiers.registry import examine_tier
 from kvtier.units import approximate_size
 
-__all__ = ["DirectoryExaminer", "check_directories", "directory_place"]
+__all__ = ["DirectoryExaminer", "check_directories", "existing_directory"]
 
 _SPARE_NBYTES: Final = 256 << 20
 
 
-def directory_place(path: Path) -> Path | None:
+def existing_directory(path: Path) -> Path | None:
     """Return ``path``, or its parent if ``path`` is missing; None if not a directory."""
     try:
-        place = path if path.exists() or path.is_symlink() else path.parent
-        return place if place.is_dir() else None
+        directory = path if path.exists() or path.is_symlink() else path.parent
+        return directory if directory.is_dir() else None
     except OSError:  # a directory above may not be entered
         return None
 
@@ -59,15 +59,15 @@ def _path_obstacle(path: Path) -> tuple[str, str] | None:
     if path.is_symlink() and not path.exists():
         problem = f"links to {printable(str(path.readlink()))}, which does not exist"
         return problem, "create it, or mount the disk there"
-    place = path if path.exists() else path.parent
-    if not place.is_dir():
-        problem = f"its parent {place} does not exist"
-        return problem, f"mount the disk or run: mkdir -p {place}"
-    if os.access(place, os.W_OK | os.X_OK):
+    directory = path if path.exists() else path.parent
+    if not directory.is_dir():
+        problem = f"its parent {directory} does not exist"
+        return problem, f"mount the disk or run: mkdir -p {directory}"
+    if os.access(directory, os.W_OK | os.X_OK):
         return None
-    make = "" if place == path else "make the directory as root and "
+    make = "" if directory == path else "make the directory as root and "
     remedy = f"{make}give it to the user that runs the engine, or use another path"
-    return f"{place} is not writable for user {os.geteuid()}", remedy
+    return f"{directory} is not writable for user {os.geteuid()}", remedy
 
 
 def _check_mode(check: str, key: str, path: Path) -> Finding:
@@ -122,7 +122,7 @@ class DirectoryExaminer:
         by_disk = dict[int, list[TierExamination]]()
         for tier in tiers:
             store = tier.local_directory()
-            if store is None or (place := directory_place(store.path)) is None:
+            if store is None or (directory := existing_directory(store.path)) is None:
                 continue
             try:
                 found = examine_tier(tier, self.identity)
@@ -132,7 +132,7 @@ class DirectoryExaminer:
             if found is None:
                 continue
             yield from self._report(number, tier, found)
-            by_disk.setdefault(place.stat().st_dev, []).append(found)
+            by_disk.setdefault(directory.stat().st_dev, []).append(found)
         for device, stores in by_disk.items():
             disk = self._disks.setdefault(device, _Disk())
             yield _check_room(number, self.config.tiers[number], stores, disk)

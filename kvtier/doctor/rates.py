@@ -93,9 +93,9 @@ class NamelessIo(BlockIo):
 
 
 def _scratch_spec(
-    place: Path, *, slots: int, slot_nbytes: int, direct_io: DirectIo
+    directory: Path, *, slots: int, slot_nbytes: int, direct_io: DirectIo
 ) -> SlotFileSpec:
-    path = place / f".kvtier-doctor-{os.getpid()}"
+    path = directory / f".kvtier-doctor-{os.getpid()}"
     return SlotFileSpec("doctor", path, slots, slot_nbytes, direct_io)
 
 
@@ -113,14 +113,14 @@ def _open_scratch(spec: SlotFileSpec, io: BlockIo) -> SlotFile:
     return file
 
 
-def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
-    """Return the reason why O_DIRECT does not work in ``place``; empty if it works.
+def direct_io_refusal(directory: Path, *, io: BlockIo | None = None) -> str:
+    """Return the reason why O_DIRECT does not work in ``directory``; empty if it works.
 
     Raises:
         ConfigError: The disk has no space for one page.
         OSError: The file system failed for another reason.
     """
-    spec = _scratch_spec(place, slots=1, slot_nbytes=PAGE_NBYTES, direct_io="require")
+    spec = _scratch_spec(directory, slots=1, slot_nbytes=PAGE_NBYTES, direct_io="require")
     try:
         file = _open_scratch(spec, io or NamelessIo())
     except ConfigError as error:
@@ -132,17 +132,17 @@ def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
     return ""
 
 
-def check_direct_io(tier: str, place: Path, mode: DirectIo, key: str) -> Finding:
-    """Try O_DIRECT on a nameless file in ``place``.
+def check_direct_io(tier: str, directory: Path, mode: DirectIo, key: str) -> Finding:
+    """Try O_DIRECT on a nameless file in ``directory``.
 
     Args:
         tier: Name of the tier.
-        place: An existing directory.
+        directory: An existing directory.
         mode: The tier's ``direct_io``.
         key: The key of ``mode`` in the configuration.
     """
     check = f"{tier}: O_DIRECT"
-    refusal = direct_io_refusal(place)
+    refusal = direct_io_refusal(directory)
     if not refusal:
         if mode == "off":
             reason = "works, but direct_io: off uses the page cache"

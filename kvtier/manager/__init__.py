@@ -8,7 +8,6 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
   budget. :mod:`~kvtier.manager.cost_model` decides whether a load is faster than computing. The
   expected times come from :mod:`~kvtier.manager.estimates`.
 * :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan the workers' jobs.
-  :mod:`~kvtier.manager.gds` describes reads from a tier straight into a GPU.
 * :mod:`~kvtier.manager.demote` decides which chunks are copied to slower tiers.
 * :mod:`~kvtier.manager.storage_jobs` plans the jobs of promotions and demotions.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
@@ -25,12 +24,11 @@ from __future__ import annotations
 
 from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
 from kvtier.manager.estimates import LoadCost, prompt_tokens
-from kvtier.manager.gds import GdsPlan, GdsSource
 from kvtier.manager.load import NO_LOAD, NO_SLOT, LoadPlan
 from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierCounters, TierSnapshot
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import NO_GENERATION, ManagerLimits, SlotStatus
+from kvtier.manager.tier_stack import NO_GENERATION, GdsSource, ManagerLimits, SlotStatus
 from kvtier.manager.tiered import TieredOffloadingManager
 
 __all__ = [
@@ -40,7 +38,6 @@ __all__ = [
     "NO_SLOT",
     "CostFigures",
     "CostModel",
-    "GdsPlan",
     "GdsSource",
     "LoadChoice",
     "LoadCost",

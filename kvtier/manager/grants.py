@@ -30,7 +30,7 @@ from kvtier.manager.copies import by_group
 from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.base import RequestTerms, is_idle
+from kvtier.policies.base import RequestTerms, is_evictable
 from kvtier.types import JobId
 
 __all__ = ["DEFERRED", "Grants", "LookupPhase", "RequestState", "SharedAccess"]
@@ -195,7 +195,7 @@ class _Reservation(NamedTuple):
     @property
     def slots(self) -> int:
         """Number of available slots that the load will use."""
-        return self.fills + sum(map(is_idle, self.reads))
+        return self.fills + sum(map(is_evictable, self.reads))
 
 
 class Grants:

@@ -17,20 +17,20 @@ later tokens. With several KV cache groups, the engine computes all tokens after
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
-from kvtier.manager.gds import GdsPlan
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.promote import Promoter
 from kvtier.manager.tier_stack import NO_GENERATION, TierStack
 from kvtier.policies import ChunkCopy, CopyState
+from kvtier.types import GdsReads, Outcome
 
-__all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader", "ReadFailures"]
+__all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader"]
 
 NO_SLOT: Final = -1
 """Slot number of a chunk that has no slot in a :class:`LoadPlan`; its load fails."""
@@ -59,19 +59,7 @@ class LoadPlan(NamedTuple):
     origins: Sequence[int]
     wait_s: float = 0.0
     load_id: int = NO_LOAD
-    gds: GdsPlan | None = None
-
-
-class ReadFailures(NamedTuple):
-    """The GDS reads of a load that failed, as positions in the load.
-
-    Attributes:
-        failed: Positions of all failed reads.
-        wrong: Positions of the reads whose bytes in the tier are unreadable or wrong.
-    """
-
-    failed: Collection[int] = ()
-    wrong: Collection[int] = ()
+    gds: GdsReads | None = None
 
 
 @dataclass(slots=True)
@@ -141,7 +129,9 @@ class Loader:
         self._stack.slot_status.issue(load.slots)
         return LoadPlan(load.slots, load.generations, load.origins, load_id=load_id)
 
-    def complete(self, req_id: str, load_id: int | None, reads: ReadFailures) -> None:
+    def complete(
+        self, req_id: str, load_id: int | None, failed_reads: Mapping[int, Outcome]
+    ) -> None:
         """Complete a load; see :meth:`TieredOffloadingManager.complete_load`."""
         loads = self._loads.get(req_id, {})
         load = loads.pop(next(iter(loads), NO_LOAD) if load_id is None else load_id, None)
@@ -157,13 +147,13 @@ class Loader:
             self._count_failures(compress(copies, failed), compress(load.origins, failed))
             self._drop_failed(load, compress(copies, failed))
         if load.reads:
-            self._end_reads(load, reads)
-        if load.request is not None and (reads.failed or not all(loaded)):
+            self._end_reads(load, failed_reads)
+        if load.request is not None and (failed_reads or not all(loaded)):
             self._grants.fail(load.request)
         if any(load.origins):
             self._ram.clear_origins(copies)
         self._ram.unpin(copies)
-        self._count_hits(*self._by_key(load, loaded, reads.failed))
+        self._count_hits(*self._by_key(load, loaded, failed_reads))
 
     def in_flight(self) -> Iterator[ChunkCopy]:
         """Yield the copies of every load in flight, once per load."""
@@ -237,7 +227,7 @@ class Loader:
             tier.counters.prompt_hits += counted.count(tier.index)
 
     def _by_key(
-        self, load: _PendingLoad, loaded: Sequence[bool], failed: Collection[int]
+        self, load: _PendingLoad, loaded: Sequence[bool], failed: Container[int]
     ) -> tuple[Sequence[ChunkKey], Sequence[int], Sequence[bool]]:
         """Return the arguments of :meth:`_count_hits` for a completed load.
 
@@ -310,23 +300,21 @@ class Loader:
             gds.tier if at in reads else origin for at, origin in enumerate(plan.origins)
         ]
         slots = [copy.slot for copy in reads.values()]
-        return plan._replace(
-            origins=origins, gds=GdsPlan(list(reads), slots, gds.hashes(slots))
-        )
+        return plan._replace(origins=origins, gds=gds.plan_reads(list(reads), slots))
 
-    def _end_reads(self, load: _PendingLoad, failures: ReadFailures) -> None:
-        """Unpin the copies that workers read; drop the copies with wrong bytes."""
+    def _end_reads(self, load: _PendingLoad, failed: Mapping[int, Outcome]) -> None:
+        """Unpin the copies that workers read, and record the failed reads."""
         gds = self._stack.gds
         assert gds is not None
         tier = self._stack.tiers[gds.tier]
         tier.unpin(load.reads.values())
-        tier.counters.expired += len(failures.failed) - len(failures.wrong)
-        for at in failures.wrong:
-            self._stack.drop_corrupt(tier, load.reads[at])
+        for at, outcome in failed.items():
+            self._stack.drop_unreadable(tier, load.reads[at], outcome)
+            tier.counters.record_failure(outcome, reading=True)
         read = [
             copy
             for at, copy in load.reads.items()
-            if at not in failures.failed and copy.state == _RESIDENT
+            if at not in failed and copy.state == _RESIDENT
         ]
         tier.touch(read, self._stack.ctx)
         gds.touch([copy.slot for copy in read])

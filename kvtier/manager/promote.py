@@ -222,9 +222,9 @@ class Promoter:
         answers = [False] * len(copies)
         if gds is None or gds.tier not in tiers:
             return answers
-        places = [at for at, tier in enumerate(tiers) if tier == gds.tier]
-        readable = gds.readable([copies[at].slot for at in places])
-        for at, answer in zip(places, readable, strict=True):
+        positions = [at for at, tier in enumerate(tiers) if tier == gds.tier]
+        readable = gds.readable([copies[at].slot for at in positions])
+        for at, answer in zip(positions, readable, strict=True):
             answers[at] = answer
         return answers
 
@@ -263,8 +263,7 @@ class Promoter:
         arrived, failures = self._jobs.settle(record, result.outcomes)
         for _, copy, outcome in failures:
             self._grants.record_missing(copy)
-            # Corrupt chunks are counted when they are dropped, and late jobs at their deadline.
-            if outcome is not Outcome.CORRUPT and not record.is_late:
+            if not record.is_late:  # else the job was counted at its deadline
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
         moved = self._drop_moved(record, result)

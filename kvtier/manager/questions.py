@@ -212,7 +212,7 @@ class Questions:
             copy = tier.copies.get(key)
             if outcome is Outcome.MISSING:
                 if copy is not None:
-                    stack.drop_missing(tier, copy)
+                    stack.drop_unreadable(tier, copy, Outcome.MISSING)
             elif copy is None:
                 found.append(at)
         found = found[: tier.available]
@@ -238,7 +238,7 @@ class Questions:
             copy = tier.copies.get(key)
             if copy is None:  # a prompt is forgotten from its end, so nothing follows
                 break
-            stack.drop_missing(tier, copy)
+            stack.drop_unreadable(tier, copy, Outcome.MISSING)
         if keys[end] in tier.copies:
             return  # the chunk is being put
         absent = self._absent

@@ -58,7 +58,8 @@ class TierCounters:
     expired: int = 0
     """Transfers of chunks to or from this tier that missed their deadline."""
     shut_out: int = 0
-    """Transfers refused because this tier is out of service or its queue is full."""
+    """Transfers refused because this tier is out of service, its queue is full, or a worker
+    cannot do GDS reads."""
     load_failed: int = 0
     """Chunks of this tier that a worker could not load into the GPU."""
     missing: int = 0
@@ -80,14 +81,17 @@ class TierCounters:
     """Chunks that were refused for retention, or released before their deadline."""
 
     def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
-        """Count a chunk that failed to arrive, by the cause; ignore cancelled chunks."""
+        """Count a chunk that failed to arrive, by the cause.
+
+        Cancelled chunks are ignored. Corrupt chunks of this tier are counted when dropped.
+        """
         if outcome is Outcome.EXPIRED:
             self.expired += 1
         elif outcome is Outcome.REFUSED:
             self.shut_out += 1
         elif outcome is Outcome.MISSING:
             self.missing += 1
-        elif outcome is Outcome.CANCELLED:
+        elif outcome is Outcome.CANCELLED or (reading and outcome is Outcome.CORRUPT):
             return
         elif reading:
             self.read_failed += 1

@@ -140,11 +140,11 @@ class StorageJobs:
             stack.gds.begin_overwriting(slots)
         planned: list[tuple[JobId, Sequence[ChunkCopy]]] = []
         for at in range(0, len(slots), stack.limits.batch):
-            places = slots[at : at + stack.limits.batch]
-            part = listed.between(at, at + len(places))
+            targets = slots[at : at + stack.limits.batch]
+            part = listed.between(at, at + len(targets))
             generation = stack.next_generation() if destination is stack.ram else NO_GENERATION
             copies = destination.begin_copying(
-                part.keys, places, part.copies, origin=source.index, generation=generation
+                part.keys, targets, part.copies, origin=source.index, generation=generation
             )
             record = JobRecord(
                 source=source.index,
@@ -155,7 +155,7 @@ class StorageJobs:
                 moved={copy for copy in part.copies if copy in moved} if moved else (),
                 is_eviction=is_eviction,
             )
-            planned.append((self._add(record, places), copies))
+            planned.append((self._add(record, targets), copies))
         return planned
 
     def plan_question(
@@ -196,10 +196,8 @@ class StorageJobs:
         arrived, failures = record.split(outcomes)
         for read, written, outcome in failures:
             destination.abort(written)
-            if outcome is Outcome.CORRUPT and record.source:
-                self._stack.drop_corrupt(source, read)
-            elif outcome is Outcome.MISSING and record.source:
-                self._stack.drop_missing(source, read)
+            if record.source:
+                self._stack.drop_unreadable(source, read, outcome)
         return arrived, failures
 
     def _add(self, record: JobRecord, slots: Sequence[int]) -> JobId:

@@ -17,7 +17,13 @@ from kvtier.manager.copies import CopyList, prompt_order, split_prompts
 from kvtier.manager.reports import TierCounters, TierSnapshot
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
-from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms, is_idle, is_unpinned
+from kvtier.policies.base import (
+    NO_TERMS,
+    NoVictimError,
+    RequestTerms,
+    is_evictable,
+    is_unpinned,
+)
 from kvtier.policies.eviction import Lru
 
 __all__ = ["TierState"]
@@ -361,10 +367,10 @@ class TierState:
         shortage = count - self.slots.free
         if shortage <= 0:
             return self.slots.allocate(count), []
-        victims = self._pick(shortage, is_idle, ctx)
+        victims = self._pick(shortage, is_evictable, ctx)
         if len(victims) < shortage:
             self._replace_policy(NoVictimError(self.eviction), ctx)
-            victims = self.eviction.pick_many(shortage, is_idle, ctx)
+            victims = self.eviction.pick_many(shortage, is_evictable, ctx)
         self.idle -= len(victims)
         keys = [victim.key for victim in victims]
         self._evict_keys(keys)

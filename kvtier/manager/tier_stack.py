@@ -12,15 +12,16 @@ from typing import Final, Protocol
 from kvtier.keys import ChunkKey, group_filter
 from kvtier.manager.copies import CopyList
 from kvtier.manager.cost_model import CostModel
-from kvtier.manager.gds import GdsSource
 from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
+from kvtier.types import GdsReads, Outcome
 
 __all__ = [
     "NO_GENERATION",
+    "GdsSource",
     "ManagerLimits",
     "SlotStatus",
     "TierStack",
@@ -105,6 +106,31 @@ class SlotStatus(Protocol):
 
     def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return, for each slot, whether all ranks acknowledged every job issued for it."""
+
+
+class GdsSource(Protocol):
+    """Reports which slots of one tier the workers can read, and plans their GDS reads.
+
+    A GDS read of a chunk needs no RAM slot and no job between tiers. The chunk's copy in the
+    tier is pinned from the plan of the load until all workers have acknowledged the load. The
+    methods return at once.
+    """
+
+    @property
+    def tier(self) -> int:
+        """Index of the tier."""
+
+    def readable(self, slots: Sequence[int]) -> Sequence[bool]:
+        """Return, for each of ``slots``, whether all workers can read and verify it now."""
+
+    def plan_reads(self, positions: Sequence[int], slots: Sequence[int]) -> GdsReads:
+        """Return the GDS reads of ``slots``, for the chunks at ``positions`` in a load."""
+
+    def begin_overwriting(self, slots: Sequence[int]) -> None:
+        """Forget the part hashes of ``slots``, because other chunks will be written there."""
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Record that ``slots`` were read."""
 
 
 def first_resident(
@@ -344,15 +370,17 @@ class TierStack:
             self.retentions[tier.index].release(copy)
         tier.drop(copy)
 
-    def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Count and drop a copy with wrong bytes in a slower tier."""
-        tier.counters.corrupt += 1
-        if copy.state == _RESIDENT:
-            self.record_corrupt(tier.index, (copy,))
-            self.drop(tier, copy)
+    def drop_unreadable(self, tier: TierState, copy: ChunkCopy, outcome: Outcome) -> None:
+        """Drop a copy in a slower tier if a job found it corrupt or missing.
 
-    def drop_missing(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Drop a copy that a shared tier has lost."""
+        After other outcomes the copy stays, because a later read may succeed.
+        """
+        if outcome is Outcome.CORRUPT:
+            tier.counters.corrupt += 1
+            if copy.state == _RESIDENT:
+                self.record_corrupt(tier.index, (copy,))
+        elif outcome is not Outcome.MISSING:
+            return
         if copy.state == _RESIDENT:
             self.drop(tier, copy)
 

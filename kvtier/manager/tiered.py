@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
-from kvtier.manager.gds import GdsSource
 from kvtier.manager.grants import (
     DEFERRED,
     Grants,
@@ -30,7 +30,7 @@ from kvtier.manager.grants import (
     SharedAccess,
 )
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
-from kvtier.manager.load import Loader, LoadPlan, ReadFailures
+from kvtier.manager.load import Loader, LoadPlan
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.promote import Promoter
 from kvtier.manager.quarantine import Quarantine
@@ -39,7 +39,7 @@ from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent
 from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import ManagerLimits, SlotStatus, TierStack
+from kvtier.manager.tier_stack import GdsSource, ManagerLimits, SlotStatus, TierStack
 from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult
@@ -190,8 +190,7 @@ class TieredOffloadingManager:
         req_id: str,
         load_id: int | None = None,
         *,
-        gds_failed: Collection[int] = (),
-        gds_wrong: Collection[int] = (),
+        failed_reads: Mapping[int, Outcome] = MappingProxyType({}),
     ) -> None:
         """Complete a load of ``req_id``, even if the request has ended.
 
@@ -202,10 +201,9 @@ class TieredOffloadingManager:
             req_id: The request.
             load_id: ``load_id`` of the load's plan; None for the oldest load of the request, if
                 the engine does not distinguish its loads.
-            gds_failed: Positions of the chunks whose GDS read failed.
-            gds_wrong: Positions, among ``gds_failed``, of chunks that the tier must forget.
+            failed_reads: Outcome of each failed GDS read, by the chunk's position in the load.
         """
-        self._loader.complete(req_id, load_id, ReadFailures(gds_failed, gds_wrong))
+        self._loader.complete(req_id, load_id, failed_reads)
 
     # -- store ------------------------------------------------------------------------------
 
@@ -288,7 +286,7 @@ class TieredOffloadingManager:
             stack.end_reuse_step()
 
     @property
-    def is_idle(self) -> bool:
+    def can_skip_step(self) -> bool:
         """Whether :meth:`end_step` has no work until another method is called.
 
         Expired retained chunks do not count as work, because any later step can release them.

@@ -27,7 +27,7 @@ start if too few are free; ``off`` never uses them."""
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
-_PREFAULT_PIECE_NBYTES = 1 << 30
+_PREFAULT_STEP_NBYTES = 1 << 30
 
 
 def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
@@ -86,10 +86,10 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 def _prefault(descriptor: int, nbytes: int) -> None:
     """Allocate every page now, because later allocations could delay or kill the engine."""
     os.ftruncate(descriptor, nbytes)
-    offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
+    offsets = range(0, nbytes, _PREFAULT_STEP_NBYTES)
 
     def allocate(offset: int) -> None:
-        os.posix_fallocate(descriptor, offset, min(_PREFAULT_PIECE_NBYTES, nbytes - offset))
+        os.posix_fallocate(descriptor, offset, min(_PREFAULT_STEP_NBYTES, nbytes - offset))
 
     with ThreadPoolExecutor(min(len(offsets), 8)) as pool:
         for _ in pool.map(allocate, offsets):

@@ -1,4 +1,4 @@
-"""Open a rank's copier for RAM slots and loader for GDS reads."""
+"""Open a rank's copier for RAM slots and its staging buffers for GDS reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.memory.copy import BlockCopier, Copier, KVBlocks
 from kvtier.memory.cuda_copy import CudaCopier
 from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.direct_files import DirectFiles
-from kvtier.memory.gds import GdsLoader
+from kvtier.memory.gds_staging import GdsStaging
 from kvtier.memory.host_region import HostRegion
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import GdsMode
@@ -52,8 +52,8 @@ def open_gds(
     share: RankShare,
     blocks_per_chunk: int,
     files: DirectFiles | None = None,
-) -> GdsLoader | None:
-    """Return the loader that reads chunks from an NVMe tier into a rank's blocks.
+) -> GdsStaging | None:
+    """Return the staging buffers through which a rank reads chunks from an NVMe tier.
 
     Args:
         mode: ``off``, ``auto`` (use GDS reads if possible) or ``require``.
@@ -64,8 +64,7 @@ def open_gds(
         files: Opens the tier's slot file; None to use kvikio.
 
     Returns:
-        The loader; None if ``mode`` is ``off``, or if ``mode`` is ``auto`` and GDS reads cannot
-            work.
+        The buffers; None if ``mode`` is ``off``, or is ``auto`` and GDS reads cannot work.
 
     Raises:
         ConfigError: kvikio is installed for another version of CUDA than torch.
@@ -75,7 +74,7 @@ def open_gds(
         return None
     device = kv.device
     try:
-        return GdsLoader(
+        return GdsStaging(
             kv,
             region.geometry,
             share=share,

@@ -105,7 +105,7 @@ class Copier(ABC):
 
     @abstractmethod
     def mark(self) -> Fence | None:
-        """Return the current point of the compute stream. The engine's thread calls this.
+        """Return the current point of the compute stream. The model thread calls this.
 
         Copies that are submitted now must start after this point. A store reads blocks that the
         forward pass has just written, and a load overwrites blocks that the engine may still be
@@ -212,14 +212,14 @@ class BlockCopier(Copier):
 
     @override
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        for copy in self._pieces(plan, stores=True):
+        for copy in self._divide(plan, stores=True):
             staged = self._gather(copy)
             for part, place in self._placed(copy, staged):
                 self._copy(place, part)
 
     @override
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        for copy in self._pieces(plan, stores=False):
+        for copy in self._divide(plan, stores=False):
             staged = self._staging(copy)
             for part, place in self._placed(copy, staged):
                 self._copy(part, place)
@@ -229,8 +229,8 @@ class BlockCopier(Copier):
     def close(self) -> None:
         self._places = []
 
-    def _pieces(self, plan: BlockCopyPlan, *, stores: bool) -> Iterator[GroupCopy]:
-        """Yield the blocks that this rank copies, in pieces that fit the staging tensor."""
+    def _divide(self, plan: BlockCopyPlan, *, stores: bool) -> Iterator[GroupCopy]:
+        """Yield the blocks that this rank copies, as many at once as fit the staging tensor."""
         for copy in plan.groups:
             written = self._share.written(copy.blocks) if stores else None
             whole = copy if written is None else copy.part(written)
@@ -246,8 +246,8 @@ class BlockCopier(Copier):
         runs = list(_runs(copy))
         for columns, places in self._places[copy.group]:
             parts = staged[:, columns].view(len(staged), *places.shape[2:])
-            for rows, slots, sub in runs:
-                yield parts[rows], places[slots, sub]
+            for rows, slots, place in runs:
+                yield parts[rows], places[slots, place]
 
     def _width(self, copy: GroupCopy) -> int:
         """Return the number of words of one block, in all layers of its group."""
@@ -310,8 +310,8 @@ def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
     if elements * source.itemsize < _SHORTEST_NBYTES:
         destination.copy_(source)
         return
-    for place, part in zip(destination, source, strict=True):
-        copy_between(place, part)
+    for into, part in zip(destination, source, strict=True):
+        copy_between(into, part)
 
 
 def _contiguous_elements(tensor: torch.Tensor) -> int:
@@ -339,13 +339,10 @@ def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
-    """Yield ranges of ``copy``: rows with consecutive slots and one place in the chunk.
-
-    A range is a tuple: rows, slots and place (``sub``).
-    """
-    slots, subs = copy.slots, copy.subs
-    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1
+    """Yield ranges of ``copy`` with consecutive slots and one place: rows, slots and place."""
+    slots, places = copy.slots, copy.places
+    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(places) != 0)) + 1
     edges = [0, *breaks.tolist(), len(slots)]
     for start, end in pairwise(edges):
         first = int(slots[start])
-        yield slice(start, end), slice(first, first + end - start), int(subs[start])
+        yield slice(start, end), slice(first, first + end - start), int(places[start])

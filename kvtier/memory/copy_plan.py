@@ -16,23 +16,23 @@ __all__ = ["BlockCopyPlan", "GroupCopy", "Indices", "plan_copy"]
 
 @dataclass(frozen=True, slots=True)
 class GroupCopy:
-    """The blocks of one KV cache group to copy, sorted by ``subs`` and then by ``slots``.
+    """The blocks of one KV cache group to copy, sorted by ``places`` and then by ``slots``.
 
     Attributes:
         group: Index of the group.
         blocks: Block numbers in the engine's memory, shape (n,).
         slots: RAM slot of each block, shape (n,).
-        subs: Place of each block within its chunk, shape (n,).
+        places: Place of each block in its slot, shape (n,).
     """
 
     group: int
     blocks: Indices
     slots: Indices
-    subs: Indices
+    places: Indices
 
     def part(self, which: slice | Flags) -> GroupCopy:
         """Return the blocks that the index ``which`` selects, in the same order."""
-        return GroupCopy(self.group, self.blocks[which], self.slots[which], self.subs[which])
+        return GroupCopy(self.group, self.blocks[which], self.slots[which], self.places[which])
 
 
 class BlockCopyPlan:
@@ -41,7 +41,7 @@ class BlockCopyPlan:
     Args:
         groups: The blocks to copy, by KV cache group; or a function that returns them. The
             function is called when the groups are first used. So the copying thread spends this
-            time, and not the engine's thread, which makes the plan.
+            time, and not the model thread, which makes the plan.
         slots: The RAM slots involved, each once.
 
     Attributes:
@@ -74,22 +74,22 @@ class BlockCopyPlan:
                 parts.append(copy.part(chosen))
         return BlockCopyPlan(parts, slots)
 
-    def places(self, copy: GroupCopy) -> Indices:
+    def slot_indices(self, copy: GroupCopy) -> Indices:
         """Return, for each slot of ``copy``, the slot's index in :attr:`slots`."""
         slots = np.asarray(self.slots, np.int64)
         order = np.argsort(slots, kind="stable")
-        places: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
-        return places
+        indices: Indices = order[np.searchsorted(slots, copy.slots, sorter=order)]
+        return indices
 
     def with_slots(self, slots: Sequence[int]) -> BlockCopyPlan:
         """Return this plan with its ``i``-th slot replaced by ``slots[i]``."""
         numbers = np.asarray(slots, np.int64)
         groups = []
         for copy in self.groups:
-            moved = numbers[self.places(copy)]
-            order = np.lexsort((moved, copy.subs))
+            moved = numbers[self.slot_indices(copy)]
+            order = np.lexsort((moved, copy.places))
             groups.append(
-                GroupCopy(copy.group, copy.blocks[order], moved[order], copy.subs[order])
+                GroupCopy(copy.group, copy.blocks[order], moved[order], copy.places[order])
             )
         return BlockCopyPlan(groups, slots)
 
@@ -118,7 +118,7 @@ class BlockCopyPlan:
         filled: set[int] = set()
         for copy in self.groups:
             numbers, blocks = np.unique(copy.slots, return_counts=True)
-            if np.count_nonzero(copy.subs == blocks_per_chunk - 1) == len(numbers):
+            if np.count_nonzero(copy.places == blocks_per_chunk - 1) == len(numbers):
                 filled.update(numbers[blocks == blocks_per_chunk].tolist())
         return self.slots if len(filled) == len(self.slots) else sorted(filled)
 
@@ -180,26 +180,26 @@ def _match(
 ) -> list[GroupCopy]:
     """Match the blocks of each group with their slots; :func:`plan_copy` has checked them."""
     blocks = np.asarray(block_ids, np.int64)
-    places = np.asarray(slots, np.int64)
+    numbers = np.asarray(slots, np.int64)
     groups: list[GroupCopy] = []
     block_at = slot_at = 0
     for group, (size, first) in enumerate(zip(group_sizes, block_indices, strict=True)):
         if not size:
             continue
-        chunks, subs = np.divmod(np.arange(size) + first % blocks_per_chunk, blocks_per_chunk)
-        of_block = places[slot_at + chunks]
-        order = np.lexsort((of_block, subs))
+        chunks, places = np.divmod(np.arange(size) + first % blocks_per_chunk, blocks_per_chunk)
+        of_block = numbers[slot_at + chunks]
+        order = np.lexsort((of_block, places))
         own = blocks[block_at : block_at + size]
-        groups.append(GroupCopy(group, own[order], of_block[order], subs[order]))
+        groups.append(GroupCopy(group, own[order], of_block[order], places[order]))
         block_at += size
         slot_at += int(chunks[-1]) + 1
     return groups
 
 
 def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
-    """Merge ``copies`` of one group into one, ordered by (sub, slot)."""
+    """Merge ``copies`` of one group into one, ordered by (place, slot)."""
     blocks = np.concatenate([copy.blocks for copy in copies])
     slots = np.concatenate([copy.slots for copy in copies])
-    subs = np.concatenate([copy.subs for copy in copies])
-    order = np.lexsort((slots, subs))
-    return GroupCopy(group, blocks[order], slots[order], subs[order])
+    places = np.concatenate([copy.places for copy in copies])
+    order = np.lexsort((slots, places))
+    return GroupCopy(group, blocks[order], slots[order], places[order])

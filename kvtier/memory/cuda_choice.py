@@ -64,18 +64,18 @@ class _Rated:
         return f"{self.method.name} at {self.bytes_per_s / 1e9:.1f} GB/s"
 
 
-def choose_methods(driver: Driver, places: Fragments, edges: Addresses) -> Choice:
-    """Return the best methods for fragments like ``places``, and log the reasons.
+def choose_methods(driver: Driver, sample: Fragments, edges: Addresses) -> Choice:
+    """Return the best methods for fragments like ``sample``, and log the reasons.
 
     Args:
         driver: The GPU.
-        places: Fragments like those of jobs; their addresses are ignored.
-        edges: Host addresses at which one page-locked piece of the slots ends and the next
+        sample: Fragments like those of jobs; their addresses are ignored.
+        edges: Host addresses at which one page-locked segment of the slots ends and the next
             begins, ascending.
     """
     batch = BatchMethod(edges)
     try:
-        with _opened_trial(driver, places, batch) as trial:
+        with _opened_trial(driver, sample, batch) as trial:
             rated = [trial.rate_all(stores=stores) for stores in (True, False)]
     except (RuntimeError, CudaError) as error:
         logger.warning(
@@ -89,7 +89,7 @@ def choose_methods(driver: Driver, places: Fragments, edges: Addresses) -> Choic
     logger.info(
         "copies between GPU and RAM: %s; a typical copy has %s",
         ", ".join(reasons),
-        approximate_size(int(np.median(places.nbytes))),
+        approximate_size(int(np.median(sample.nbytes))),
     )
     store, load = (best.method if best else None for best, *_ in rated)
     return Choice(store, load)
@@ -100,7 +100,7 @@ class _Trial:
 
     Args:
         driver: The GPU.
-        places: Fragments like those of jobs; their addresses are ignored.
+        sample: Fragments like those of jobs; their addresses are ignored.
         batch: Copies in batches.
         device: Memory on the device, :data:`SCRATCH_NBYTES` bytes.
         host: Page-locked memory on the host, with as many bytes.
@@ -109,7 +109,7 @@ class _Trial:
     def __init__(
         self,
         driver: Driver,
-        places: Fragments,
+        sample: Fragments,
         batch: BatchMethod,
         *,
         device: torch.Tensor,
@@ -118,7 +118,7 @@ class _Trial:
         self._driver = driver
         self._batch = batch
         self._streams = Streams(driver.open_stream(), driver.open_stream())
-        nbytes = np.minimum(places.nbytes, SCRATCH_NBYTES)
+        nbytes = np.minimum(sample.nbytes, SCRATCH_NBYTES)
         ends = np.cumsum(nbytes)
         fits = ends <= SCRATCH_NBYTES
         starts, lengths = (ends - nbytes)[fits], nbytes[fits]
@@ -182,12 +182,12 @@ class _Trial:
 
 
 @contextmanager
-def _opened_trial(driver: Driver, places: Fragments, batch: BatchMethod) -> Iterator[_Trial]:
+def _opened_trial(driver: Driver, sample: Fragments, batch: BatchMethod) -> Iterator[_Trial]:
     """Yield a trial, and release its memory afterwards."""
     device = driver.device_memory(SCRATCH_NBYTES)
     host = torch.frombuffer(mmap.mmap(-1, SCRATCH_NBYTES), dtype=torch.int8)
     driver.register(host.data_ptr(), SCRATCH_NBYTES)
     try:
-        yield _Trial(driver, places, batch, device=device, host=host)
+        yield _Trial(driver, sample, batch, device=device, host=host)
     finally:
         driver.unregister(host.data_ptr())

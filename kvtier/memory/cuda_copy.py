@@ -12,8 +12,8 @@ a job, the thread waits for the last copy of the previous job. So a stream never
 jobs. A store and a load may run in any order; :mod:`kvtier.connector.device` explains why this
 is correct.
 
-**Pieces.** A job is planned and queued in pieces, so that the GPU copies one piece while the
-next is planned.
+**Planning.** A job is planned and queued gradually, so that the GPU copies some fragments while
+the next are planned.
 
 **Torch as a fallback.** Batches of copies need page-locked memory. If the slots are
 not page-locked, or the driver has no batches, torch copies, with one staging buffer on the
@@ -35,7 +35,7 @@ from kvtier.memory.cuda_choice import Choice, choose_methods
 from kvtier.memory.cuda_methods import STAGING_NBYTES, Method, Streams
 from kvtier.memory.fragments import FragmentPlanner, Fragments
 from kvtier.memory.host_region import HostRegion
-from kvtier.memory.pinning import PIECE_NBYTES, PinnedSlots
+from kvtier.memory.pinning import SEGMENT_NBYTES, PinnedSlots
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Driver, Fence
 
@@ -55,7 +55,7 @@ class CudaCopier(Copier):
         region: The RAM slots.
         share: The rank's share of each slot.
         blocks_per_chunk: Blocks of a chunk.
-        piece_nbytes: Largest number of bytes to page-lock at once.
+        segment_nbytes: Largest number of bytes to page-lock at once.
 
     Raises:
         UnsupportedError: A group's block does not fit its place in the slot.
@@ -75,7 +75,7 @@ class CudaCopier(Copier):
         *,
         share: RankShare,
         blocks_per_chunk: int,
-        piece_nbytes: int = PIECE_NBYTES,
+        segment_nbytes: int = SEGMENT_NBYTES,
     ) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self._driver = driver
@@ -92,16 +92,16 @@ class CudaCopier(Copier):
             staging_nbytes=STAGING_NBYTES,
         )
         with ExitStack() as opened:
-            self._slots = PinnedSlots(driver, address, geometry, piece_nbytes=piece_nbytes)
+            self._slots = PinnedSlots(driver, address, geometry, segment_nbytes=segment_nbytes)
             opened.callback(self._slots.close)
             self.is_pageable = not self._slots.is_locked
             chosen = Choice(None, None)
             if not self.is_pageable:
                 blocks = min(len(kv.tensors[0]), geometry.slots * blocks_per_chunk)
-                places = _sample(planner, blocks, blocks_per_chunk)
-                chosen = choose_methods(driver, places, self._slots.edges)
+                sample = _sample(planner, blocks, blocks_per_chunk)
+                chosen = choose_methods(driver, sample, self._slots.edges)
             self._stores, self._loads = (
-                _Lane(driver, planner, method or by_torch(), stores=stores)
+                _Direction(driver, planner, method or by_torch(), stores=stores)
                 for method, stores in ((chosen.store, True), (chosen.load, False))
             )
             opened.pop_all()
@@ -126,7 +126,7 @@ class CudaCopier(Copier):
         self._slots.close()
 
 
-class _Lane:
+class _Direction:
     """Runs the copies in one direction, on separate streams.
 
     Args:
@@ -170,8 +170,8 @@ class _Lane:
             copy = method.store if stores else method.load
             copy(plan, after=None)
             return
-        pieces = self._planner.pieces(plan, stores=stores, first_nbytes=STAGING_NBYTES)
-        for fragments in pieces:
+        planned = self._planner.plan_gradually(plan, stores=stores, first_nbytes=STAGING_NBYTES)
+        for fragments in planned:
             method.queue(self._streams, fragments, stores=stores)
 
 
@@ -182,6 +182,6 @@ def _sample(planner: FragmentPlanner, blocks: int, blocks_per_chunk: int) -> Fra
     such blocks. So the blocks are in reverse order.
     """
     numbers = np.arange(min(blocks, _MOST_SAMPLED))
-    slots, subs = np.divmod(numbers, blocks_per_chunk)
-    copy = GroupCopy(0, numbers[::-1], slots, subs)
+    slots, places = np.divmod(numbers, blocks_per_chunk)
+    copy = GroupCopy(0, numbers[::-1], slots, places)
     return planner.plan(BlockCopyPlan([copy], np.unique(slots).tolist()), stores=False)

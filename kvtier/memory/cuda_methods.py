@@ -106,7 +106,7 @@ class BatchMethod(Method):
     blocks before the model has written them.
 
     Args:
-        edges: Host addresses at which one page-locked piece ends and the next begins,
+        edges: Host addresses at which one page-locked segment ends and the next begins,
             ascending.
     """
 
@@ -153,18 +153,18 @@ class StagedMethod(Method):
         if not _can_stage(fragments):
             self._batch.queue(streams, fragments, stores=stores)
             return
-        for portion in _divide(fragments):
-            self._queue_portion(streams, portion, stores=stores)
+        for content in _divide(fragments):
+            self._queue_buffer(streams, content, stores=stores)
 
-    def _queue_portion(self, streams: Streams, portion: _Portion, *, stores: bool) -> None:
-        """Wait until the next buffer is unused, then queue a portion's copies through it."""
+    def _queue_buffer(self, streams: Streams, content: _BufferContent, *, stores: bool) -> None:
+        """Wait until the next buffer is unused, then queue the copies through it."""
         copies, kernels = streams
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         buffer.wait()
-        blocks, nbytes = portion.fragments.device, portion.fragments.nbytes
-        staged = portion.offsets + buffer.address
-        runs = portion.runs
+        blocks, nbytes = content.fragments.device, content.fragments.nbytes
+        staged = content.offsets + buffer.address
+        runs = content.runs
         runs = Fragments(runs.device + buffer.address, runs.host, runs.nbytes)
         if stores:
             buffer.copy(kernels, staged, blocks, nbytes)
@@ -178,7 +178,7 @@ class StagedMethod(Method):
             buffer.ended = kernels.record()
 
 
-class _Portion(NamedTuple):
+class _BufferContent(NamedTuple):
     """Fragments that fit one staging buffer together.
 
     Attributes:
@@ -193,10 +193,10 @@ class _Portion(NamedTuple):
     runs: Fragments
 
 
-def _divide(fragments: Fragments) -> Iterator[_Portion]:
-    """Yield the fragments in portions, in their order.
+def _divide(fragments: Fragments) -> Iterator[_BufferContent]:
+    """Yield as many fragments at a time as a buffer fits, in their order.
 
-    Each numpy call handles the fragments of all portions, so there are few calls. A call on a
+    Each numpy call handles the fragments of all buffers, so there are few calls. A call on a
     long array releases the interpreter lock, and then may wait until another thread releases
     the lock again.
     """
@@ -217,7 +217,7 @@ def _divide(fragments: Fragments) -> Iterator[_Portion]:
     for number, start in enumerate(bounds[:-1]):
         some = slice(start, bounds[number + 1])
         those = slice(run_bounds[number], run_bounds[number + 1])
-        yield _Portion(
+        yield _BufferContent(
             fragments.part(some),
             starts[some] - starts[start],
             Fragments(run_starts[those] - starts[start], run_hosts[those], run_nbytes[those]),

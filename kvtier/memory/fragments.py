@@ -104,30 +104,29 @@ class FragmentPlanner:
         Raises:
             UnsupportedError: A block or a slot does not exist.
         """
-        pieces = self.pieces(plan, stores=stores, first_nbytes=_UNLIMITED)
-        return next(pieces, Fragments(_NONE, _NONE, _NONE))
+        planned = self.plan_gradually(plan, stores=stores, first_nbytes=_UNLIMITED)
+        return next(planned, Fragments(_NONE, _NONE, _NONE))
 
-    def pieces(
+    def plan_gradually(
         self, plan: BlockCopyPlan, *, stores: bool, first_nbytes: int
     ) -> Iterator[Fragments]:
-        """Yield the ranges to copy in pieces, so that copies can start before all are planned.
+        """Yield some ranges at a time, so that copies can start before all are planned.
 
-        The next piece is planned while the previous one is copied. The limit on a piece's bytes
-        doubles with each piece, so there are few pieces.
+        The next ranges are planned while the previous ones are copied. The limit on their bytes
+        doubles each time, so the ranges are yielded in few steps.
 
         Args:
             plan: The blocks and slots.
             stores: True for a store, False for a load. A store leaves out blocks that another
                 rank stores.
-            first_nbytes: Largest number of bytes of the first piece. A piece has at least one
-                block.
+            first_nbytes: Largest number of bytes to yield first; at least one block is yielded.
 
         Raises:
             UnsupportedError: A block or a slot does not exist. Nothing has been yielded.
         """
         copies = [self._ordered(copy, stores=stores) for copy in plan.groups]
         ranges: list[tuple[Indices, Indices, Indices]] = []
-        piece_nbytes = left_nbytes = first_nbytes
+        limit_nbytes = left_nbytes = first_nbytes
         for copy in copies:
             block_nbytes = max(int(self._groups[copy.group].nbytes.sum()), 1)
             start = 0
@@ -135,8 +134,8 @@ class FragmentPlanner:
                 room = max(left_nbytes // block_nbytes, 0 if ranges else 1)
                 if not room:
                     yield _join(ranges)
-                    piece_nbytes *= 2
-                    ranges, left_nbytes = [], piece_nbytes
+                    limit_nbytes *= 2
+                    ranges, left_nbytes = [], limit_nbytes
                     continue
                 part = copy.part(slice(start, start + room))
                 ranges.append(self._ranges(part))
@@ -149,20 +148,20 @@ class FragmentPlanner:
         """Return the blocks that this rank copies, ordered by their addresses in the slots."""
         _require_range("block", copy.blocks, self._groups[copy.group].blocks)
         _require_range("slot", copy.slots, self._geometry.slots)
-        _require_range("place", copy.subs, self._blocks_per_chunk)
+        _require_range("place", copy.places, self._blocks_per_chunk)
         written = self._share.written(copy.blocks) if stores else None
         if written is not None:
             copy = copy.part(written)
-        order = np.lexsort((copy.subs, copy.slots))
-        return GroupCopy(copy.group, copy.blocks[order], copy.slots[order], copy.subs[order])
+        order = np.lexsort((copy.places, copy.slots))
+        return GroupCopy(copy.group, copy.blocks[order], copy.slots[order], copy.places[order])
 
     def _ranges(self, copy: GroupCopy) -> tuple[Indices, Indices, Indices]:
         """Return the device address, host address and bytes of every page of every block."""
         pages = self._groups[copy.group]
-        places = copy.slots * self._geometry.slot_nbytes
-        places += copy.subs * self._geometry.block_nbytes
+        starts = copy.slots * self._geometry.slot_nbytes
+        starts += copy.places * self._geometry.block_nbytes
         device = pages.first + copy.blocks[:, np.newaxis] * pages.step
-        host = self._host_address + places[:, np.newaxis] + pages.offset
+        host = self._host_address + starts[:, np.newaxis] + pages.offset
         return device.ravel(), host.ravel(), np.broadcast_to(pages.nbytes, host.shape).ravel()
 
 

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from kvtier.errors import UnsupportedError
+from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.fragments import Pages, locate_pages
@@ -36,10 +37,13 @@ __all__ = [
     "HashRanges",
     "Hasher",
     "Hashes",
+    "StoreHasher",
     "hash_on_host",
     "hash_words",
     "open_hasher",
 ]
+
+logger = get_logger(__name__)
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
@@ -86,7 +90,7 @@ class HashPlanner:
         require_room(kv.page_nbytes, geometry, share, blocks_per_chunk)
         self._geometry = geometry
         self._share = share
-        self._subs = np.arange(blocks_per_chunk)
+        self._places = np.arange(blocks_per_chunk)
         self._groups = [locate_pages(kv, pages, share) for pages in kv.groups]
         _require_words(self._groups, geometry)
 
@@ -98,7 +102,7 @@ class HashPlanner:
             mine = copy if written is None else copy.part(written)
             pages = self._groups[copy.group]
             address = pages.first + mine.blocks[:, np.newaxis] * pages.step
-            rows.append(self._rows(pages, address, mine.subs, plan.places(mine)))
+            rows.append(self._rows(pages, address, mine.places, plan.slot_indices(mine)))
         return _cut(np.concatenate(rows) if rows else _NONE)
 
     def of_slots(self, address: int, groups: Sequence[int]) -> HashRanges:
@@ -109,18 +113,18 @@ class HashPlanner:
             groups: KV cache group of each slot's chunk, slot by slot.
         """
         rows = []
-        for place, group in enumerate(groups):
+        for chunk, group in enumerate(groups):
             pages = self._groups[group]
-            start = address + place * self._geometry.slot_nbytes
-            blocks = start + self._subs[:, np.newaxis] * self._geometry.block_nbytes
-            places = np.full(len(self._subs), place)
-            rows.append(self._rows(pages, blocks + pages.offset, self._subs, places))
+            start = address + chunk * self._geometry.slot_nbytes
+            blocks = start + self._places[:, np.newaxis] * self._geometry.block_nbytes
+            chunks = np.full(len(self._places), chunk)
+            rows.append(self._rows(pages, blocks + pages.offset, self._places, chunks))
         return _cut(np.concatenate(rows) if rows else _NONE)
 
     def extents(self, group: int) -> list[range]:
         """Return the rank's byte ranges of a slot, extended to whole pages of 4 KiB."""
         pages = self._groups[group]
-        starts = self._subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
+        starts = self._places[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
         ends = starts + pages.nbytes
         merged: list[range] = []
         for start, end in zip(starts.ravel().tolist(), ends.ravel().tolist(), strict=True):
@@ -132,15 +136,15 @@ class HashPlanner:
         return merged
 
     def _rows(
-        self, pages: Pages, address: Indices, subs: Indices, places: Indices
+        self, pages: Pages, address: Indices, places: Indices, chunks: Indices
     ) -> HashRanges:
         """Return one range for each page of each block, from the pages' addresses."""
-        at = subs[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
+        at = places[:, np.newaxis] * self._geometry.block_nbytes + pages.offset
         rows = np.empty((address.size, 4), np.int64)
         rows[:, 0] = address.ravel()
         rows[:, 1] = at.ravel() // _WORD_NBYTES
         rows[:, 2] = np.broadcast_to(pages.nbytes // _WORD_NBYTES, address.shape).ravel()
-        rows[:, 3] = np.broadcast_to(places[:, np.newaxis], address.shape).ravel()
+        rows[:, 3] = np.broadcast_to(chunks[:, np.newaxis], address.shape).ravel()
         return rows
 
 
@@ -234,6 +238,36 @@ def open_hasher(driver: Driver | None) -> Hasher:
     return HostHasher() if driver is None else DeviceHasher(driver)
 
 
+class StoreHasher:
+    """Hashes the blocks that a rank stores, so that later GDS reads can be verified.
+
+    Args:
+        planner: Finds the ranges to hash.
+        driver: The GPU; None on a CPU.
+    """
+
+    def __init__(self, planner: HashPlanner, driver: Driver | None) -> None:
+        self._planner = planner
+        self._hasher = open_hasher(driver)
+        self._has_failed = False
+
+    def hash(self, plan: BlockCopyPlan) -> Hashes | None:
+        """Return the hash of the bytes that this rank stored in each of ``plan.slots``.
+
+        Call this after the store of ``plan`` has ended, while its blocks are unchanged.
+
+        Returns:
+            The hashes; None if the device failed to hash, which is logged once.
+        """
+        try:
+            return self._hasher.hash(self._planner.of_blocks(plan), len(plan.slots))
+        except (KvtierError, RuntimeError) as error:
+            if not self._has_failed:
+                logger.warning("chunks get no hash, so they are loaded through RAM: %s", error)
+            self._has_failed = True
+            return None
+
+
 _NONE = np.empty((0, 4), np.int64)
 
 
@@ -248,10 +282,10 @@ def _require_words(groups: Sequence[Pages], geometry: RegionGeometry) -> None:
 
 def _cut(ranges: HashRanges) -> HashRanges:
     """Split long ranges, so that each instance of the GPU kernel hashes a short range."""
-    pieces = -(-ranges[:, 2] // _LONGEST_WORDS)
-    cut = np.repeat(ranges, pieces, axis=0)
-    ends = np.cumsum(pieces)
-    skipped = (np.arange(len(cut)) - np.repeat(ends - pieces, pieces)) * _LONGEST_WORDS
+    counts = -(-ranges[:, 2] // _LONGEST_WORDS)
+    cut = np.repeat(ranges, counts, axis=0)
+    ends = np.cumsum(counts)
+    skipped = (np.arange(len(cut)) - np.repeat(ends - counts, counts)) * _LONGEST_WORDS
     cut[:, 0] += skipped * _WORD_NBYTES
     cut[:, 1] += skipped
     cut[:, 2] = np.minimum(cut[:, 2] - skipped, _LONGEST_WORDS)

@@ -1,13 +1,13 @@
 """Page-locks the RAM tier's slots for a GPU.
 
 A GPU's copy engines and kernels access page-locked memory directly. Other memory is copied
-through a buffer of the driver, which is slower. The slots are page-locked in *pieces*, because
-drivers since R580 refuse to page-lock 512 GiB or more at once.
+through a buffer of the driver, which is slower. The slots are page-locked in *segments*,
+because drivers since R580 refuse to page-lock 512 GiB or more at once.
 
-Each copy must lie within one piece. A piece ends where a slot ends, but a range to copy may
-span adjacent slots. So :func:`cut` cuts ranges where a piece ends.
+Each copy must lie within one segment. A segment ends where a slot ends, but a range to copy may
+span adjacent slots. So :func:`cut` cuts ranges where a segment ends.
 
-If the driver refuses a piece, the other pieces are released, and the engine runs without
+If the driver refuses a segment, the other segments are released, and the engine runs without
 page-locked slots.
 """
 
@@ -25,11 +25,11 @@ from kvtier.memory.slot_layout import RegionGeometry
 from kvtier.memory.streams import Driver
 from kvtier.units import approximate_size
 
-__all__ = ["PIECE_NBYTES", "PinnedSlots", "cut"]
+__all__ = ["SEGMENT_NBYTES", "PinnedSlots", "cut"]
 
 logger = get_logger(__name__)
 
-PIECE_NBYTES: Final = 64 << 30
+SEGMENT_NBYTES: Final = 64 << 30
 """Largest number of bytes to page-lock at once."""
 
 
@@ -40,11 +40,11 @@ class PinnedSlots:
         driver: The GPU.
         address: Address of the first slot.
         geometry: Shape of the region.
-        piece_nbytes: Largest number of bytes to page-lock at once. A piece has at least one
+        segment_nbytes: Largest number of bytes to page-lock at once. A segment has at least one
             slot.
 
     Attributes:
-        edges: Addresses at which one piece ends and the next begins, ascending.
+        edges: Addresses at which one segment ends and the next begins, ascending.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class PinnedSlots:
         address: int,
         geometry: RegionGeometry,
         *,
-        piece_nbytes: int = PIECE_NBYTES,
+        segment_nbytes: int = SEGMENT_NBYTES,
     ) -> None:
         self._driver = driver
         self._locked: list[int] = []
-        step = max(piece_nbytes // geometry.slot_nbytes, 1) * geometry.slot_nbytes
+        step = max(segment_nbytes // geometry.slot_nbytes, 1) * geometry.slot_nbytes
         starts = range(0, geometry.payload_nbytes, step)
         self.edges: Addresses = address + np.array(starts[1:], np.int64)
         self._lock(address, starts, geometry.payload_nbytes)
 
     def _lock(self, address: int, starts: range, nbytes: int) -> None:
-        """Page-lock all pieces, which begin at ``starts``; if one fails, lock none."""
+        """Page-lock all segments, which begin at ``starts``; if one fails, lock none."""
         try:
             for start in starts:
                 self._driver.register(address + start, min(starts.step, nbytes - start))
@@ -71,7 +71,7 @@ class PinnedSlots:
         except CudaError as error:
             logger.warning(
                 "the RAM tier of %s cannot be page-locked, so copies between it and the GPU "
-                "are slower: piece %d of %d: %s",
+                "are slower: segment %d of %d: %s",
                 approximate_size(nbytes),
                 len(self._locked) + 1,
                 len(starts),
@@ -95,11 +95,11 @@ class PinnedSlots:
 
 
 def cut(fragments: Fragments, edges: Addresses) -> Fragments:
-    """Split ``fragments`` at ``edges``, so that each lies within one page-locked piece.
+    """Split ``fragments`` at ``edges``, so that each lies within one page-locked segment.
 
     Args:
         fragments: The ranges to copy; each has at least one byte.
-        edges: Host addresses at which one piece ends and the next begins, ascending.
+        edges: Host addresses at which one segment ends and the next begins, ascending.
     """
     if not len(edges):
         return fragments

@@ -114,7 +114,7 @@ class Driver(ABC):
 
     @abstractmethod
     def mark(self) -> Fence:
-        """Return the current point of the compute stream. The engine's thread calls this."""
+        """Return the current point of the compute stream. The model thread calls this."""
 
     @abstractmethod
     def open_stream(self, *, is_urgent: bool = False) -> CopyStream:

@@ -62,12 +62,12 @@ def find_exposure(directory: Path) -> Exposure | None:
     if real == real.parent:
         problem = f"{directory} leads to the root of the file system"
         return Exposure(problem, "use a directory that only kvtier fills")
-    for place in (real, *real.parents):
+    for path in (real, *real.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            status = place.stat()
-            if exposure := _judge(place, status, uid, is_parent=place != real):
+            status = path.stat()
+            if exposure := _judge(path, status, uid, is_parent=path != real):
                 return exposure
-            if place != real and status.st_mode & stat.S_ISVTX:
+            if path != real and status.st_mode & stat.S_ISVTX:
                 return None
     return None
 
@@ -139,28 +139,26 @@ def _unmapped(uid: int) -> str:
     )
 
 
-def _judge(
-    place: Path, status: os.stat_result, uid: int, *, is_parent: bool
-) -> Exposure | None:
+def _judge(path: Path, status: os.stat_result, uid: int, *, is_parent: bool) -> Exposure | None:
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
     # Parents with unmapped owners are trusted like the user namespace itself.
     if is_parent and owner not in {uid, _ROOT} and not is_ambiguous(owner):
         return Exposure(
-            f"{place} belongs to user {owner}, who can replace what is in it",
+            f"{path} belongs to user {owner}, who can replace what is in it",
             f"use a path whose directories belong to root or to user {uid}",
         )
     if not is_parent and owner != uid:
         remedy = f"run the engine as user {owner}, or use a directory of user {uid}'s"
         if owner == _ROOT:
-            remedy = f"run: chown -R {uid} {place}"
-            if holds_foreign_entries(place):
+            remedy = f"run: chown -R {uid} {path}"
+            if holds_foreign_entries(path):
                 remedy = f"use a directory that only kvtier fills, and that user {uid} owns"
-        problem = f"{place} belongs to user {owner}, and this process runs as user {uid}"
+        problem = f"{path} belongs to user {owner}, and this process runs as user {uid}"
         return Exposure(problem, remedy)
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
-        remedy = f"run: chmod go-w {place}"
-        if not is_parent and holds_foreign_entries(place):
-            remedy = f"use a directory that only kvtier fills, outside of {place}"
-        problem = f"{place} has mode {mode:04o}: other users can replace what is in it"
+        remedy = f"run: chmod go-w {path}"
+        if not is_parent and holds_foreign_entries(path):
+            remedy = f"use a directory that only kvtier fills, outside of {path}"
+        problem = f"{path} has mode {mode:04o}: other users can replace what is in it"
         return Exposure(problem, remedy)
     return None

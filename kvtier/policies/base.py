@@ -30,7 +30,7 @@ __all__ = [
     "PolicyContext",
     "Promotion",
     "RequestTerms",
-    "is_idle",
+    "is_evictable",
     "is_unpinned",
     "session_terms",
 ]
@@ -195,7 +195,7 @@ class NoVictimError(KvtierError):
 Evictable = Callable[[ChunkCopy], bool]
 
 
-def is_idle(copy: ChunkCopy) -> bool:
+def is_evictable(copy: ChunkCopy) -> bool:
     """Return whether a resident ``copy`` has no pins and is not dirty."""
     return not copy.pins and not copy.dirty
 

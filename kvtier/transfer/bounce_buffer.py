@@ -5,10 +5,9 @@ storage tiers is first read into a bounce slot and verified, then written from t
 slots are separate from the RAM tier. So such a move evicts no chunk, and succeeds even if the
 RAM tier is full.
 
-The buffer has two *lanes*, which are groups of bounce slots. A job is split into pieces that
-fit a lane, so one piece is written while the next is read. A piece uses a lane until neither
-tier accesses the lane any more. A hanging disk therefore blocks only moves between storage
-tiers, for which no request waits.
+The buffer has two halves. A job is split into parts that fit a half, so one part is written
+while the next is read. A part uses a half until neither tier accesses the half any more. A
+hanging disk therefore blocks only moves between storage tiers, for which no request waits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
 
 from typing_extensions import override
 
@@ -26,8 +24,6 @@ from kvtier.transfer.routes import Route, SlotMemory, all_of, part_of
 from kvtier.types import Job, JobId, Outcome
 
 __all__ = ["BetweenTiers", "BounceBuffer", "bounce_slots_for"]
-
-_LANES: Final = 2
 
 
 def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
@@ -39,35 +35,34 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
     """
     if config.placement.writes_through or len(config.tiers) <= 2:
         return 0
-    return _LANES * max(1, config.transfer.piece_bytes // slot_nbytes)
+    return 2 * max(1, config.transfer.piece_bytes // slot_nbytes)
 
 
 class BounceBuffer:
-    """Lends lanes, which are groups of bounce slots, to the routes between storage tiers.
+    """Lends the halves of the bounce slots to the routes between storage tiers.
 
     Only one event loop may use a buffer.
 
     Args:
         memory: The memory that has the slots.
-        slots: Slot numbers; at least one per lane.
+        slots: Slot numbers; at least two.
     """
 
     def __init__(self, memory: SlotMemory, slots: Sequence[int]) -> None:
-        self.lane_slots = len(slots) // _LANES
+        self.half_slots = len(slots) // 2
         self._memory = memory
         self._free: asyncio.Queue[Sequence[int]] = asyncio.Queue()
-        for lane in range(_LANES):
-            start = lane * self.lane_slots
-            self._free.put_nowait(slots[start : start + self.lane_slots])
+        for start in (0, self.half_slots):
+            self._free.put_nowait(slots[start : start + self.half_slots])
 
     @asynccontextmanager
-    async def lane(self, chunks: int) -> AsyncIterator[Sequence[memoryview]]:
-        """Wait until a lane is free, then yield the memory of its first ``chunks`` slots."""
-        lane = await self._free.get()
+    async def half(self, chunks: int) -> AsyncIterator[Sequence[memoryview]]:
+        """Wait until a half is free, then yield the memory of its first ``chunks`` slots."""
+        half = await self._free.get()
         try:
-            yield [self._memory.slot(number) for number in lane[:chunks]]
+            yield [self._memory.slot(number) for number in half[:chunks]]
         finally:
-            self._free.put_nowait(lane)
+            self._free.put_nowait(half)
 
 
 class BetweenTiers(Route):
@@ -103,17 +98,17 @@ class BetweenTiers(Route):
         self._running.discard(job.job_id)
 
     def _parts(self, job: Job) -> list[Job]:
-        """Split ``job`` into smaller jobs that fit a lane."""
-        step = self._buffer.lane_slots
+        """Split ``job`` into smaller jobs that fit a half of the buffer."""
+        step = self._buffer.half_slots
         return [part_of(job, slice(at, at + step)) for at in range(0, len(job.keys), step)]
 
     async def _move(self, part: Job) -> SlotOutcomes:
-        """Move the chunks of one part of a job through a lane of bounce slots."""
-        async with self._buffer.lane(len(part.keys)) as views:
+        """Move the chunks of one part of a job through a half of the buffer."""
+        async with self._buffer.half(len(part.keys)) as views:
             try:
                 return await self._copy(part, views)
             except BaseException:
-                self.abandon(part)  # before the next part gets the lane
+                self.abandon(part)  # before the next part gets the half
                 raise
 
     async def _copy(self, part: Job, views: Sequence[memoryview]) -> SlotOutcomes:

@@ -15,16 +15,15 @@ from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.routes import Route
-from kvtier.types import Job, JobId, Outcome, SlotFileId
+from kvtier.types import GdsReads, Job, JobId, Outcome
 
 if TYPE_CHECKING:
     from kvtier.memory.copy import Copier
     from kvtier.memory.copy_plan import BlockCopyPlan
-    from kvtier.memory.gds import GdsStoreHasher
-    from kvtier.memory.part_hashes import Hashes
+    from kvtier.memory.part_hashes import Hashes, StoreHasher
     from kvtier.memory.streams import Fence
 
-__all__ = ["DeviceLoad", "DeviceStore", "GdsReads", "LoadRequest", "StoreRequest"]
+__all__ = ["DeviceLoadRoute", "DeviceStoreRoute", "LoadPayload", "StorePayload"]
 
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
@@ -40,25 +39,7 @@ _OVERWRITTEN: Final = "a slot was reused while it was read"
 
 
 @dataclass(frozen=True, slots=True)
-class GdsReads:
-    """The chunks of a load that are read from an NVMe tier instead of RAM slots.
-
-    Attributes:
-        file: The tier's slot file.
-        positions: Positions of the chunks in the load. At these positions the load's plan has
-            placeholders instead of RAM slots.
-        slots: Slots of the chunks in the tier.
-        hashes: Hash of this rank's part of each chunk.
-    """
-
-    file: SlotFileId
-    positions: Sequence[int]
-    slots: Sequence[int]
-    hashes: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
+class LoadPayload:
     """Payload of a load job, which copies RAM slots or an NVMe tier's slots to KV blocks.
 
     Attributes:
@@ -67,7 +48,8 @@ class LoadRequest:
         generations: Required generation per slot; 0 if a chunk has no slot. The load of such a
             chunk fails.
         wait_s: Longest time in seconds to wait for the generations of slots and for GDS reads.
-        gds: The chunks to read from an NVMe tier; None if all chunks are in RAM slots.
+        gds: The chunks to read from an NVMe tier. For each of these chunks, the plan has a
+            negative number instead of a slot. None if all chunks are in RAM slots.
     """
 
     plan: BlockCopyPlan
@@ -94,8 +76,8 @@ class _DeviceRoute(Route):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreRequest:
-    """A request to copy KV blocks to RAM slots. A store job has one or several requests.
+class StorePayload:
+    """Part of the payload of a store job, which copies KV blocks to RAM slots.
 
     Attributes:
         job_id: The submitter's id for the store.
@@ -110,10 +92,10 @@ class StoreRequest:
     generations: Sequence[int]
 
 
-class DeviceStore(_DeviceRoute):
+class DeviceStoreRoute(_DeviceRoute):
     """Copies KV blocks to RAM slots, and sets the slots' generation before the job settles.
 
-    A job's payload is a sequence of :class:`StoreRequest`, for example the stores of all
+    A job's payload is a sequence of :class:`StorePayload`, for example the stores of all
     prompts of a step. A single call of the copier copies the blocks of all stores, because each
     call takes interpreter time that the model needs. If this call fails, all stores fail.
 
@@ -134,14 +116,14 @@ class DeviceStore(_DeviceRoute):
         *,
         rank: int,
         pool: IoPool,
-        hasher: GdsStoreHasher | None = None,
+        hasher: StoreHasher | None = None,
     ) -> None:
         super().__init__(copier, control, rank=rank, pool=pool)
         self._hasher = hasher
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        stores: Sequence[StoreRequest] = job.payload
+        stores: Sequence[StorePayload] = job.payload
 
         def copy() -> Hashes | None:
             first, *others = (store.plan for store in stores)
@@ -160,7 +142,7 @@ class DeviceStore(_DeviceRoute):
         outcomes = [outcome for each in ended for outcome in each.outcomes]
         return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
 
-    def _record(self, stores: Sequence[StoreRequest], hashes: Hashes) -> None:
+    def _record(self, stores: Sequence[StorePayload], hashes: Hashes) -> None:
         """Record the hashes of all stored chunks in the control block."""
         at = 0
         for store in stores:
@@ -170,7 +152,7 @@ class DeviceStore(_DeviceRoute):
                 self._control.set_hashes(self._rank, slots, own, store.generations[0])
             at += len(slots)
 
-    def _finish(self, store: StoreRequest) -> SlotOutcomes:
+    def _finish(self, store: StorePayload) -> SlotOutcomes:
         """Set the generation of a store's slots after its bytes are copied."""
         slots = store.plan.slots
         filled = store.plan.slots_filled(self._copier.blocks_per_chunk)
@@ -185,7 +167,7 @@ class DeviceStore(_DeviceRoute):
         )
 
 
-class DeviceLoad(_DeviceRoute):
+class DeviceLoadRoute(_DeviceRoute):
     """Copies RAM slots to KV blocks once each slot has the generation that its load requires.
 
     A load may wait for slots that a slower tier is still filling. The load polls the slots'
@@ -209,7 +191,7 @@ class DeviceLoad(_DeviceRoute):
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        payload: LoadRequest = job.payload
+        payload: LoadPayload = job.payload
         slots = payload.plan.slots
         outcomes = [Outcome.CANCELLED] * len(slots)
         try:
@@ -219,7 +201,7 @@ class DeviceLoad(_DeviceRoute):
         return SlotOutcomes(outcomes, error)
 
     async def _load(
-        self, payload: LoadRequest, outcomes: list[Outcome], *, priority: int
+        self, payload: LoadPayload, outcomes: list[Outcome], *, priority: int
     ) -> str:
         """Copy chunks as they arrive; return the first error, or an empty string."""
         arrived_s = time.monotonic()
@@ -247,7 +229,7 @@ class DeviceLoad(_DeviceRoute):
         return error
 
     def _check_arrivals(
-        self, payload: LoadRequest, waiting: Sequence[int]
+        self, payload: LoadPayload, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
         """Return those of ``waiting`` whose chunk arrived, and those whose chunk is lost."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
@@ -261,7 +243,7 @@ class DeviceLoad(_DeviceRoute):
         return ready, lost
 
     def _check_next(
-        self, payload: LoadRequest, waiting: Sequence[int]
+        self, payload: LoadPayload, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
         """Check the first chunks of ``waiting``."""
         near = waiting[:_CHECKED_AT_ONCE]
@@ -279,7 +261,7 @@ class DeviceLoad(_DeviceRoute):
 
     async def _copy(
         self,
-        payload: LoadRequest,
+        payload: LoadPayload,
         ready: Sequence[int],
         outcomes: list[Outcome],
         *,
@@ -297,10 +279,10 @@ class DeviceLoad(_DeviceRoute):
 
         _mark(outcomes, ready, Outcome.FAILED)
         whole = await self._pool.run(copy, priority=priority)
-        _mark(outcomes, ready, Outcome.DONE if whole else Outcome.CORRUPT)
+        _mark(outcomes, ready, Outcome.DONE if whole else Outcome.OVERWRITTEN)
         return whole
 
-    def _record(self, payload: LoadRequest, outcomes: Sequence[Outcome]) -> None:
+    def _record(self, payload: LoadPayload, outcomes: Sequence[Outcome]) -> None:
         """Record the chunks that failed to load, and release the slots."""
         slots, generations = payload.plan.slots, payload.generations
         held = [bool(generation) for generation in generations]
@@ -315,12 +297,12 @@ class DeviceLoad(_DeviceRoute):
         self._control.acknowledge(self._rank, list(compress(slots, held)))
 
 
-def _mark(outcomes: list[Outcome], places: Sequence[int], outcome: Outcome) -> None:
-    for at in places:
+def _mark(outcomes: list[Outcome], positions: Sequence[int], outcome: Outcome) -> None:
+    for at in positions:
         outcomes[at] = outcome
 
 
-def _reason(payload: LoadRequest, lost: int) -> str:
+def _reason(payload: LoadPayload, lost: int) -> str:
     if not payload.generations[lost]:
         return "no RAM slot was free for a chunk"
     if not payload.wait_s:

@@ -1,7 +1,8 @@
 """Runs jobs on its own event loop, without blocking its callers.
 
 vLLM's scheduler and model runner are synchronous and must not block. So every transfer engine
-has a thread with an event loop, and ``submit`` and ``poll`` only touch queues. Five rules hold:
+has a *transfer thread* with an event loop, and ``submit`` and ``poll`` only touch queues. Five
+rules hold:
 
 * **One settled result per job.** Every submitted job ends in exactly one settled
   :class:`~kvtier.types.TransferResult`, even if the job is refused or the engine shuts down.
@@ -11,7 +12,7 @@ has a thread with an event loop, and ``submit`` and ``poll`` only touch queues. 
 * **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. A channel has a
   limit of running bytes, so a load waits only briefly for less urgent jobs.
 * **A tier's fault is a job's failure.** If a tier raises, or does not return one outcome per
-  chunk, only that job fails. If the engine's thread dies, every job gets an answer first.
+  chunk, only that job fails. If the transfer thread dies, every job gets an answer first.
 * **A failing tier gets a pause.** After some consecutive failures a channel's breaker opens:
   jobs are refused for a back-off time, then one job is admitted as a probe.
 
@@ -115,7 +116,7 @@ class TransferEngine:
     def out_of_service(self) -> list[Pair]:
         """Return the channels that refuse jobs because their breaker is open.
 
-        If the engine's thread has died, all channels refuse jobs for good.
+        If the transfer thread has died, all channels refuse jobs for good.
         """
         if self._death is not None:
             return list(self._channels)
@@ -129,7 +130,7 @@ class TransferEngine:
     def submit(self, *jobs: Job) -> None:
         """Queue ``jobs``. :meth:`poll` returns a result for each job, even a refused one.
 
-        Submit jobs together where possible: the engine's thread then wakes up once. That thread
+        Submit jobs together where possible: the transfer thread then wakes up once. That thread
         does everything else, because the caller has less time. A job without a route fails; the
         others run.
 
@@ -258,7 +259,7 @@ class TransferEngine:
             return False
         return drained
 
-    # -- on the engine's thread ----------------------------------------------------------------
+    # -- on the transfer thread ----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -268,7 +269,7 @@ class TransferEngine:
             with self._results.changed:  # no job may be submitted after the answers below
                 self._death = error
                 self._closing = True
-            self._runner.answer_all("the transfer engine's thread died")
+            self._runner.answer_all("the transfer thread died")
         finally:
             self._started.set()
 

@@ -90,7 +90,7 @@ class JobQueue:
 
 
 class JobResults:
-    """Passes results from the engine's thread to the threads that submit jobs.
+    """Passes results from the transfer thread to the threads that submit jobs.
 
     Attributes:
         lock: The lock of ``changed``. It is held while jobs are submitted.

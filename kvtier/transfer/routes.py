@@ -89,11 +89,11 @@ class Generations(Protocol):
 class PartHashStore(Protocol):
     """Keeps the hashes of ranks' parts of chunks, which verify GDS reads."""
 
-    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
-        """Return the hashes of the chunks in RAM slots, one row for each slot."""
+    def ram_part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+        """Return the part hashes of the chunks in RAM slots, one row for each slot."""
 
-    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        """Keep the hashes of chunks that were written to ``slots`` of the tier."""
+    def keep_part_hashes(self, slots: Sequence[int], part_hashes: PartHashes) -> None:
+        """Keep the part hashes of chunks that were written to ``slots`` of the tier."""
 
 
 class ToTier(Route):
@@ -102,7 +102,7 @@ class ToTier(Route):
     The job's payload has the generation of each RAM slot. The job pins its slots, so nothing
     should overwrite them. As a safeguard against a lost pin, the generations are checked before
     and after the write. A slot with another generation holds another chunk. Then the job's
-    chunk counts as corrupt, and the tier forgets the written bytes.
+    chunk counts as overwritten, and the tier forgets the written bytes.
 
     Args:
         memory: The RAM slots.
@@ -148,20 +148,20 @@ class ToTier(Route):
         moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
         keeps = self._part_hashes
         # Get the hashes before the check, so that the check covers the hashes as well.
-        hashes = keeps.of_ram(job.source_slots, job.payload) if keeps else None
+        hashes = keeps.ram_part_hashes(job.source_slots, job.payload) if keeps else None
         intact = self._intact(job)
         if keeps is not None and hashes is not None:
             whole = [
                 outcome is Outcome.DONE and is_intact
                 for outcome, is_intact in zip(moved.outcomes, intact, strict=True)
             ]
-            keeps.keep(_select(job.destination_slots, whole), hashes[whole])
+            keeps.keep_part_hashes(_select(job.destination_slots, whole), hashes[whole])
         if all(intact):
             return moved
         reused = [not is_intact for is_intact in intact]
         self._tier.forget(_select(job.destination_slots, reused))
         outcomes = [
-            outcome if is_intact else Outcome.CORRUPT
+            outcome if is_intact else Outcome.OVERWRITTEN
             for outcome, is_intact in zip(moved.outcomes, intact, strict=True)
         ]
         return SlotOutcomes(outcomes, _REUSED)
@@ -178,7 +178,7 @@ class ToTier(Route):
             )
             written = await self._finish(part, self._begin(part))
         outcomes = iter(written.outcomes)
-        every = [next(outcomes) if is_intact else Outcome.CORRUPT for is_intact in intact]
+        every = [next(outcomes) if is_intact else Outcome.OVERWRITTEN for is_intact in intact]
         return SlotOutcomes(every, _REUSED)
 
     @override

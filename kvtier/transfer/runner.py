@@ -30,7 +30,7 @@ Action = Callable[[], Awaitable[None]]
 class Runner:
     """Starts queued jobs, most urgent first, and posts the final result of each job.
 
-    Only the engine's thread may call the methods, except :meth:`enqueue`, :meth:`cancel`,
+    Only the transfer thread may call the methods, except :meth:`enqueue`, :meth:`cancel`,
     :meth:`close` and :attr:`running`. Call :meth:`answer_all` only after the loop has died.
 
     Args:
@@ -75,7 +75,7 @@ class Runner:
         return sorted(self._running)
 
     def enqueue(self, jobs: Sequence[Job], now: float) -> None:
-        """Pass jobs, submitted at time ``now``, to the engine's thread."""
+        """Pass jobs, submitted at time ``now``, to the transfer thread."""
         self._inbox.append((jobs, now))
         self._waker.wake()
 
@@ -90,7 +90,7 @@ class Runner:
         self._waker.wake()
 
     def answer_all(self, error: str) -> None:
-        """Answer every job after the engine's thread died.
+        """Answer every job after the transfer thread died.
 
         Running jobs stay unsettled, because other threads may still write into their slots.
         """
@@ -292,6 +292,8 @@ class Runner:
                 seconds=ended_s - began_s,
                 queued_s=began_s - pending.submitted_s,
                 error=error,
+                source=job.source,
+                destination=job.destination,
             ),
         )
         self._schedule()
@@ -373,13 +375,11 @@ async def _outcomes_of(
 
 
 def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
-    """Log the failed and corrupt chunks of a job, with the key of one of them.
+    """Log a job's failed, corrupt and overwritten chunks, with the key of one of them.
 
-    Device jobs have no keys, so their failures are logged without a key. If a device job
-    reports a corrupt chunk, only its RAM slot was overwritten. This is not logged, because the
-    worker reports the request.
+    Device jobs have no keys; only their failed chunks are logged.
     """
-    losses = {Outcome.FAILED, Outcome.CORRUPT}
+    losses = {Outcome.FAILED, Outcome.CORRUPT, Outcome.OVERWRITTEN}
     lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]
     if lost or Outcome.FAILED in outcomes:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

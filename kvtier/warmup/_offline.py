@@ -240,10 +240,10 @@ class OfflineSite:
     def _look(self, engine: WarmupEngine) -> None:
         """Find the namespaces that the engine opened."""
         tiers = {tier.name for tier, _ in self._tiers}
-        for place in engine.stores:
-            if place.tier in tiers:
-                for space in readable(Path(place.path, place.namespace)):
-                    self._spaces[place.tier] = space
+        for store in engine.stores:
+            if store.tier in tiers:
+                for space in readable(Path(store.path, store.namespace)):
+                    self._spaces[store.tier] = space
         self._require_same_identity()
         self._has_run = True
         self._newest = {name: newest_generation(each) for name, each in self._spaces.items()}

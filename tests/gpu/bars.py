@@ -147,11 +147,11 @@ BARS = (
     ),
     Bar(
         "NVMe to GPU",
-        "gds",
+        "file_reads",
         ("load",),
         0.95,
         of="the better of kvikio and fio",
-        references=(("gds", "kvikio"), ("gds", "fio")),
+        references=(("file_reads", "kvikio"), ("file_reads", "fio")),
     ),
 )
 

@@ -51,7 +51,7 @@ def open_engine() -> Iterator[OpenEngine]:
             name = f"engine-{os.getpid()}-{next(NUMBERS)}"
             region = HostRegion.create(name, GEOMETRY, attachers=0, timeout_s=1)
             opened.callback(region.close)
-            loader = open_gds(gds, kv, region, share=RankShare(), blocks_per_chunk=PER_CHUNK)
+            staging = open_gds(gds, kv, region, share=RankShare(), blocks_per_chunk=PER_CHUNK)
             engine = DeviceEngine(
                 kv,
                 region,
@@ -59,7 +59,7 @@ def open_engine() -> Iterator[OpenEngine]:
                 share=RankShare(),
                 blocks_per_chunk=PER_CHUNK,
                 close_timeout_s=SOON_S,
-                gds=loader,
+                gds=staging,
             )
             opened.callback(engine.close)
             return engine, region

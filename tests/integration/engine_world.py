@@ -469,13 +469,13 @@ class EngineWorld:
     ) -> Iterator[tuple[int, int, bytes]]:
         """Yield each block of a job with its slot and what it should hold."""
         for part in plan.groups:
-            for block, slot, sub in zip(part.blocks, part.slots, part.subs, strict=True):
+            for block, slot, place in zip(part.blocks, part.slots, part.places, strict=True):
                 if not generation_of[int(slot)]:
                     yield int(block), int(slot), WRONG
                     continue
                 key = self.known.key_in(int(slot), generation_of[int(slot)])
                 assert group_of(key) == part.group
-                yield int(block), int(slot), self._notes_of(key)[int(sub)]
+                yield int(block), int(slot), self._notes_of(key)[int(place)]
 
     def _notes_of(self, key: ChunkKey) -> list[bytes]:
         """Return what the blocks of a chunk should hold."""

@@ -145,7 +145,7 @@ class NotesDevice:
         del self._copies[copy.job_id]
         if copy.is_retracted:
             self._world.seen["stores retracted"] += 1
-            copy.outcomes = [Outcome.EXPIRED] * len(copy.outcomes)
+            copy.outcomes = [Outcome.OVERWRITTEN] * len(copy.outcomes)
         self._settle(copy.purpose, copy.plan.slots, copy.generations, copy.outcomes)
         return DeviceResult(copy.job_id, copy.purpose, copy.outcomes, 0, 0.0, "drawn")
 

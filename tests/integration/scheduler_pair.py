@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -42,6 +43,7 @@ from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
+from kvtier.types import Outcome
 from tests.integration.engine_world import EngineWorld, NotesConnector
 from tests.integration.scheduler_setup import Setup
 from tests.unit.test_connector_metrics import engine
@@ -120,8 +122,7 @@ class Books:
         request: RequestContext,
         load_id: int | None = None,
         *,
-        gds_failed: Collection[int] = (),
-        gds_wrong: Collection[int] = (),
+        failed_reads: Mapping[int, Outcome] = MappingProxyType({}),
     ) -> None:
         for key in self._loads.pop(request.req_id):
             if self._whole.get(key) in self._failed:

@@ -70,8 +70,7 @@ class WorkerOp:
     failed: bool = False
     reads: dict[int, tuple[ChunkKey, int]] = field(default_factory=dict)
     """Key and slot of the second tier of what workers read there, by position."""
-    gds_failed: set[int] = field(default_factory=set)
-    gds_wrong: set[int] = field(default_factory=set)
+    failed_reads: dict[int, Outcome] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -247,8 +246,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
         reads = {}
         if plan.gds is not None:
-            positions, slots, _ = plan.gds
-            reads = {at: (keys[at], slot) for at, slot in zip(positions, slots, strict=True)}
+            found = zip(plan.gds.positions, plan.gds.slots, strict=True)
+            reads = {at: (keys[at], slot) for at, slot in found}
         in_ram = [at for at in range(len(keys)) if at not in reads]
         return WorkerOp(
             [keys[at] for at in in_ram],
@@ -398,10 +397,9 @@ class ManagerMachine(RuleBasedStateMachine):
             if op.epoch != self.epoch:  # the slot may have another chunk since the reset
                 continue
             assert self.contents[1].get(slot) == (key, op.epoch), "another chunk was read"
-            if (1, slot) in self.rotten:
-                op.gds_wrong.add(at)
-            if at == failing or at in op.gds_wrong:
-                op.gds_failed.add(at)
+            if at == failing or (1, slot) in self.rotten:
+                is_rotten = (1, slot) in self.rotten
+                op.failed_reads[at] = Outcome.CORRUPT if is_rotten else Outcome.FAILED
                 op.failed = True
 
     @rule()
@@ -417,7 +415,7 @@ class ManagerMachine(RuleBasedStateMachine):
         op = next(op for op in self.orders if self.awaits(op))
         self.orders.remove(op)
         self.slot_status.record_failed_loads(op.slots, op.generations)
-        op.gds_failed = set(op.reads)
+        op.failed_reads = dict.fromkeys(op.reads, Outcome.EXPIRED)
         op.failed = True
         self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
@@ -435,14 +433,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def end_load(self, op: WorkerOp) -> None:
         if op.request is not None:
-            wrong = {op.reads[at][1] for at in op.gds_wrong}
+            failed = op.failed_reads
+            wrong = {op.reads[at][1] for at in failed if failed[at] is Outcome.CORRUPT}
             copies = self.bench.tiers[1].copies.values()
             expected = {(1, copy.slot) for copy in copies if copy.slot in wrong}
             self.manager.complete_load(
-                op.request.req_id,
-                op.load_id,
-                gds_failed=op.gds_failed,
-                gds_wrong=op.gds_wrong,
+                op.request.req_id, op.load_id, failed_reads=op.failed_reads
             )
             assert set(self.manager.take_corrupt()) == expected
             op.request.loading = False
@@ -582,11 +578,11 @@ class ManagerMachine(RuleBasedStateMachine):
             now=self.now,
         )
         self.collect()
-        if self.manager.is_idle:
+        if self.manager.can_skip_step:
             before = self.picture(), self.manager.snapshot()
             self.manager.end_step(now=self.now)
             assert (self.picture(), self.manager.snapshot()) == before, "it was not at rest"
-            assert self.manager.is_idle
+            assert self.manager.can_skip_step
 
     def keys(self, prompt: int, tokens: int) -> list[ChunkKey]:
         """Return the keys of a prompt's whole chunks, group after group."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.errors import KvtierError
+from kvtier.types import GdsReads, SlotFileId
 
 __all__ = ["FakeGdsSlots", "FakeSlotStatus", "SlotStatusError"]
 
@@ -171,8 +172,9 @@ class FakeGdsSlots:
     def readable(self, slots: Sequence[int]) -> list[bool]:
         return [slot in self.known and not self.is_off for slot in slots]
 
-    def hashes(self, slots: Sequence[int]) -> bytes:
-        return struct.pack(f"={len(slots)}Q", *slots)
+    def plan_reads(self, positions: Sequence[int], slots: Sequence[int]) -> GdsReads:
+        hashes = struct.pack(f"={len(slots)}Q", *slots)
+        return GdsReads(SlotFileId("nvme", "slots.bin", 0, 0), positions, slots, hashes)
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:
         self.overwritten += slots

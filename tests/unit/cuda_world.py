@@ -5,7 +5,7 @@ the same in the order of the program, by the copier for CPUs: what the GPU's cop
 be the same, byte for byte, whatever the fake GPU lets run when.
 
 The modules under test are loaded anew with small constants, so that a few blocks need several
-batches and pieces; a test may also change their source (:func:`load_modules`).
+batches and segments; a test may also change their source (:func:`load_modules`).
 """
 
 from __future__ import annotations
@@ -300,9 +300,9 @@ def open_world(
         cuda.own(*kv.tensors)
         reference = BlockCopier(model_kv, model, **named)
         try:
-            piece_nbytes = geometry.slot_nbytes * chance.randint(1, 5)
+            segment_nbytes = geometry.slot_nbytes * chance.randint(1, 5)
             copier = modules["cuda_copy"].CudaCopier(
-                cuda, kv, region, piece_nbytes=piece_nbytes, **named
+                cuda, kv, region, segment_nbytes=segment_nbytes, **named
             )
             wanted = "torch" if copier.is_pageable else method
             assert copier.store_method == copier.load_method == wanted

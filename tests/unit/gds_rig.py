@@ -19,14 +19,12 @@ import torch
 
 from kvtier.connector import device as device_module
 from kvtier.connector.device import DeviceEngine, DeviceResult
-from kvtier.connector.metadata import GdsSpec
-from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory import gds as gds_module
+from kvtier.memory import HostRegion, RegionGeometry, gds_staging
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.cuda_copy import CudaCopier
-from kvtier.memory.gds import GdsLoader
+from kvtier.memory.gds_staging import GdsStaging
 from kvtier.memory.slot_layout import RankShare
-from kvtier.types import Outcome
+from kvtier.types import GdsReads, Outcome
 from tests.support.fake_cuda import FakeCuda
 from tests.unit.gds_files import ScriptedFiles, file_id
 from tests.unit.regions import open_regions
@@ -104,11 +102,8 @@ class GdsRig:
             self.device.plan(targets, [2 * count], [0], numbers),
             [0] * len(slots) + [generation for _, generation in ram],
             wait_s=wait_s,
-            gds=GdsSpec(
-                file_id(self.path),
-                tuple(range(len(slots))),
-                tuple(slots),
-                expected.tobytes(),
+            gds=GdsReads(
+                file_id(self.path), range(len(slots)), list(slots), expected.tobytes()
             ),
         )
         return self._jobs
@@ -169,14 +164,16 @@ def open_rig(
     options: dict[str, Any] = {"share": share, "blocks_per_chunk": PER_CHUNK}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(gds_module, "BUFFER_NBYTES", buffer_slots * geometry.slot_nbytes)
-        patch.setattr(gds_module, "SHORTEST_NBYTES", 1024)
+        patch.setattr(gds_staging, "BUFFER_NBYTES", buffer_slots * geometry.slot_nbytes)
+        patch.setattr(gds_staging, "SHORTEST_NBYTES", 1024)
         if cuda is not None:
             _use(cuda, kv, patch)
         files = ScriptedFiles(cuda)
         region = stack.enter_context(open_regions())(geometry)
-        loader = GdsLoader(kv, geometry, files=files, driver=cuda, **options)
-        device = DeviceEngine(kv, region, rank=0, close_timeout_s=SOON_S, gds=loader, **options)
+        staging = GdsStaging(kv, geometry, files=files, driver=cuda, **options)
+        device = DeviceEngine(
+            kv, region, rank=0, close_timeout_s=SOON_S, gds=staging, **options
+        )
         stack.callback(device.close)
         yield GdsRig(path, kv, region, device, files, cuda, share, geometry.slot_nbytes)
         device.close()

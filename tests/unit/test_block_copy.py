@@ -22,7 +22,7 @@ from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence
 from kvtier.os.iopool import IoPool
-from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
+from kvtier.transfer.device import DeviceLoadRoute, DeviceStoreRoute, LoadPayload, StorePayload
 from kvtier.types import Job, Outcome, Purpose
 from tests.unit.kv_pages import block_bytes
 from tests.unit.regions import open_regions
@@ -179,7 +179,7 @@ def test_groups_follow_one_another_and_a_skipped_group_takes_no_slot(
     source, target = make_kv(), make_kv(fill=False)
     plan = plan_copy([1, 2, 3, 4, 5], [3, 2], [0, 3], [8, 9, 2, 3], blocks_per_chunk=2)
     assert [group.group for group in plan.groups] == [0, 1]
-    assert sorted(zip(plan.groups[1].slots, plan.groups[1].subs, strict=True)) == [
+    assert sorted(zip(plan.groups[1].slots, plan.groups[1].places, strict=True)) == [
         (2, 1),
         (3, 0),
     ]
@@ -212,9 +212,9 @@ def test_every_block_gets_its_place_once(
     blocks = list(range(100, 100 + sum(sizes)))
     plan = plan_copy(blocks, sizes, starts, slots, blocks_per_chunk=blocks_per_chunk)
     seen = [
-        (int(slot), int(sub))
+        (int(slot), int(place))
         for group in plan.groups
-        for slot, sub in zip(group.slots, group.subs, strict=True)
+        for slot, place in zip(group.slots, group.places, strict=True)
     ]
     assert len(set(seen)) == len(blocks)
     assert [b for group in plan.groups for b in sorted(group.blocks)] == blocks
@@ -226,7 +226,7 @@ def test_every_block_gets_its_place_once(
         assert [int(s) for s in group.slots[order]] == [
             own[i // blocks_per_chunk] for i in expected
         ]
-        assert [int(s) for s in group.subs[order]] == [i % blocks_per_chunk for i in expected]
+        assert [int(s) for s in group.places[order]] == [i % blocks_per_chunk for i in expected]
         at += chunks[group.group]
 
 
@@ -280,17 +280,17 @@ def test_a_device_without_a_way_to_copy_is_refused(make_region: MakeRegion) -> N
 
 
 def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
-    request = LoadRequest(plan, None, generations)
-    return Job(1, Purpose.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, request)
+    payload = LoadPayload(plan, None, generations)
+    return Job(1, Purpose.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, payload)
 
 
 def store_job(*plans: BlockCopyPlan, generation: int = 8) -> Job:
     slots = [slot for plan in plans for slot in plan.slots]
-    requests = [
-        StoreRequest(number, plan, None, [generation] * len(plan.slots))
+    payload = [
+        StorePayload(number, plan, None, [generation] * len(plan.slots))
         for number, plan in enumerate(plans, start=1)
     ]
-    return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
+    return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, payload)
 
 
 class Device:
@@ -309,8 +309,8 @@ class Device:
         self.copier = BlockCopier(
             self.kv, region, share=RankShare(), blocks_per_chunk=blocks_per_chunk
         )
-        self.store = DeviceStore(self.copier, self.control, rank=0, pool=pool)
-        self.load = DeviceLoad(self.copier, self.control, rank=0, pool=pool)
+        self.store = DeviceStoreRoute(self.copier, self.control, rank=0, pool=pool)
+        self.load = DeviceLoadRoute(self.copier, self.control, rank=0, pool=pool)
 
 
 @pytest.fixture

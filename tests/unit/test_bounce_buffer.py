@@ -132,7 +132,7 @@ def whole(number: int) -> bytes:
     return bytes([number]) * SLOT_NBYTES
 
 
-def test_chunks_go_through_the_bounce_buffer_a_lane_at_a_time_and_touch_no_ram() -> None:
+def test_chunks_go_through_the_bounce_buffer_half_by_half_and_touch_no_ram() -> None:
     way, moved, arrived = run()
     assert moved == SlotOutcomes([DONE] * CHUNKS, "")
     assert arrived == [whole(number) for number in range(CHUNKS)]
@@ -161,7 +161,7 @@ def test_after_it_is_abandoned_nothing_more_is_read_or_written() -> None:
         way.lower.at_write = lambda: way.route.abandon(JOB)
 
     way, moved, arrived = run(give_up_at_the_first_write)
-    # Two lanes: the second part may have been read, and is not written.
+    # Two halves: the second part may have been read, and is not written.
     assert way.upper.reads <= 2
     assert moved.outcomes == [DONE, *[Outcome.CANCELLED] * (CHUNKS - 1)]
     assert arrived == [whole(0), *[None] * (CHUNKS - 1)]
@@ -172,7 +172,7 @@ def test_a_job_that_never_ran_can_be_abandoned() -> None:
     assert set(moved.outcomes) == {DONE}
 
 
-def test_a_disk_that_hangs_holds_up_a_lane_and_no_more() -> None:
+def test_a_disk_that_hangs_holds_up_a_half_and_no_more() -> None:
     gates: list[threading.Event] = []
 
     def hang(way: Way) -> None:

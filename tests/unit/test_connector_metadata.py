@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvtier.connector.metadata import FailedLoad, WorkerOutput
 from kvtier.connector.transfers import Transfers
+from kvtier.types import Outcome
 
 outputs = st.builds(
     WorkerOutput,
@@ -18,8 +19,7 @@ outputs = st.builds(
             st.just("request"),
             st.frozensets(st.integers(0, 9), max_size=3),
             st.sampled_from(["", "a", "b"]),
-            st.frozensets(st.integers(0, 9), max_size=3),
-            st.frozensets(st.integers(0, 9), max_size=3),
+            st.dictionaries(st.integers(0, 9), st.sampled_from([*Outcome][1:]), max_size=3),
         ),
         max_size=3,
     ),
@@ -44,19 +44,28 @@ def test_a_load_that_failed_in_two_ranks_names_the_blocks_of_both() -> None:
                     "a",
                     frozenset({1, 2}),
                     "b",
-                    gds_failed=frozenset({0, 3}),
-                    gds_wrong=frozenset({3}),
+                    {0: Outcome.EXPIRED, 3: Outcome.CORRUPT, 4: Outcome.REFUSED},
                 )
             },
         ),
         WorkerOutput(
-            {7: 1}, {7: FailedLoad("a", frozenset({2, 9}), "a", gds_failed=frozenset({4}))}
+            {7: 1},
+            {
+                7: FailedLoad(
+                    "a", frozenset({2, 9}), "a", {3: Outcome.FAILED, 4: Outcome.FAILED}
+                )
+            },
         ),
     ]
     both = ranks[0].aggregate(ranks[1])
     assert both.completed_jobs == {7: 2}
     assert both.failed_loads == {
-        7: FailedLoad("a", frozenset({1, 2, 9}), "a", frozenset({0, 3, 4}), frozenset({3}))
+        7: FailedLoad(
+            "a",
+            frozenset({1, 2, 9}),
+            "a",
+            {0: Outcome.EXPIRED, 3: Outcome.CORRUPT, 4: Outcome.FAILED},
+        )
     }
     assert both.invalid_block_ids == {1, 2, 9}
     assert both.failed_requests == {"a"}

@@ -40,9 +40,9 @@ def test_memory_that_cannot_be_locked_is_copied_all_the_same(seed: int, locked: 
         world.run(JOBS)
 
 
-def refusing_after(pieces: int) -> Callable[[FakeCuda], None]:
-    """Return what makes a driver refuse to lock more than so many pieces."""
-    return lambda cuda: setattr(cuda, "refuses_from", pieces)
+def refusing_after(segments: int) -> Callable[[FakeCuda], None]:
+    """Return what makes a driver refuse to lock more than so many segments."""
+    return lambda cuda: setattr(cuda, "refuses_from", segments)
 
 
 def check_failed_start(chance: random.Random, modules: Mapping[str, ModuleType]) -> None:
@@ -94,8 +94,8 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
     ),
     "the blocks of other writers are stored": Mutation(
         "cuda_copy",
-        "self._planner.pieces(plan, stores=stores,",
-        "self._planner.pieces(plan, stores=False,",
+        "self._planner.plan_gradually(plan, stores=stores,",
+        "self._planner.plan_gradually(plan, stores=False,",
     ),
     "memory that is not locked is copied in batches": Mutation(
         "cuda_copy", "if not self.is_pageable:", "if True:"
@@ -103,7 +103,7 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
     "a failed start leaves memory locked": Mutation(
         "cuda_copy", "            opened.callback(self._slots.close)\n", ""
     ),
-    "copies cross the edges of pieces": Mutation(
+    "copies cross the edges of segments": Mutation(
         "cuda_methods",
         "cut(fragments, self._edges)",
         "fragments",
@@ -117,7 +117,7 @@ MUTANTS: Final[Mapping[str, Mutation]] = {
     "locked memory is not released": Mutation(
         "pinning", "self._driver.unregister(address)", "pass"
     ),
-    "the first pieces stay locked when one fails": Mutation(
+    "the first segments stay locked when one fails": Mutation(
         "pinning", "            self.close()\n", ""
     ),
     "stores are read at any time": Mutation(

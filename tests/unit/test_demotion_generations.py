@@ -25,7 +25,7 @@ from tests.support.workbench import Workbench, prefix
 from tests.unit.stall_rig import DONE, HANG_S, Rig, keys_in
 
 SLOT_NBYTES = 4096
-CORRUPT = Outcome.CORRUPT
+OVERWRITTEN = Outcome.OVERWRITTEN
 KEYS = make_keys(range(3))
 JOB = Job(1, Purpose.DEMOTE, "ram", "nvme", KEYS, [4, 5, 6], [0, 1, 2], HANG_S, [21, 21, 22])
 
@@ -66,11 +66,11 @@ class Kept:
         self._control = control
         self.by_slot: dict[int, list[int]] = {}
 
-    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+    def ram_part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         return self._control.part_hashes(slots, generations)
 
-    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        self.by_slot.update(zip(slots, hashes.tolist(), strict=True))
+    def keep_part_hashes(self, slots: Sequence[int], part_hashes: PartHashes) -> None:
+        self.by_slot.update(zip(slots, part_hashes.tolist(), strict=True))
 
 
 class Demotion:
@@ -116,14 +116,14 @@ def test_part_hashes_of_a_slot_that_was_reused_are_not_kept(demotion: Demotion) 
         demotion.control.set_generation(1, [6], 23)
 
     demotion.tier.during = reuse
-    assert list(demotion.run().outcomes) == [DONE, DONE, CORRUPT]
+    assert list(demotion.run().outcomes) == [DONE, DONE, OVERWRITTEN]
     assert demotion.kept.by_slot == {0: [8, 8], 1: [9, 9]}
 
 
 def test_a_slot_that_is_reused_during_the_write_leaves_no_chunk(demotion: Demotion) -> None:
     demotion.tier.during = lambda: demotion.control.clear_generations([5])
     moved = demotion.run()
-    assert list(moved.outcomes) == [DONE, CORRUPT, DONE]
+    assert list(moved.outcomes) == [DONE, OVERWRITTEN, DONE]
     assert "was reused" in moved.error
     assert demotion.found() == [(KEYS[0], 0), (KEYS[2], 2)]
 
@@ -132,7 +132,7 @@ def test_a_slot_that_one_rank_has_filled_for_another_chunk_leaves_no_chunk(
     demotion: Demotion,
 ) -> None:
     demotion.tier.during = lambda: demotion.control.set_generation(1, [6], 23)
-    assert list(demotion.run().outcomes) == [DONE, DONE, CORRUPT]
+    assert list(demotion.run().outcomes) == [DONE, DONE, OVERWRITTEN]
     assert demotion.found() == [(KEYS[0], 0), (KEYS[1], 1)]
 
 
@@ -140,14 +140,14 @@ def test_a_slot_that_was_reused_before_the_write_is_not_written(demotion: Demoti
     demotion.control.publish([4], [30])
     demotion.tier.during = lambda: demotion.control.clear_generations([6])
     moved = demotion.run()
-    assert list(moved.outcomes) == [CORRUPT, DONE, CORRUPT]
+    assert list(moved.outcomes) == [OVERWRITTEN, DONE, OVERWRITTEN]
     assert "was reused" in moved.error
     assert demotion.found() == [(KEYS[1], 1)]
 
 
 def test_a_job_whose_slots_were_all_reused_writes_nothing(demotion: Demotion) -> None:
     demotion.control.clear_generations(JOB.source_slots)
-    assert list(demotion.run().outcomes) == [CORRUPT] * 3
+    assert list(demotion.run().outcomes) == [OVERWRITTEN] * 3
     assert demotion.tier.writes == 0
 
 
@@ -161,7 +161,7 @@ def test_no_restart_finds_a_chunk_whose_slot_was_reused_during_the_write(
         assert rig.io.wait_until_stalled(timeout_s=HANG_S)
         rig.control.clear_generations([1])
         gate.set()
-        assert rig.settled(job) == {job.job_id: [DONE, CORRUPT]}
+        assert rig.settled(job) == {job.job_id: [DONE, OVERWRITTEN]}
         assert not rig.out_of_service(Purpose.STORE), "the disk is not to blame"
         assert rig.engine.close(timeout_s=HANG_S)
         assert rig.found_again() == set(keys_in([0], 0))
@@ -186,7 +186,7 @@ def test_a_chunk_that_was_reused_is_resident_in_ram_only() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
     (job,) = bench.step()
-    bench.finish(job, DONE, CORRUPT)
+    bench.finish(job, DONE, OVERWRITTEN)
     assert bench.resident(1) == {*prefix(1)}
     assert bench.tiers[1].slots.free == 7
     assert bench.ram.counters.lost == 1

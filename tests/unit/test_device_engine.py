@@ -253,7 +253,7 @@ def test_a_store_that_outlasts_the_wait_for_its_blocks_is_never_whole(
     assert device.wait_for_stores()
     assert device.wait_any(timeout_s=SOON_S)
     (result,) = device.poll()
-    assert list(result.outcomes) == [Outcome.EXPIRED]
+    assert list(result.outcomes) == [Outcome.OVERWRITTEN]
     assert region.control.stored([0], [GENERATION]) == [False]
     assert region.control.all_acknowledged([0]) == [True]
 

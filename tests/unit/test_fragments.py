@@ -75,11 +75,11 @@ class Rank:
         geometry, share = self.region.geometry, self.share
         found: dict[int, int] = {}
         for copy in plan.groups:
-            for block, slot, sub in zip(copy.blocks, copy.slots, copy.subs, strict=True):
+            for block, slot, place in zip(copy.blocks, copy.slots, copy.places, strict=True):
                 if stores and block % share.writers != share.writer:
                     continue
                 page_at = self.region.shared.address + int(slot) * geometry.slot_nbytes
-                page_at += int(sub) * geometry.block_nbytes
+                page_at += int(place) * geometry.block_nbytes
                 for number, nbytes in self.kv.groups[copy.group]:
                     device = self.kv.tensors[number][int(block)].data_ptr()
                     host = page_at + share.part * nbytes
@@ -162,15 +162,15 @@ def test_ranges_have_every_byte_once_and_copy_what_the_copier_copies(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("first_nbytes", [1, 200, 500, 1 << 20])
-def test_pieces_have_the_bytes_of_the_plan_and_not_more_than_asked(
+def test_what_is_planned_gradually_has_the_bytes_of_the_plan_and_not_more_than_asked(
     make_rank: MakeRank, layout: str, ranks: int, first_nbytes: int
 ) -> None:
     own = make_rank(layout, ranks=ranks, blocks_per_chunk=2)
     planner = own.planner()
     for name, stores in product(PLANS, (True, False)):
         plan = own.plan(name)
-        pieces = list(planner.pieces(plan, stores=stores, first_nbytes=first_nbytes))
-        found = [expand(piece) for piece in pieces]
+        yielded = list(planner.plan_gradually(plan, stores=stores, first_nbytes=first_nbytes))
+        found = [expand(some) for some in yielded]
         assert {host: device for each in found for host, device in each.items()} == (
             own.map_bytes(plan, stores=stores)
         )
@@ -179,7 +179,7 @@ def test_pieces_have_the_bytes_of_the_plan_and_not_more_than_asked(
         for number, each in enumerate(found):
             assert len(each) <= max(first_nbytes << number, block_nbytes)
         if first_nbytes == 1 << 20:
-            assert len(pieces) == 1
+            assert len(yielded) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,8 @@ reads fills memory of this process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,14 +79,22 @@ class Served:
     failed_loads: int
     moved: dict[str, int]
     corrupt_chunks: int
+    expired_chunks: int
+    shut_out_chunks: int
     gds_ranks: int
 
 
-def serve(config: KvtierConfig, chains: Sequence[Sequence[int]]) -> Served:
+def serve(
+    config: KvtierConfig,
+    chains: Sequence[Sequence[int]],
+    *,
+    opened_hook: Callable[[], object] = lambda: None,
+) -> Served:
     """Let a new engine serve requests; it checks every block that it loads."""
     trace = make_trace(chains)
     memory = PagedMemory(layers=4, blocks=97, block_nbytes=CHUNK_NBYTES // PER_CHUNK)
     with opened(trace, config, memory) as engine:
+        opened_hook()
         requests = list(make_requests(trace, blocks_per_chunk=PER_CHUNK))
         engine.serve(requests, progress=lambda _: None)
         engine._check()
@@ -96,6 +105,8 @@ def serve(config: KvtierConfig, chains: Sequence[Sequence[int]]) -> Served:
             failed_loads=engine.counts.failed_loads,
             moved={name: nbytes // CHUNK_NBYTES for name, (nbytes, _) in moved.items()},
             corrupt_chunks=figures.tiers[1].corrupt_chunks,
+            expired_chunks=figures.tiers[1].expired_chunks,
+            shut_out_chunks=figures.tiers[1].shut_out_chunks,
             gds_ranks=figures.gds_ranks,
         )
 
@@ -159,3 +170,18 @@ def test_a_flipped_bit_on_disk_is_computed_again_and_forgotten(tmp_path: Path) -
     again = serve(config, CHAINS[:1])
     assert (again.failed_loads, again.corrupt_chunks) == (0, 0)
     assert again.loaded_chunks == 8, "what was computed again was stored again"
+
+
+def test_reads_of_a_file_that_was_replaced_count_as_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    serve(config, CHAINS[:1])
+    (path,) = (tmp_path / "store").glob("*/slots.bin")
+
+    def replace_file() -> None:
+        path.rename(path.with_name("moved"))
+        shutil.copyfile(path.with_name("moved"), path)
+
+    served = serve(config, CHAINS[:1], opened_hook=replace_file)
+    assert served.failed_loads == 1
+    assert (served.shut_out_chunks, served.expired_chunks, served.corrupt_chunks) == (8, 0, 0)
+    assert served.gds_ranks == 0

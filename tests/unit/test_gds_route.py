@@ -15,7 +15,7 @@ from kvtier.types import Outcome
 from tests.unit.gds_rig import BLOCKS, SLOT_NBYTES, GdsRig, open_rig
 from tests.unit.warned import warnings_in
 
-DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
+DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 PAGE = 4096
 EXPIRED, REFUSED = Outcome.EXPIRED, Outcome.REFUSED
 
@@ -90,7 +90,7 @@ def test_an_unreadable_sector_fails_its_chunk_alone(rig: GdsRig) -> None:
     rig.files.bad = {2 * SLOT_NBYTES + 5}
     rig.load([1, 2, 3])
     result = rig.end()
-    assert result.outcomes == [DONE, CORRUPT, DONE]
+    assert result.outcomes == [DONE, FAILED, DONE]
     assert "slot 2: Input/output error" in result.error
 
 
@@ -98,7 +98,7 @@ def test_a_file_that_was_cut_short_fails_the_chunks_beyond_its_end(rig: GdsRig) 
     rig.store(range(4), range(4))
     with rig.path.open("r+b") as file:
         file.truncate(2 * SLOT_NBYTES + 100)
-    assert rig.outcomes([0, 1, 2, 3]) == [DONE, DONE, CORRUPT, CORRUPT]
+    assert rig.outcomes([0, 1, 2, 3]) == [DONE, DONE, FAILED, FAILED]
 
 
 def test_chunks_in_ram_are_loaded_with_those_on_disk(rig: GdsRig) -> None:
@@ -185,7 +185,7 @@ def test_a_part_that_is_unreadable_fails_its_chunk_alone(tmp_path: Path) -> None
     with open_rig(tmp_path, share=RankShare(1, 4), page_nbytes=PAGE) as rig:
         rig.store(range(3), range(3))
         rig.files.bad = {rig.slot_nbytes + PAGE + 7}
-        assert rig.outcomes([0, 1, 2]) == [DONE, CORRUPT, DONE]
+        assert rig.outcomes([0, 1, 2]) == [DONE, FAILED, DONE]
 
 
 def test_short_parts_of_several_ranks_are_not_read(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_short_parts_of_several_ranks_are_not_read(tmp_path: Path) -> None:
         open_rig(tmp_path, share=RankShare(1, 4)) as rig,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("kvtier.memory.gds.SHORTEST_NBYTES", 64 << 10)
+        patch.setattr("kvtier.memory.gds_staging.SHORTEST_NBYTES", 64 << 10)
         with pytest.raises(UnsupportedError, match=r"1\.00 KiB, which is too short"):
             open_gds(
                 "require",
@@ -254,7 +254,7 @@ def test_reads_that_fail_five_times_in_a_row_stop_gds_reads(cpu: GdsRig) -> None
     for _ in range(2):
         cpu.files.bad = {SLOT_NBYTES}
         for _ in range(4):
-            assert cpu.outcomes([0, 1]) == [DONE, CORRUPT]
+            assert cpu.outcomes([0, 1]) == [DONE, FAILED]
         cpu.files.bad = set()
         assert cpu.outcomes([0, 1]) == [DONE, DONE]
     assert cpu.region.control.gds_ranks() == 1

@@ -21,7 +21,7 @@ from tests.gpu.paged import Direction, PagedMemory
 from tests.gpu.report import make_report
 from tests.gpu.rows import STAGE_ROW, Row, append_row, figure_row, read_rows
 from tests.gpu.runner import Run, Stage
-from tests.gpu.stages import STAGES, copies, device_engine, gds
+from tests.gpu.stages import STAGES, copies, device_engine, file_reads
 from tests.gpu.wheels import unpack_missing
 
 ROOT = Path(__file__).parents[2]
@@ -316,7 +316,7 @@ def test_stages_rehearse_without_the_packages_that_a_bare_machine_lacks(
     assert notes["device_engine"].endswith("see .ci/gpu_wheels")
     assert "Device not supported" in notes["sanitizer"]
     measured = {row.stage for row in rows if row.median is not None}
-    assert measured == {"ceilings", "copies", "slowdown", "gds"}
+    assert measured == {"ceilings", "copies", "slowdown", "file_reads"}
     files = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert files == {row.what for row in rows if row.stage == "correctness"}
 
@@ -329,8 +329,8 @@ def test_the_device_engine_stage_rehearses_where_pydantic_is(tmp_path: Path) -> 
 
 
 def test_kvtiers_own_reads_of_a_file_rehearse_where_pydantic_is(tmp_path: Path) -> None:
-    bench = Bench("gds", tmp_path / "rows", "cpu", 600.0)
-    gds.run(bench)
+    bench = Bench("file_reads", tmp_path / "rows", "cpu", 600.0)
+    file_reads.run(bench)
     rows = [row for row in read_rows(tmp_path / "rows") if row.method == "kvtier"]
     assert [(row.what, row.median is not None) for row in rows] == [("load", True)]
 
@@ -404,7 +404,7 @@ def bar_cell(row: Row, *others: Row) -> str:
             "99 <= 100: yes",
         ),
         (
-            figure_row("gds", "load", [5.7], "GB/s", method="kvtier"),
+            figure_row("file_reads", "load", [5.7], "GB/s", method="kvtier"),
             [Row("x", "load")],
             "",
         ),
@@ -415,9 +415,9 @@ def test_a_figure_is_held_to_its_bars(row: Row, others: Sequence[Row], expected:
 
 
 def test_the_best_of_several_references_counts_and_only_of_the_same_size() -> None:
-    own = figure_row("gds", "load", [5.7], "GB/s", method="kvtier")
-    kvikio = figure_row("gds", "load", [5.0], "GB/s", method="kvikio")
-    fio = figure_row("gds", "load", [6.0], "GB/s", method="fio")
+    own = figure_row("file_reads", "load", [5.7], "GB/s", method="kvtier")
+    kvikio = figure_row("file_reads", "load", [5.0], "GB/s", method="kvikio")
+    fio = figure_row("file_reads", "load", [6.0], "GB/s", method="fio")
     report = make_report([own, kvikio, fio])
     assert "0.95 of the better of kvikio and fio >= 0.95: yes" in report
     small, large = copy("load", "8KiB", 20, "vllm"), copy("load", "32KiB", 50, "vllm")

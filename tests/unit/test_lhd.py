@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, PolicyContext
-from kvtier.policies.base import is_idle
+from kvtier.policies.base import is_evictable
 from kvtier.policies.eviction.lhd import Lhd, Rivalry
 from kvtier.sim.single import BELADY, simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
@@ -159,7 +159,7 @@ def test_a_request_that_loads_again_leaves_no_chunk_twice() -> None:
     for request, used in [*((f"{number}", copies) for number in range(1, 5)), *again]:
         ctx.request = request
         policy.on_hit_many(used, ctx)
-    picked = policy.pick_many(20, is_idle, ctx)
+    picked = policy.pick_many(20, is_evictable, ctx)
     assert len(picked) == len(set(picked)) == 10
 
 
@@ -286,5 +286,5 @@ def test_whatever_happens_each_copy_leaves_once(seed: int) -> None:
     churn = Churn(seed)
     for _ in range(3000):
         churn.step()
-    left = churn.policy.pick_many(2000, is_idle, churn.ctx)
+    left = churn.policy.pick_many(2000, is_evictable, churn.ctx)
     assert sorted(copy.key for copy in left) == sorted(churn.members)

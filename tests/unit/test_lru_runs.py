@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
-from kvtier.policies.base import is_idle, is_unpinned
+from kvtier.policies.base import is_evictable, is_unpinned
 from kvtier.policies.eviction import Lru
 
 
-@pytest.mark.parametrize("test", [is_idle, is_unpinned, lambda copy: not copy.pins])
+@pytest.mark.parametrize("test", [is_evictable, is_unpinned, lambda copy: not copy.pins])
 def test_a_run_is_what_single_picks_would_be(test: Callable[[ChunkCopy], bool]) -> None:
     rng, ctx, lru = random.Random(7), PolicyContext(), Lru(64)
     members: list[ChunkCopy] = []
@@ -55,9 +55,9 @@ def test_nobody_is_lost_or_doubled_whatever_part_of_a_prompt_is_used() -> None:
                 lru.on_insert_many(part, ctx)
                 members.update(part)
             elif rng.random() < 0.5:
-                members.difference_update(lru.pick_many(rng.randrange(3), is_idle, ctx))
+                members.difference_update(lru.pick_many(rng.randrange(3), is_evictable, ctx))
             assert len(lru.order()) == len(members)
             assert set(lru.order()) == members
-        picked = lru.pick_many(9, is_idle, ctx)
+        picked = lru.pick_many(9, is_evictable, ctx)
         assert len(picked) == len(members)
         assert set(picked) == members

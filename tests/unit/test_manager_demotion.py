@@ -88,7 +88,8 @@ def test_a_demotion_that_failed_is_counted_as_lost_and_the_chunk_stays_a_hit(
     assert bench.look(prefix(2)) == 2
     assert (bench.ram.counters.lost, bench.ram.dirty) == (1, 0)
     counters = bench.tiers[1].counters
-    assert counters.failed == (outcome in {Outcome.FAILED, Outcome.CORRUPT})
+    failed = {Outcome.FAILED, Outcome.CORRUPT, Outcome.OVERWRITTEN}
+    assert counters.failed == (outcome in failed)
     assert counters.expired == (outcome is Outcome.EXPIRED)
     assert counters.shut_out == (outcome is Outcome.REFUSED)
     assert bench.ram.counters.demoted == 1

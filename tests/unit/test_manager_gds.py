@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import pytest
+
 from kvtier.manager import NO_GENERATION, NO_SLOT, ManagerLimits
 from kvtier.manager.hits import GroupReach
 from kvtier.types import Outcome
@@ -36,7 +38,7 @@ def test_chunks_that_workers_can_read_take_no_ram_and_no_job() -> None:
     assert plan.wait_s == 7.0
     assert plan.gds is not None
     assert (plan.gds.positions, plan.gds.slots) == (list(range(8)), list(range(3, 11)))
-    assert plan.gds.hashes == struct.pack("=8Q", *range(3, 11))
+    assert plan.gds.part_hashes == struct.pack("=8Q", *range(3, 11))
     assert bench.step() == []
     bench.manager.complete_load("reader")
     bench.check()
@@ -93,7 +95,8 @@ def test_wrong_bytes_leave_the_tier_and_the_request_gets_misses() -> None:
     bench.manager.begin_request("reader")
     assert bench.look(prefix(8)) == 8
     bench.manager.prepare_load(prefix(8), "reader")
-    bench.manager.complete_load("reader", gds_failed={2, 5}, gds_wrong={2})
+    failed = {2: Outcome.CORRUPT, 5: Outcome.EXPIRED}
+    bench.manager.complete_load("reader", failed_reads=failed)
     bench.check()
     assert bench.manager.take_corrupt() == [(1, 5)]
     assert bench.resident(1) == {*prefix(8)} - {prefix(8)[2]}
@@ -104,15 +107,28 @@ def test_wrong_bytes_leave_the_tier_and_the_request_gets_misses() -> None:
     assert bench.look(prefix(8), "another") == 2
 
 
-def test_a_failed_read_without_wrong_bytes_keeps_the_chunk() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "counter"),
+    [
+        (Outcome.FAILED, "read_failed"),
+        (Outcome.EXPIRED, "expired"),
+        (Outcome.REFUSED, "shut_out"),
+        (Outcome.CANCELLED, ""),
+    ],
+)
+def test_a_failed_read_without_wrong_bytes_keeps_the_chunk_and_is_counted_by_its_cause(
+    outcome: Outcome, counter: str
+) -> None:
     bench, _ = warmed(2, 16)
     bench.manager.begin_request("reader")
     bench.look(prefix(3))
     bench.manager.prepare_load(prefix(3), "reader")
-    bench.manager.complete_load("reader", gds_failed={0, 1, 2})
+    bench.manager.complete_load("reader", failed_reads=dict.fromkeys(range(3), outcome))
     bench.check()
     assert bench.resident(1) == set(prefix(8))
-    assert bench.tiers[1].counters.hits == 0
+    counters = bench.tiers[1].counters
+    for name in ("hits", "read_failed", "expired", "shut_out", "corrupt"):
+        assert getattr(counters, name) == (3 if name == counter else 0), name
     assert bench.look(prefix(3)) == 0
     assert bench.look(prefix(3), "another") == 3
 
@@ -152,7 +168,7 @@ def test_a_reset_ends_reads_and_their_slots_are_free() -> None:
     bench.manager.reset()
     bench.check()
     assert bench.tiers[1].slots.free == 8
-    bench.manager.complete_load("reader", gds_failed={0}, gds_wrong={0})
+    bench.manager.complete_load("reader", failed_reads={0: Outcome.CORRUPT})
     bench.check()
     assert bench.manager.take_corrupt() == []
 
@@ -162,7 +178,7 @@ def test_a_copy_that_another_load_found_wrong_keeps_its_slot_until_the_end() -> 
     for req_id in ("one", "two"):
         assert bench.look(prefix(2), req_id) == 2
         bench.manager.prepare_load(prefix(2), req_id)
-    bench.manager.complete_load("one", gds_failed={0}, gds_wrong={0})
+    bench.manager.complete_load("one", failed_reads={0: Outcome.CORRUPT})
     bench.check()
     assert bench.tiers[1].slots.free == 0
     bench.manager.complete_load("two")
@@ -181,7 +197,7 @@ def test_several_groups_are_read_group_by_group() -> None:
     plan = bench.manager.prepare_load(keys, "reader")
     assert plan.gds is not None
     assert plan.gds.positions == list(range(6))
-    bench.manager.complete_load("reader", gds_failed={4})
+    bench.manager.complete_load("reader", failed_reads={4: Outcome.FAILED})
     bench.check()
     assert bench.tiers[1].counters.hits == 0, "the engine computes everything"
 

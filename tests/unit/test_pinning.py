@@ -1,4 +1,4 @@
-"""Page-locking of the slots, in pieces."""
+"""Page-locking of the slots, in segments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lock(cuda: FakeCuda, slots: int, slot_nbytes: int) -> PinnedSlots:
 
 
 @pytest.mark.parametrize(
-    ("slots", "slot_nbytes", "pieces"),
+    ("slots", "slot_nbytes", "segments"),
     [
         (4, GIB, [4]),
         (64, GIB, [64]),
@@ -39,12 +39,12 @@ def lock(cuda: FakeCuda, slots: int, slot_nbytes: int) -> PinnedSlots:
         (3, 100 * GIB, [1, 1, 1]),
     ],
 )
-def test_pieces_end_where_slots_end_and_have_64_gib_at_most(
-    cuda: FakeCuda, slots: int, slot_nbytes: int, pieces: list[int]
+def test_segments_end_where_slots_end_and_have_64_gib_at_most(
+    cuda: FakeCuda, slots: int, slot_nbytes: int, segments: list[int]
 ) -> None:
     pinned = lock(cuda, slots, slot_nbytes)
     assert pinned.is_locked
-    assert [nbytes // slot_nbytes for nbytes in cuda.locked.values()] == pieces
+    assert [nbytes // slot_nbytes for nbytes in cuda.locked.values()] == segments
     assert list(cuda.locked) == [ADDRESS, *pinned.edges]
     pinned.close()
     pinned.close()
@@ -52,7 +52,7 @@ def test_pieces_end_where_slots_end_and_have_64_gib_at_most(
 
 
 @pytest.mark.parametrize("locked", [0, 1, 2])
-def test_when_a_piece_is_refused_nothing_stays_locked_and_one_warning_says_so(
+def test_when_a_segment_is_refused_nothing_stays_locked_and_one_warning_says_so(
     cuda: FakeCuda, locked: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.refuses_from = locked
@@ -61,7 +61,7 @@ def test_when_a_piece_is_refused_nothing_stays_locked_and_one_warning_says_so(
     assert not cuda.locked
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert f"piece {locked + 1} of 3: cuMemHostRegister" in record.getMessage()
+    assert f"segment {locked + 1} of 3: cuMemHostRegister" in record.getMessage()
     pinned.close()
 
 

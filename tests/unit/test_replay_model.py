@@ -73,7 +73,7 @@ class InstantService(CacheService):
 
     def settle(self) -> None:
         """Let all jobs end."""
-        assert self._engine.wait(list(self._jobs._routes), timeout_s=PATIENCE_S)
+        assert self._engine._results.wait_all(timeout_s=PATIENCE_S)
         self._settled += sorted(self._poll(), key=lambda result: result.job_id)
 
     def _take_settled(self) -> list[TransferResult]:

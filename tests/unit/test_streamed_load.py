@@ -19,11 +19,12 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
-from kvtier.transfer.device import DeviceLoad, LoadRequest
+from kvtier.transfer.device import DeviceLoadRoute, LoadPayload
 from kvtier.types import Job, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+OVERWRITTEN = Outcome.OVERWRITTEN
 SLOTS = [2, 3, 5, 7]
 GENERATIONS = [11, 11, 12, 12]
 SOON_S = 30.0
@@ -103,8 +104,8 @@ def load(pool: IoPool, copier: Copier) -> Load:
     ) -> SlotOutcomes:
         count = len(slots)
         plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
-        route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
-        payload = LoadRequest(plan, None, generations, wait_s)
+        route = DeviceLoadRoute(cast("BlockCopier", copier), control, rank=0, pool=pool)
+        payload = LoadPayload(plan, None, generations, wait_s)
         job = Job(1, Purpose.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
         return asyncio.run(route.run(job))
 
@@ -185,7 +186,7 @@ def test_a_slot_that_is_given_away_while_it_is_read_does_not_count(
     control = Scripted([comes(0, 1, 2, 3)])
     copier.during = lambda: control.clear_generations([3])
     moved = load(control)
-    assert moved.outcomes == [CORRUPT] * 4
+    assert moved.outcomes == [OVERWRITTEN] * 4
     assert "was reused" in moved.error
     assert control.loaded(SLOTS, GENERATIONS) == [False] * 4
 

@@ -49,7 +49,7 @@ from typing import Final, NamedTuple
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey, hash_part
-from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext, is_idle
+from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext, is_evictable
 from kvtier.policies.eviction._hit_density import (
     AFTER,
     KINDS,
@@ -279,7 +279,7 @@ class Lhd(Eviction):
     ) -> list[ChunkCopy]:
         picked: list[ChunkCopy] = []
         while (left := count - len(picked)) > 0 and (going := self._peek(left)):
-            if evictable is is_idle and not any(copy.pins or copy.dirty for copy in going):
+            if evictable is is_evictable and not any(copy.pins or copy.dirty for copy in going):
                 self._evict(going, ctx)
                 picked += going
             else:

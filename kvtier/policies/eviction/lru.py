@@ -38,7 +38,7 @@ from kvtier.policies.base import (
     Evictable,
     Eviction,
     PolicyContext,
-    is_idle,
+    is_evictable,
     is_unpinned,
 )
 
@@ -260,7 +260,7 @@ def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
 
     For the manager's own predicates, this function does not call ``evictable``.
     """
-    if evictable is is_idle:
+    if evictable is is_evictable:
         return [copy.queued or copy.pins or copy.dirty for copy in run]
     if evictable is is_unpinned:
         return [copy.queued or copy.pins for copy in run]

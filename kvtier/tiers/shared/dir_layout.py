@@ -64,11 +64,11 @@ class _Marker(NamedTuple):
     """The marker as read from its file.
 
     Attributes:
-        place: Device number and inode number of the directory.
+        file_id: Device number and inode number of the directory.
         version: Device number, inode number and time of modification of the marker.
     """
 
-    place: tuple[int, int]
+    file_id: tuple[int, int]
     version: tuple[int, int, int]
     folders: int
 
@@ -145,7 +145,7 @@ class DirLayout:
         """
         try:
             found = self._read_marker()
-            if found is None and self._is_same_place():
+            if found is None and self._is_same_directory():
                 # Somebody emptied the directory.
                 found = self._make_marker()
         except OSError as error:
@@ -178,7 +178,7 @@ class DirLayout:
         version = (status.st_dev, status.st_ino, status.st_mtime_ns)
         if self._marker is not None and self._marker.version == version:
             return self._marker
-        return _Marker(self._place(), version, self._parse(self._io.read_bytes(path)))
+        return _Marker(self._file_id(), version, self._parse(self._io.read_bytes(path)))
 
     def _parse(self, text: bytes) -> int:
         try:
@@ -253,14 +253,14 @@ class DirLayout:
             return False
         return True
 
-    def _place(self) -> tuple[int, int]:
+    def _file_id(self) -> tuple[int, int]:
         status = self._io.status(self._path)
         return status.st_dev, status.st_ino
 
-    def _is_same_place(self) -> bool:
+    def _is_same_directory(self) -> bool:
         """Return whether the path still leads to the directory that had the marker."""
         try:
-            return self._marker is not None and self._place() == self._marker.place
+            return self._marker is not None and self._file_id() == self._marker.file_id
         except (FileNotFoundError, NotADirectoryError):
             return False
 

@@ -26,7 +26,7 @@ __all__ = [
     "Digest",
     "MovedPiece",
     "PieceBuffers",
-    "consecutive",
+    "consecutive_ranges",
     "hash_key",
     "read_piece",
     "select_digest",
@@ -80,10 +80,10 @@ class MovedPiece:
         )
 
 
-def consecutive(slots: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield the positions of each group of up to ``most`` consecutive ``slots``, ascending.
+def consecutive_ranges(slots: Sequence[int], most: int) -> Iterator[slice]:
+    """Yield the positions of each range of up to ``most`` consecutive ``slots``, ascending.
 
-    >>> list(consecutive([3, 4, 5, 9], most=2))
+    >>> list(consecutive_ranges([3, 4, 5, 9], most=2))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
     start = 0

@@ -24,7 +24,7 @@ from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.piece_io import (
     PieceBuffers,
-    consecutive,
+    consecutive_ranges,
     hash_key,
     read_piece,
     select_digest,
@@ -166,7 +166,7 @@ def _windows(
     for first in range(0, end, step):
         entries = reader.entries_of_slots(first, min(first + step, end), stored_after)
         slots = [entry.slot for entry in entries]
-        for piece in consecutive(slots, checker.slots_per_piece):
+        for piece in consecutive_ranges(slots, checker.slots_per_piece):
             yield partial(_check, checker, entries[piece])
         yield partial(_Done, 0, min(step, end - first))
     beyond = reader.entries_of_slots(end, 1 << 62, stored_after)

@@ -13,7 +13,7 @@ STAGES = (
     Stage("copies", 150, "copies by fragment size, direction and method; both directions"),
     Stage("slowdown", 60, "compute loops beside stores at full rate"),
     Stage("device_engine", 60, "the engine's thread per job, and jobs from end to end"),
-    Stage("gds", 50, "reads from a file into GPU memory"),
+    Stage("file_reads", 50, "reads from a file into GPU memory"),
     Stage("sanitizer", 60, "a small correctness test under compute-sanitizer", decides=True),
 )
 """Stages that find little to do leave their time to those behind them."""

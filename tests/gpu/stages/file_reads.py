@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -24,13 +24,13 @@ from kvtier.memory.copy import Copier, KVBlocks
 from kvtier.memory.copy_plan import plan_copy
 from kvtier.memory.cuda_driver import CudaDriver
 from kvtier.memory.direct_files import PosixFiles
-from kvtier.memory.gds import GdsLoader
+from kvtier.memory.gds_staging import GdsStaging
 from kvtier.memory.kvikio_files import open_direct_files
-from kvtier.memory.part_hashes import HashPlanner, open_hasher
+from kvtier.memory.part_hashes import Hashes, HashPlanner, open_hasher
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
-from kvtier.types import Job, Purpose, SlotFileId
+from kvtier.types import GdsReads, Job, Purpose, SlotFileId
 from kvtier.units import format_size
 from tests.gpu.bench import Bench
 from tests.gpu.machine import file_system
@@ -134,8 +134,8 @@ def _by_kvikio(file: File) -> Iterator[Read]:
 @contextmanager
 def _by_kvtier(file: File) -> Iterator[Read]:
     """Yield kvtier's load of the file as slots of a tier: read, verified, copied to blocks."""
-    from kvtier.transfer.device import DeviceLoad  # noqa: PLC0415 - needs pydantic
-    from kvtier.transfer.gds import GdsLoad  # noqa: PLC0415
+    from kvtier.transfer.device import DeviceLoadRoute  # noqa: PLC0415 - needs pydantic
+    from kvtier.transfer.gds_route import GdsLoadRoute  # noqa: PLC0415
 
     slot_nbytes = math.gcd(file.nbytes, _PIECE_NBYTES)
     slots = file.nbytes // slot_nbytes
@@ -147,13 +147,13 @@ def _by_kvtier(file: File) -> Iterator[Read]:
     ranges = HashPlanner(kv, geometry, **options).of_slots(
         file.expected.data_ptr(), [0] * slots
     )
-    job = _job_of(file, open_hasher(driver).hash(ranges, slots).tolist())
+    job = _job_of(file, open_hasher(driver).hash(ranges, slots))
     files = PosixFiles() if driver is None else open_direct_files(device)
-    loader = GdsLoader(kv, geometry, files=files, driver=driver, **options)
+    staging = GdsStaging(kv, geometry, files=files, driver=driver, **options)
     pools = [IoPool(1, name=name, prepare=use_one_torch_thread) for name in ("gds", "load")]
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(1, 1))), slots=1, ranks=1)
-    ram = DeviceLoad(cast("Copier", None), control, rank=0, pool=pools[1])
-    route = GdsLoad(loader, ram, control, rank=0, reader=pools[0], pool=pools[1])
+    ram = DeviceLoadRoute(cast("Copier", None), control, rank=0, pool=pools[1])
+    route = GdsLoadRoute(staging, ram, control, rank=0, reader=pools[0], pool=pools[1])
 
     def read() -> None:
         ended = asyncio.run(route.run(job))
@@ -165,21 +165,21 @@ def _by_kvtier(file: File) -> Iterator[Read]:
     finally:
         for pool in pools:
             pool.close(timeout_s=_PATIENCE_S)
-        loader.close()
+        staging.close()
 
 
-def _job_of(file: File, hashes: Sequence[int]) -> Job:
+def _job_of(file: File, hashes: Hashes) -> Job:
     """Return the load of all slots of the file, slot i to block i."""
-    from kvtier.transfer.device import GdsReads, LoadRequest  # noqa: PLC0415 - needs pydantic
+    from kvtier.transfer.device import LoadPayload  # noqa: PLC0415 - needs pydantic
 
     slots = list(range(len(hashes)))
     numbers = [-2 - slot for slot in slots]
     status = file.path.stat()
     identity = SlotFileId("nvme", str(file.path), status.st_dev, status.st_ino)
     plan = plan_copy(slots, [len(slots)], [0], numbers, blocks_per_chunk=1)
-    reads = GdsReads(identity, slots, slots, hashes)
-    request = LoadRequest(plan, None, [0] * len(slots), _PATIENCE_S, reads)
-    return Job(0, Purpose.LOAD, "gds", "gpu", (), numbers, numbers, _PATIENCE_S, request)
+    reads = GdsReads(identity, slots, slots, hashes.tobytes())
+    payload = LoadPayload(plan, None, [0] * len(slots), _PATIENCE_S, reads)
+    return Job(0, Purpose.LOAD, "gds", "gpu", (), numbers, numbers, _PATIENCE_S, payload)
 
 
 def run(bench: Bench) -> None:

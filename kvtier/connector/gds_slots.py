@@ -12,11 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.connector.metadata import GdsSpec
-from kvtier.manager import GdsPlan
 from kvtier.tiers.base import StorageTier
 from kvtier.tiers.part_hashes import PartHashes, PartHashKeeper
-from kvtier.types import SlotFileId
+from kvtier.types import GdsReads, SlotFileId
 
 __all__ = ["GdsSlots"]
 
@@ -34,10 +32,11 @@ class _RankReports(Protocol):
 class GdsSlots:
     """Keeps the part hashes of one tier's slots, and knows which slots workers can read.
 
-    Implements :class:`kvtier.manager.GdsSource`, for the manager's thread, and
-    :class:`kvtier.transfer.routes.PartHashStore`, for the thread of the transfer engine that
-    moves chunks between tiers. That thread sets the hashes of a slot before the manager learns
-    that the slot has a chunk.
+    Implements :class:`kvtier.manager.GdsSource` for the manager's thread, and
+    :class:`kvtier.transfer.routes.PartHashStore` for the transfer thread. No lock is needed,
+    because the threads never use the hashes of one slot at the same time. The manager clears
+    them before it queues the job that writes the slot, and reads them only after that job's
+    result. The transfer thread sets them in between.
 
     Args:
         tier: Index of the tier.
@@ -62,10 +61,11 @@ class GdsSlots:
         self._ranks = ranks
         self._parts = ranks.gds_parts()
         # A part's hash is 0 with a probability of 2**-64, so 0 stands for an unknown hash.
-        self._hashes: PartHashes = np.zeros((storage.capacity_slots, self._parts), np.uint64)
-        slots, hashes = keeper.recovered_part_hashes()
-        if hashes.shape[1:] == (self._parts,):
-            self._hashes[slots] = hashes
+        self._part_hashes: PartHashes
+        self._part_hashes = np.zeros((storage.capacity_slots, self._parts), np.uint64)
+        slots, part_hashes = keeper.recovered_part_hashes()
+        if part_hashes.shape[1:] == (self._parts,):
+            self._part_hashes[slots] = part_hashes
 
     # -- manager ------------------------------------------------------------------------------
 
@@ -73,39 +73,35 @@ class GdsSlots:
         """Return, for each of ``slots``, whether all workers can read and verify it now."""
         if self._ranks.gds_parts() != self._parts:
             return [False] * len(slots)
-        known: npt.NDArray[np.bool_] = (self._hashes[slots] != 0).all(1)
+        known: npt.NDArray[np.bool_] = (self._part_hashes[slots] != 0).all(1)
         answers: list[bool] = known.tolist()
         return answers
 
-    def hashes(self, slots: Sequence[int]) -> bytes:
-        """Return the part hashes of ``slots`` as bytes, all of one slot before the next."""
-        return self._hashes[slots].tobytes()
+    def plan_reads(self, positions: Sequence[int], slots: Sequence[int]) -> GdsReads:
+        """Return the GDS reads of ``slots``, for the chunks at ``positions`` in a load."""
+        return GdsReads(self._file, positions, slots, self._part_hashes[slots].tobytes())
 
     def begin_overwriting(self, slots: Sequence[int]) -> None:
-        """Forget the hashes of ``slots``, because other chunks will be written there."""
-        self._hashes[slots] = 0
+        """Forget the part hashes of ``slots``, because other chunks will be written there."""
+        self._part_hashes[slots] = 0
 
     def touch(self, slots: Sequence[int]) -> None:
         """Record that ``slots`` were read."""
         if slots:
             self._storage.touch(slots)
 
-    def spec(self, plan: GdsPlan) -> GdsSpec:
-        """Convert the manager's plan to the message for the workers."""
-        return GdsSpec(self._file, tuple(plan.positions), tuple(plan.slots), plan.hashes)
-
     # -- transfer engine ----------------------------------------------------------------------
 
-    def of_ram(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
+    def ram_part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         """Return the part hashes of chunks in RAM; a row is 0 if its hashes are unknown."""
         return self._ranks.part_hashes(slots, generations)
 
-    def keep(self, slots: Sequence[int], hashes: PartHashes) -> None:
+    def keep_part_hashes(self, slots: Sequence[int], part_hashes: PartHashes) -> None:
         """Keep the part hashes of chunks that were written to the tier's ``slots``."""
-        if hashes.shape[1:] != (self._parts,):
+        if part_hashes.shape[1:] != (self._parts,):
             return  # a rank has given up GDS reads meanwhile
-        known = (hashes != 0).all(1)
+        known = (part_hashes != 0).all(1)
         if known.any():
             numbers = np.asarray(slots, np.int64)[known]
-            self._hashes[numbers] = hashes[known]
-            self._keeper.keep_part_hashes(numbers.tolist(), hashes[known])
+            self._part_hashes[numbers] = part_hashes[known]
+            self._keeper.keep_part_hashes(numbers.tolist(), part_hashes[known])

@@ -29,14 +29,14 @@ from kvtier.logs import get_logger
 from kvtier.memory import ControlBlock
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes
-from kvtier.transfer.device import DeviceLoad, GdsReads, LoadRequest
+from kvtier.transfer.device import DeviceLoadRoute, LoadPayload
 from kvtier.transfer.routes import Route, all_of
-from kvtier.types import Job, Outcome
+from kvtier.types import GdsReads, Job, Outcome
 
 if TYPE_CHECKING:
-    from kvtier.memory.gds import GdsLoader
+    from kvtier.memory.gds_staging import GdsStaging
 
-__all__ = ["GdsLoad"]
+__all__ = ["GdsLoadRoute"]
 
 logger = get_logger(__name__)
 
@@ -45,43 +45,53 @@ _MOST_FAILURES: Final = 5
 _LATE: Final = "the deadline of a GDS read passed"
 
 
-class _Piece(NamedTuple):
+class _Batch(NamedTuple):
     """Chunks that fit a staging buffer, in the order of their slots.
 
     Attributes:
-        places: Positions of the chunks in the request's GDS reads.
+        indices: Indices of the chunks in the load's GDS reads.
         slots: Slots of the chunks in the tier.
     """
 
-    places: Sequence[int]
+    indices: Sequence[int]
     slots: Sequence[int]
 
 
 @dataclass(slots=True)
 class _Load:
-    """The GDS reads of one job, and their results so far."""
+    """The GDS reads of one job, and their results so far.
 
-    request: LoadRequest
+    Attributes:
+        payload: The job's payload.
+        gds: The chunks to read.
+        groups: KV cache group of each chunk.
+        hashes: Hash of this rank's part of each chunk.
+        deadline_s: Time at which the load fails.
+        outcomes: Outcome of each chunk.
+        error: The first error.
+    """
+
+    payload: LoadPayload
     gds: GdsReads
     groups: Sequence[int]
+    hashes: Sequence[int]
     deadline_s: float
     outcomes: list[Outcome]
     error: str = ""
-    has_failed_reads: bool = False
 
-    def record(self, places: Sequence[int], outcome: Outcome, error: str = "") -> None:
-        """Record the outcome of the chunks at the positions ``places``, and the first error."""
-        for place in places:
-            self.outcomes[place] = outcome
-        if places:
+    def record(self, indices: Sequence[int], outcome: Outcome, error: str = "") -> None:
+        """Record the outcome of the chunks at ``indices``, and the first error."""
+        for index in indices:
+            self.outcomes[index] = outcome
+        if indices:
             self.error = self.error or error
 
 
-class GdsLoad(Route):
+class GdsLoadRoute(Route):
     """Reads the chunks in a load's ``gds`` from a tier's slot file into KV blocks.
 
     Args:
-        loader: Reads chunks into staging buffers, verifies them and copies them to blocks.
+        staging: Reads chunks into staging buffers, verifies them and copies them to blocks.
         ram: Loads the chunks in RAM slots.
         control: Gets the report that this rank cannot do GDS reads any more.
         rank: This rank.
@@ -91,15 +101,15 @@ class GdsLoad(Route):
 
     def __init__(
         self,
-        loader: GdsLoader,
-        ram: DeviceLoad,
+        staging: GdsStaging,
+        ram: DeviceLoadRoute,
         control: ControlBlock,
         *,
         rank: int,
         reader: IoPool,
         pool: IoPool,
     ) -> None:
-        self._loader = loader
+        self._staging = staging
         self._ram = ram
         self._control = control
         self._rank = rank
@@ -119,14 +129,14 @@ class GdsLoad(Route):
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        request: LoadRequest = job.payload
-        gds = request.gds
+        payload: LoadPayload = job.payload
+        gds = payload.gds
         assert gds is not None
-        is_gds = [False] * len(request.plan.slots)
+        is_gds = [False] * len(payload.plan.slots)
         for position in gds.positions:
             is_gds[position] = True
         is_ram = [not each for each in is_gds]
-        moved = await all_of([self._load_ram(job, is_ram), self._load_gds(request, gds)])
+        moved = await all_of([self._load_ram(job, is_ram), self._load_gds(payload, gds)])
         outcomes = [Outcome.CANCELLED] * len(is_gds)
         positions = [*compress(range(len(is_ram)), is_ram), *gds.positions]
         for position, outcome in zip(positions, moved.outcomes, strict=True):
@@ -135,28 +145,29 @@ class GdsLoad(Route):
 
     async def _load_ram(self, job: Job, is_ram: Sequence[bool]) -> SlotOutcomes:
         """Load the chunks that are in RAM slots."""
-        request: LoadRequest = job.payload
-        slots = list(compress(request.plan.slots, is_ram))
+        payload: LoadPayload = job.payload
+        slots = list(compress(payload.plan.slots, is_ram))
         if not slots:
             return SlotOutcomes(())
         part = replace(
-            request,
-            plan=request.plan.restricted_to(slots),
-            generations=list(compress(request.generations, is_ram)),
+            payload,
+            plan=payload.plan.restricted_to(slots),
+            generations=list(compress(payload.generations, is_ram)),
         )
         return await self._ram.run(job._replace(payload=part))
 
-    async def _load_gds(self, request: LoadRequest, gds: GdsReads) -> SlotOutcomes:
+    async def _load_gds(self, payload: LoadPayload, gds: GdsReads) -> SlotOutcomes:
         """Load the chunks that are read from the tier."""
         load = _Load(
-            request,
+            payload,
             gds,
-            _groups(request, gds),
-            time.monotonic() + request.wait_s,
+            _groups(payload, gds),
+            gds.hashes_of(self._staging.part),
+            time.monotonic() + payload.wait_s,
             [Outcome.EXPIRED] * len(gds.slots),
         )
         try:
-            async with asyncio.timeout(request.wait_s):
+            async with asyncio.timeout(payload.wait_s):
                 await self._turn.acquire()
         except TimeoutError:
             return SlotOutcomes(load.outcomes, _LATE)
@@ -169,92 +180,81 @@ class GdsLoad(Route):
         return SlotOutcomes(load.outcomes, load.error or late)
 
     async def _run(self, load: _Load) -> None:
-        """Read all pieces, and wait until the chunks are copied to blocks."""
-        emptying: list[asyncio.Task[None] | None] = [None] * self._loader.buffers
+        """Read all batches, and wait until the chunks are copied to blocks."""
+        emptying: list[asyncio.Task[None] | None] = [None] * self._staging.buffer_count
         try:
-            for number, piece in enumerate(self._pieces(load)):
-                buffer = number % self._loader.buffers
+            for number, batch in enumerate(self._batches(load.gds.slots)):
+                buffer = number % self._staging.buffer_count
                 if (previous := emptying[buffer]) is not None:
                     await previous
                 left_s = load.deadline_s - time.monotonic()
                 if left_s <= 0 or not self._waits:
                     break
-                staged = self._loader.staged_slots(buffer)[: len(piece.slots)]
-                reading = asyncio.create_task(self._read(load, piece, staged))
+                staged = self._staging.staged_slots(buffer)[: len(batch.slots)]
+                reading = asyncio.create_task(self._read(load, batch, staged))
                 await asyncio.wait((reading,), timeout=left_s)
                 if not reading.done():
                     self._withdraw("a read has hung until its deadline")
                     break
                 errors = reading.result()
-                emptying[buffer] = asyncio.create_task(self._empty(load, piece, staged, errors))
+                emptying[buffer] = asyncio.create_task(self._empty(load, batch, staged, errors))
         finally:
             for task in emptying:
                 if task is not None:
                     await task
 
-    def _pieces(self, load: _Load) -> list[_Piece]:
-        gds = load.gds
-        order = sorted(range(len(gds.slots)), key=gds.slots.__getitem__)
-        step = self._loader.slots_per_buffer
+    def _batches(self, slots: Sequence[int]) -> list[_Batch]:
+        """Divide the chunks in ``slots`` into batches, in the order of their slots."""
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        step = self._staging.slots_per_buffer
         parts = [order[at : at + step] for at in range(0, len(order), step)]
-        return [_Piece(part, [gds.slots[place] for place in part]) for part in parts]
+        return [_Batch(part, [slots[index] for index in part]) for part in parts]
 
-    async def _read(self, load: _Load, piece: _Piece, staged: range) -> list[str]:
-        """Read a piece; return the error of each chunk."""
+    async def _read(self, load: _Load, batch: _Batch, staged: range) -> list[str]:
+        """Read a batch; return the error of each chunk."""
+        groups = [load.groups[index] for index in batch.indices]
         try:
             return await self._reader.run(
-                lambda: self._loader.read(
-                    staged,
-                    load.gds.file,
-                    piece.slots,
-                    [load.groups[place] for place in piece.places],
-                ),
+                lambda: self._staging.read(staged, load.gds.file, batch.slots, groups),
                 priority=0,
             )
         except ClosedError:
             return []
         except (KvtierError, OSError, RuntimeError) as error:
             self._withdraw(str(error))
-            load.record(piece.places, Outcome.REFUSED, str(error))
+            load.record(batch.indices, Outcome.REFUSED, str(error))
             return []
 
     async def _empty(
-        self, load: _Load, piece: _Piece, staged: range, errors: Sequence[str]
+        self, load: _Load, batch: _Batch, staged: range, errors: Sequence[str]
     ) -> None:
         """Verify a staging buffer, and copy its correct chunks to their blocks."""
         if not errors:
             return
         try:
-            await self._pool.run(lambda: self._deliver(load, piece, staged, errors), priority=0)
+            await self._pool.run(lambda: self._deliver(load, batch, staged, errors), priority=0)
         except (KvtierError, RuntimeError) as error:
-            load.record(piece.places, Outcome.REFUSED, f"{type(error).__name__}: {error}")
+            load.record(batch.indices, Outcome.REFUSED, f"{type(error).__name__}: {error}")
 
     def _deliver(
-        self, load: _Load, piece: _Piece, staged: range, errors: Sequence[str]
+        self, load: _Load, batch: _Batch, staged: range, errors: Sequence[str]
     ) -> None:
-        gds = load.gds
-        groups = [load.groups[place] for place in piece.places]
-        expected = [gds.hashes[place] for place in piece.places]
-        verified = self._loader.verify(staged, groups, expected)
+        """Verify a batch in its staging slots, and copy its correct chunks to their blocks."""
+        groups = [load.groups[index] for index in batch.indices]
+        expected = [load.hashes[index] for index in batch.indices]
+        verified = self._staging.verify(staged, groups, expected)
         whole = [good and not error for good, error in zip(verified, errors, strict=True)]
         if any(whole):
-            places = list(compress(piece.places, whole))
-            plan = load.request.plan
-            slots = [plan.slots[gds.positions[place]] for place in places]
+            indices = list(compress(batch.indices, whole))
+            plan = load.payload.plan
+            slots = [plan.slots[load.gds.positions[index]] for index in indices]
             part = plan.restricted_to(slots).with_slots(list(compress(staged, whole)))
-            self._loader.copy(part, after=load.request.after)
-            load.record(places, Outcome.DONE)
-        for place, slot, error, good in zip(
-            piece.places, piece.slots, errors, verified, strict=True
-        ):
-            if error:
-                load.has_failed_reads = True
-                load.record([place], Outcome.CORRUPT, f"slot {slot}: {error}")
-            elif not good:
-                load.record([place], Outcome.CORRUPT, f"slot {slot}: hash mismatch")
+            self._staging.copy(part, after=load.payload.after)
+            load.record(indices, Outcome.DONE)
+        _record_failures(load, batch, errors, verified)
 
     def _count_failures(self, load: _Load) -> None:
-        self._failures = self._failures + 1 if load.has_failed_reads else 0
+        self._failures = self._failures + 1 if Outcome.FAILED in load.outcomes else 0
         if self._failures == _MOST_FAILURES:
             self._withdraw(f"{_MOST_FAILURES} loads in a row had failed reads")
 
@@ -264,11 +264,22 @@ class GdsLoad(Route):
         self._control.withdraw_gds(self._rank)
 
 
-def _groups(request: LoadRequest, gds: GdsReads) -> list[int]:
+def _record_failures(
+    load: _Load, batch: _Batch, errors: Sequence[str], verified: Sequence[bool]
+) -> None:
+    """Record the chunks of a batch that were not read or have wrong bytes."""
+    for index, slot, error, good in zip(*batch, errors, verified, strict=True):
+        if error:
+            load.record([index], Outcome.FAILED, f"slot {slot}: {error}")
+        elif not good:
+            load.record([index], Outcome.CORRUPT, f"slot {slot}: hash mismatch")
+
+
+def _groups(payload: LoadPayload, gds: GdsReads) -> list[int]:
     """Return the KV cache group of each chunk that is read from the tier."""
-    slots = {request.plan.slots[at]: place for place, at in enumerate(gds.positions)}
-    groups = [0] * len(slots)
-    for copy in request.plan.groups:
-        for slot in set(copy.slots.tolist()).intersection(slots):
-            groups[slots[slot]] = copy.group
+    indices = {payload.plan.slots[at]: index for index, at in enumerate(gds.positions)}
+    groups = [0] * len(indices)
+    for copy in payload.plan.groups:
+        for slot in set(copy.slots.tolist()).intersection(indices):
+            groups[indices[slot]] = copy.group
     return groups

@@ -23,22 +23,19 @@ from typing import Final
 import numpy as np
 import torch
 
-from kvtier.errors import KvtierError, UnsupportedError
-from kvtier.logs import get_logger
+from kvtier.errors import UnsupportedError
 from kvtier.memory.copy import BlockCopier, KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.direct_files import DirectFile, DirectFiles, DirectRead, open_slot_file
-from kvtier.memory.part_hashes import Hashes, HashPlanner, hash_on_host, open_hasher
+from kvtier.memory.part_hashes import HashPlanner, StoreHasher, hash_on_host, open_hasher
 from kvtier.memory.slot_layout import RankShare, RegionGeometry
 from kvtier.memory.streams import CopyStream, Driver, Fence
 from kvtier.types import SlotFileId
 from kvtier.units import approximate_size
 
-__all__ = ["GdsLoader", "GdsStoreHasher"]
+__all__ = ["GdsStaging"]
 
-logger = get_logger(__name__)
-
-_BUFFERS: Final = 2
+_BUFFER_COUNT: Final = 2
 BUFFER_NBYTES: Final = 16 << 20
 """Bytes of a staging buffer. If a slot is longer, the buffer has the length of the slot."""
 SHORTEST_NBYTES: Final = 64 << 10
@@ -56,37 +53,7 @@ class _StagedSlots:
     payload: torch.Tensor
 
 
-class GdsStoreHasher:
-    """Hashes the blocks that a rank stores, so that later GDS reads can be verified.
-
-    Args:
-        planner: Finds the ranges to hash.
-        driver: The GPU; None on a CPU.
-    """
-
-    def __init__(self, planner: HashPlanner, driver: Driver | None) -> None:
-        self._planner = planner
-        self._hasher = open_hasher(driver)
-        self._has_failed = False
-
-    def hash(self, plan: BlockCopyPlan) -> Hashes | None:
-        """Return the hash of the bytes that this rank stored in each of ``plan.slots``.
-
-        Call this after the store of ``plan`` has ended, while its blocks are unchanged.
-
-        Returns:
-            The hashes; None if the device failed to hash, which is logged once.
-        """
-        try:
-            return self._hasher.hash(self._planner.of_blocks(plan), len(plan.slots))
-        except (KvtierError, RuntimeError) as error:
-            if not self._has_failed:
-                logger.warning("chunks get no hash, so they are loaded through RAM: %s", error)
-            self._has_failed = True
-            return None
-
-
-class GdsLoader:
+class GdsStaging:
     """Reads slots of a tier into staging buffers, verifies them and copies them to blocks.
 
     One thread at a time may call :meth:`read`. Meanwhile one other thread may call the other
@@ -107,7 +74,7 @@ class GdsLoader:
 
     Attributes:
         part: Number of this rank's part of every slot.
-        buffers: Number of staging buffers.
+        buffer_count: Number of staging buffers.
         slots_per_buffer: Number of slots of a buffer.
         store_hasher: Hashes the blocks that this rank stores.
     """
@@ -123,7 +90,7 @@ class GdsLoader:
         driver: Driver | None,
     ) -> None:
         self.part = share.part
-        self.buffers = _BUFFERS
+        self.buffer_count = _BUFFER_COUNT
         self.slots_per_buffer = max(BUFFER_NBYTES // geometry.slot_nbytes, 1)
         self._slot_nbytes = geometry.slot_nbytes
         self._planner = HashPlanner(
@@ -138,7 +105,7 @@ class GdsLoader:
         self._stream = driver.open_stream() if driver else None
         self._hasher = open_hasher(driver)
         shape = dataclasses.replace(
-            geometry, slots=self.buffers * self.slots_per_buffer, ranks=1, bounce_slots=0
+            geometry, slots=self.buffer_count * self.slots_per_buffer, ranks=1, bounce_slots=0
         )
         self._memory = files.staging_memory(shape.payload_nbytes)
         with ExitStack() as opened:
@@ -154,7 +121,7 @@ class GdsLoader:
                 self._try_hasher(self._stream)
             opened.pop_all()
         self._is_closed = False
-        self.store_hasher = GdsStoreHasher(self._planner, driver)
+        self.store_hasher = StoreHasher(self._planner, driver)
 
     def staged_slots(self, buffer: int) -> range:
         """Return the numbers of the staging slots of a buffer."""
@@ -181,14 +148,14 @@ class GdsLoader:
         opened = self._open(file)
         if self._extents is not None:
             return self._read_parts(opened, staged, slots, self._extents, groups)
-        runs = _runs(slots)
-        errors = opened.read([self._read_of(staged, slots, run) for run in runs])
+        ranges = _consecutive_ranges(slots)
+        errors = opened.read([self._read_of(staged, slots, some) for some in ranges])
         found: list[str] = []
-        for run, error in zip(runs, errors, strict=True):
-            if not error or len(run) == 1:
-                found += [error] * len(run)
+        for some, error in zip(ranges, errors, strict=True):
+            if not error or len(some) == 1:
+                found += [error] * len(some)
             else:  # one unreadable sector must not fail the adjacent slots
-                singles = [range(at, at + 1) for at in run]
+                singles = [range(at, at + 1) for at in some]
                 found += opened.read([self._read_of(staged, slots, at) for at in singles])
         return found
 
@@ -202,14 +169,14 @@ class GdsLoader:
     ) -> list[str]:
         """Read this rank's ranges of each slot."""
         nbytes = self._slot_nbytes
-        reads, places = [], []
+        reads, positions = [], []
         for at, (number, slot, group) in enumerate(zip(staged, slots, groups, strict=True)):
             for extent in extents[group]:
                 into = self._memory[number * nbytes + extent.start :][: len(extent)]
                 reads.append(DirectRead(slot * nbytes + extent.start, into))
-                places.append(at)
+                positions.append(at)
         found = [""] * len(slots)
-        for at, error in zip(places, opened.read(reads), strict=True):
+        for at, error in zip(positions, opened.read(reads), strict=True):
             found[at] = found[at] or error
         return found
 
@@ -267,11 +234,12 @@ class GdsLoader:
             self._file = file, opened
         return self._file[1]
 
-    def _read_of(self, staged: range, slots: Sequence[int], run: range) -> DirectRead:
+    def _read_of(self, staged: range, slots: Sequence[int], some: range) -> DirectRead:
+        """Return the read of the consecutive slots at the positions ``some``."""
         nbytes = self._slot_nbytes
-        first = (staged.start + run.start) * nbytes
-        into = self._memory[first : first + len(run) * nbytes]
-        return DirectRead(slots[run.start] * nbytes, into)
+        first = (staged.start + some.start) * nbytes
+        into = self._memory[first : first + len(some) * nbytes]
+        return DirectRead(slots[some.start] * nbytes, into)
 
     def _try_hasher(self, stream: CopyStream) -> None:
         """Raise UnsupportedError unless the device computes the same hashes as this process."""
@@ -298,8 +266,8 @@ def _require_long_ranges(kv: KVBlocks) -> None:
         )
 
 
-def _runs(slots: Sequence[int]) -> list[range]:
-    """Split ``slots`` into contiguous ranges; return the positions of each range."""
+def _consecutive_ranges(slots: Sequence[int]) -> list[range]:
+    """Return the positions of each range of consecutive slots among ``slots``."""
     edges = np.flatnonzero(np.diff(np.asarray(slots, np.int64)) != 1) + 1
     starts = [0, *edges.tolist()]
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(slots)], strict=True)]
