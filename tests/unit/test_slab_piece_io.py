@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.slab.direct_io import aligned_buffer
-from kvtier.tiers.slab.piece_io import consecutive, select_digest
+from kvtier.tiers.slab.piece_io import consecutive_ranges, select_digest
 from tests.unit.mappings import flags_of_mappings
 
 SLOTS = st.lists(st.integers(0, 40), max_size=40).map(sorted)
@@ -19,7 +19,7 @@ SLOTS = st.lists(st.integers(0, 40), max_size=40).map(sorted)
 
 @given(slots=SLOTS, most=st.integers(1, 9))
 def test_every_chunk_moves_once_in_pieces_of_neighbours(slots: list[int], most: int) -> None:
-    groups = [slots[group] for group in consecutive(slots, most)]
+    groups = [slots[group] for group in consecutive_ranges(slots, most)]
     assert [slot for group in groups for slot in group] == slots
     for group in groups:
         assert 1 <= len(group) <= most
@@ -28,7 +28,7 @@ def test_every_chunk_moves_once_in_pieces_of_neighbours(slots: list[int], most: 
 
 @given(first=st.integers(0, 1000), count=st.integers(1, 60), most=st.integers(1, 9))
 def test_neighbours_take_as_few_pieces_as_possible(first: int, count: int, most: int) -> None:
-    assert len(list(consecutive(range(first, first + count), most))) == -(-count // most)
+    assert len(list(consecutive_ranges(range(first, first + count), most))) == -(-count // most)
 
 
 def test_memory_for_the_bytes_of_chunks_is_in_no_core_dump() -> None:

@@ -38,7 +38,7 @@ from kvtier.tiers.slab.opening import OpenSlab, open_slab, release_slab
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
     PieceBuffers,
-    consecutive,
+    consecutive_ranges,
     hash_key,
     read_piece,
     select_digest,
@@ -74,7 +74,7 @@ class _Batch:
     def pieces(self, chunks: npt.NDArray[np.int64], most: int) -> list[list[int]]:
         """Return the positions ``chunks`` in groups with up to ``most`` consecutive slots."""
         ordered = chunks[np.argsort(self.slots[chunks], kind="stable")]
-        groups = consecutive(self.slots[ordered].tolist(), most)
+        groups = consecutive_ranges(self.slots[ordered].tolist(), most)
         return [ordered[group].tolist() for group in groups]
 
     def buffers(self, piece: Sequence[int]) -> PieceBuffers:
