@@ -19,7 +19,6 @@ from kvtier.config import (
     KvtierConfig,
     SharedTierConfig,
     check_chunk_fits,
-    resolve_load_path,
     slot_nbytes,
 )
 from kvtier.connector.build import build_manager, build_tiers
@@ -179,8 +178,7 @@ def simulate_cache(
 
     Args:
         trace: The trace.
-        config: The configuration. The simulation uses no directories. ``load_path: auto`` has
-            the same meaning as with kvtier's connector.
+        config: The configuration. The simulation uses no directories.
         chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
         model: The speeds; by default :func:`default_time_model`. With a :class:`StepModel`,
             the simulated engine computes in steps.
@@ -191,7 +189,6 @@ def simulate_cache(
         NoVictimError: An eviction policy picks too few victims.
     """
     begun = time.perf_counter()
-    config = resolve_load_path(config)
     check_chunk_fits(config, chunk_bytes)
     model = model or default_time_model(config, trace)
     slot_bytes = slot_nbytes(chunk_bytes)

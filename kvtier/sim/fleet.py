@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
+from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.sim._sequential_engine import SequentialEngine, serve_fleet
 from kvtier.sim.cache import (
     BuiltEngine,
@@ -166,7 +166,6 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
         NoVictimError: An eviction policy picks too few victims.
     """
     begun = time.perf_counter()
-    config = resolve_load_path(config)
     check_chunk_fits(config, chunk_bytes)
     model = model or default_time_model(config, trace, engines=engines)
     slot_bytes = slot_nbytes(chunk_bytes)

@@ -41,7 +41,7 @@ MODEL = TimeModel(prefill_tokens_per_s=RATE, speeds={"ram": RAM, "nvme": NVME})
 
 
 def tiers_of(
-    ram: int, nvme: int = 0, *, load_path: str = "auto", **placement: object
+    ram: int, nvme: int = 0, *, load_path: str = "direct", **placement: object
 ) -> KvtierConfig:
     """Return a configuration of tiers of that many chunks."""
     lines = ["tiers:", f"  - {{kind: ram, capacity: {ram}MiB, eviction: lru}}"]
@@ -311,9 +311,9 @@ def test_a_hit_on_disk_waits_for_the_disk_first(load_path: str) -> None:
     assert result.ttft_s["p99"] == pytest.approx(np.quantile(waits, 0.99))
 
 
-def test_the_load_path_left_open_is_that_of_the_connector() -> None:
+def test_the_load_path_changes_the_wait() -> None:
     trace = generate("agents", sessions=12, per_s=0.2, chunk_tokens=512, seed=2)
-    auto, direct, staged = (
+    direct, staged = (
         asdict(
             replace(
                 simulate_cache(
@@ -326,10 +326,9 @@ def test_the_load_path_left_open_is_that_of_the_connector() -> None:
                 refs_per_second=0.0,
             )
         )
-        for path in ("auto", "direct", "staged")
+        for path in ("direct", "staged")
     )
-    assert auto == direct
-    assert auto["load_path"] == "direct"
+    assert direct["load_path"] == "direct"
     assert staged["load_path"] == "staged"
     assert staged["ttft_s"] != direct["ttft_s"]
 
