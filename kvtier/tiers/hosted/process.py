@@ -42,6 +42,7 @@ class Opened(NamedTuple):
 
     Attributes:
         capacity_slots: Number of slots.
+        is_local: Whether the medium is on this machine.
         recovered: Frames with the recovered chunks, least recently used first.
         part_hashes: A frame with the recovered part hashes; None without part hashes.
         slot_file: The tier's slot file; None without a slot file.
@@ -50,6 +51,7 @@ class Opened(NamedTuple):
     """
 
     capacity_slots: int
+    is_local: bool
     recovered: deque[Frame]
     retained: Mapping[int, int]
     part_hashes: Frame | None = None
@@ -175,8 +177,8 @@ def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) ->
     file = frame.header.get("slot_file")
     slot_file = None if file is None else SlotFileId(*file)
     retained = dict(frame.header["retained"])
-    slots = frame.header["capacity_slots"]
-    return Opened(slots, recovered, retained, part_hashes, slot_file)
+    slots, is_local = frame.header["capacity_slots"], frame.header["is_local"]
+    return Opened(slots, is_local, recovered, retained, part_hashes, slot_file)
 
 
 @contextlib.contextmanager
