@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli._render import make_table, show_prose, show_table
+from kvtier.cli._render import count_chunks, make_table, show_prose, show_table
 from kvtier.keys import group_of, short_key
 from kvtier.printable import printable
 from kvtier.tiers.slab.index_reader import Entry, Totals
@@ -185,7 +185,9 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
                 _time(entry.used_at),
             )
         show_table(console, table)
-        console.print(f"{len(listing.entries):,} of {_count(listing.chunks)}", soft_wrap=True)
+        console.print(
+            f"{len(listing.entries):,} of {count_chunks(listing.chunks)}", soft_wrap=True
+        )
         _pairs(console, _doubt_lines(listing.reset_at))
 
 
@@ -256,7 +258,7 @@ def removal_words(chosen: _Chosen) -> str:
     """Return a text with the number and the total size of the chunks to remove."""
     chunks = sum(len(entries) for _, entries in chosen)
     nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
-    return f"{_count(chunks)} ({approximate_size(nbytes)})"
+    return f"{count_chunks(chunks)} ({approximate_size(nbytes)})"
 
 
 def show_removal(console: Console, chosen: _Chosen) -> None:
@@ -313,7 +315,7 @@ def _report_lines(report: Report) -> dict[str, str]:
     totals = report.totals
     if totals is not None:
         share = f" ({totals.chunks / report.slots:.0%})" if report.slots else ""
-        used = f"{approximate_size(totals.chunks * slot_nbytes)}, {_count(totals.chunks)}"
+        used = f"{approximate_size(totals.chunks * slot_nbytes)}, {count_chunks(totals.chunks)}"
         lines["used"] = used + share
     index = approximate_size(report.index_nbytes)
     lines["on disk"] = f"{approximate_size(report.disk_nbytes)}, of which the index {index}"
@@ -325,7 +327,7 @@ def _report_lines(report: Report) -> dict[str, str]:
         lines["removed lately"] = ", ".join(counts) or "nothing"
     if report.retained:
         until = _time(report.retained_until)
-        lines["retained"] = f"{_count(report.retained)}, until {until} UTC at the latest"
+        lines["retained"] = f"{count_chunks(report.retained)}, until {until} UTC at the latest"
     lines |= _doubt_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem
@@ -339,11 +341,11 @@ def _verification_lines(found: Verification) -> dict[str, str]:
     lines = {
         "read": f"{approximate_size(found.nbytes)} in {approximate_duration(found.seconds)}, "
         f"{rate}",
-        "good": _count(_good(found)),
-        "bad": _count(len(found.bad)),
+        "good": count_chunks(_good(found)),
+        "bad": count_chunks(len(found.bad)),
     }
     if found.changed:
-        lines["changed"] = f"{_count(found.changed)}, by the engine meanwhile"
+        lines["changed"] = f"{count_chunks(found.changed)}, by the engine meanwhile"
     return lines
 
 
@@ -357,7 +359,7 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
         "where": f"slot {entry.slot:,}, byte {offset} of {answer.space.directory}/slots.bin",
         "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
         "loaded": used if entry.hits else "never",
-        "in line": f"{_count(answer.less_recent)} were used less recently",
+        "in line": f"{count_chunks(answer.less_recent)} were used less recently",
         **_doubt_lines(answer.reset_at),
     }
 
@@ -417,10 +419,6 @@ def _good(found: Verification) -> int:
 
 def _rate(found: Verification) -> float:
     return found.nbytes / found.seconds if found.seconds else 0.0
-
-
-def _count(chunks: int) -> str:
-    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
 
 
 def _time(at: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier.archive import Damage, Exported, Imported, Merged
 from kvtier.archive.manifest import Manifest
+from kvtier.cli._render import count_chunks
 from kvtier.keys import short_key
 from kvtier.printable import printable
 from kvtier.tiers.slab.inspect import StoredNamespace
@@ -189,7 +190,8 @@ class VerifyReport:
 def _moved(what: str, chunks: int, layout: Layout, seconds: float) -> str:
     nbytes = chunks * layout.slot_nbytes
     size, time = approximate_size(nbytes), approximate_duration(seconds)
-    return f"{what} {_count(chunks)} ({size}) in {time}, {approximate_rate(nbytes / seconds)}"
+    rate = approximate_rate(nbytes / seconds)
+    return f"{what} {count_chunks(chunks)} ({size}) in {time}, {rate}"
 
 
 def _moved_document(chunks: int, layout: Layout, seconds: float) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def _damage_document(damaged: Sequence[Damage], limit: int) -> dict[str, Any]:
 
 
 def _counted(chunks: int, what: str) -> list[str]:
-    return [f"{_count(chunks)} {what}"] if chunks else []
+    return [f"{count_chunks(chunks)} {what}"] if chunks else []
 
 
 def _listed(what: str, lines: Sequence[str], limit: int) -> list[str]:
@@ -216,8 +218,4 @@ def _listed(what: str, lines: Sequence[str], limit: int) -> list[str]:
 
 
 def _whole(location: str, chunks: int, nbytes: int) -> str:
-    return f"{location} has {_count(chunks)} ({approximate_size(nbytes)})"
-
-
-def _count(chunks: int) -> str:
-    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
+    return f"{location} has {count_chunks(chunks)} ({approximate_size(nbytes)})"

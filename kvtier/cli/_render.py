@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 __all__ = [
+    "count_chunks",
     "make_console",
     "make_table",
     "show_facts",
@@ -25,6 +26,11 @@ __all__ = [
 ]
 
 _WIDEST = 1000
+
+
+def count_chunks(chunks: int) -> str:
+    """Return the number with its noun, such as ``1 chunk``."""
+    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
 
 
 def show_json(value: object) -> None:
