@@ -90,7 +90,7 @@ class Report:
             "removals": totals and totals.removals,
             "retained_chunks": self.retained,
             "retained_until": self.retained_until or None,
-            **_doubt_document(self.reset_at),
+            **_reset_document(self.reset_at),
             "problem": self.problem or None,
         }
 
@@ -110,7 +110,7 @@ class Listing:
         return {
             **_place(self.space),
             "chunks": self.chunks,
-            **_doubt_document(self.reset_at),
+            **_reset_document(self.reset_at),
             "listed": listed,
         }
 
@@ -147,7 +147,7 @@ class Explanation:
                 **_entry_document(self.entry),
                 "offset_nbytes": self.entry.slot * self.space.layout.slot_nbytes,
                 "chunks_used_less_recently": self.less_recent,
-                **_doubt_document(self.reset_at),
+                **_reset_document(self.reset_at),
             }
         return {
             **document,
@@ -188,7 +188,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
         console.print(
             f"{len(listing.entries):,} of {count_chunks(listing.chunks)}", soft_wrap=True
         )
-        _pairs(console, _doubt_lines(listing.reset_at))
+        _pairs(console, _reset_lines(listing.reset_at))
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
@@ -198,7 +198,7 @@ def show_verifications(console: Console, checks: Sequence[Check], limit: int) ->
             console.print()
         found = check.found
         _heading(console, check.space)
-        _pairs(console, _verification_lines(found) | _doubt_lines(check.reset_at))
+        _pairs(console, _verification_lines(found) | _reset_lines(check.reset_at))
         if found.bad:
             table = make_table("bad chunk", "problem", numbers=("slot",), narrow=True)
             for bad in found.bad[: limit or None]:
@@ -230,7 +230,7 @@ def verification_document(check: Check, limit: int) -> dict[str, Any]:
         "nbytes": found.nbytes,
         "seconds": round(found.seconds, 6),
         "bytes_per_s": round(_rate(found)),
-        **_doubt_document(check.reset_at),
+        **_reset_document(check.reset_at),
     }
 
 
@@ -241,11 +241,11 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
             console.print()
         shown = answer.entry.key.hex() if answer.entry else answer.short_key or key
         console.print(Text(shown, style="bold"), soft_wrap=True)
-        store = {"store": f"{answer.space.name}  {answer.space.layout.model}"}
+        cache = {"cache": f"{answer.space.name}  {answer.space.layout.model}"}
         if answer.entry:
-            _pairs(console, store | _entry_lines(answer, answer.entry))
+            _pairs(console, cache | _entry_lines(answer, answer.entry))
         else:
-            _pairs(console, store | _absence_lines(answer))
+            _pairs(console, cache | _absence_lines(answer))
 
 
 def show_pairs(console: Console, title: str, lines: Mapping[str, str]) -> None:
@@ -328,7 +328,7 @@ def _report_lines(report: Report) -> dict[str, str]:
     if report.retained:
         until = _time(report.retained_until)
         lines["retained"] = f"{count_chunks(report.retained)}, until {until} UTC at the latest"
-    lines |= _doubt_lines(report.reset_at)
+    lines |= _reset_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem
     fields = sorted(report.space.layout.fingerprint.fields.items())
@@ -360,7 +360,7 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
         "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
         "loaded": used if entry.hits else "never",
         "in line": f"{count_chunks(answer.less_recent)} were used less recently",
-        **_doubt_lines(answer.reset_at),
+        **_reset_lines(answer.reset_at),
     }
 
 
@@ -381,16 +381,15 @@ def _absence_lines(answer: Explanation) -> dict[str, str]:
     return lines
 
 
-def _doubt_lines(reset_at: int | None) -> dict[str, str]:
+def _reset_lines(reset_at: int | None) -> dict[str, str]:
     if reset_at is None:
         return {}
-    when = f" at {_time(reset_at)} UTC" if reset_at else ""
-    words = f"the cache was reset{when}; what was stored since goes when an engine starts"
-    return {"doubted": words}
+    when = f"at {_time(reset_at)} UTC; " if reset_at else ""
+    return {"reset": f"{when}the next start drops chunks stored since the reset"}
 
 
-def _doubt_document(reset_at: int | None) -> dict[str, Any]:
-    return {"doubted": reset_at is not None, "reset_at": reset_at or None}
+def _reset_document(reset_at: int | None) -> dict[str, Any]:
+    return {"was_reset": reset_at is not None, "reset_at": reset_at or None}
 
 
 def _entry_document(entry: Entry) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class ExportReport:
 
     def _missing_lines(self) -> list[str]:
         if self._finds_nothing:
-            return ["none of the given keys is in the store: write them as ls shows them"]
-        return list(_counted(len(self.missing), "of the given keys are not in the store"))
+            return ["none of the given keys is in the cache: write them as `ls` shows them"]
+        return list(_counted(len(self.missing), "of the given keys are not in the cache"))
 
 
 @dataclass(frozen=True, slots=True)
