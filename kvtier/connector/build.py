@@ -156,11 +156,9 @@ def _build_conditions(
 ) -> list[Admission]:
     """Build the conditions for entry into a slower tier; the write budget comes last."""
     rules = config.placement
-    conditions: list[Admission] = []
-    if rules.admit != "all":
-        chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
-        with config.origin.at("placement.admit"):
-            conditions.append(build_admission(rules.admit, capacity=chunks))
+    chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
+    with config.origin.at("placement.admit"):
+        conditions = [build_admission(rules.admit, capacity=chunks)]
     if rules.write_budget_per_day_bytes is not None:
         budget = rules.write_budget_per_day_bytes
         conditions.append(WriteBudget(bytes_per_day=budget, chunk_nbytes=slot_nbytes))
