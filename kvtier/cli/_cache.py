@@ -350,10 +350,8 @@ def _explain_absence(
     found = find_marks(removals, marks)
     if len(found) > 1:
         some = ", ".join(sorted(map(marks.short_of, found))[:3])
-        raise ConfigError(
-            f"the keys of {len(found)} chunks that are gone begin with {pattern.digits}: "
-            f"{some}; give one of them"
-        )
+        problem = f"{len(found)} keys of removed chunks begin with {pattern.digits}"
+        raise ConfigError(f"{problem}: {some}; give one of them")
     for mark, removal in found.items():
         answer.short_key = marks.short_of(mark)
         answer.left_at, answer.reason = removal.at, removal.reason
