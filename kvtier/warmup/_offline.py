@@ -141,7 +141,12 @@ class OfflineSite:
     def _to_prompt(self, number: int, line: PromptLine) -> Prompt:
         prompt = to_prompt(number, line, lambda: self.setup)
         if self._is_open or prompt.lora:
-            check_prompt(prompt, self.setup)
+            check_prompt(
+                prompt,
+                most_tokens=self.setup.most_tokens,
+                lora_paths=self.setup.lora_paths,
+                vocabulary=self.setup.vocabulary,
+            )
         return prompt
 
     # -- stores --------------------------------------------------------------------------------
