@@ -137,8 +137,8 @@ def open_target(
         sqlite3.Error: The index failed.
     """
     io = BlockIo()
-    root = directory.parent if (directory / LAYOUT).exists() else directory
-    space = StoredNamespace(root / manifest.layout.fingerprint.namespace(), manifest.layout)
+    space = namespace_for(manifest.layout, directory)
+    root = space.directory.parent
     _require_same(directory, root, manifest.layout, io)
     if not space.directory.exists():
         with open_root(_TIER, root, io):

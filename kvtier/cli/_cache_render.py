@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli._render import make_table, show_prose, show_table
+from kvtier.cli._render import count_chunks, make_table, show_prose, show_table
 from kvtier.keys import group_of, short_key
 from kvtier.printable import printable
 from kvtier.tiers.slab.index_reader import Entry, Totals
@@ -89,7 +89,7 @@ class Report:
             "removals": totals and totals.removals,
             "retained_chunks": self.retained,
             "retained_until": self.retained_until or None,
-            **_doubt_document(self.reset_at),
+            **_reset_document(self.reset_at),
             "problem": self.problem or None,
         }
 
@@ -109,7 +109,7 @@ class Listing:
         return {
             **_place(self.space),
             "chunks": self.chunks,
-            **_doubt_document(self.reset_at),
+            **_reset_document(self.reset_at),
             "listed": listed,
         }
 
@@ -146,7 +146,7 @@ class Explanation:
                 **_entry_document(self.entry),
                 "offset_nbytes": self.entry.slot * self.space.layout.slot_nbytes,
                 "chunks_used_less_recently": self.less_recent,
-                **_doubt_document(self.reset_at),
+                **_reset_document(self.reset_at),
             }
         return {
             **document,
@@ -184,8 +184,10 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
                 _time(entry.used_at),
             )
         show_table(console, table)
-        console.print(f"{len(listing.entries):,} of {_count(listing.chunks)}", soft_wrap=True)
-        _pairs(console, _doubt_lines(listing.reset_at))
+        console.print(
+            f"{len(listing.entries):,} of {count_chunks(listing.chunks)}", soft_wrap=True
+        )
+        _pairs(console, _reset_lines(listing.reset_at))
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
@@ -195,7 +197,7 @@ def show_verifications(console: Console, checks: Sequence[Check], limit: int) ->
             console.print()
         found = check.found
         _heading(console, check.space)
-        _pairs(console, _verification_lines(found) | _doubt_lines(check.reset_at))
+        _pairs(console, _verification_lines(found) | _reset_lines(check.reset_at))
         if found.bad:
             table = make_table("bad chunk", "problem", numbers=("slot",), narrow=True)
             for bad in found.bad[: limit or None]:
@@ -227,7 +229,7 @@ def verification_document(check: Check, limit: int) -> dict[str, Any]:
         "nbytes": found.nbytes,
         "seconds": round(found.seconds, 6),
         "bytes_per_s": round(_rate(found)),
-        **_doubt_document(check.reset_at),
+        **_reset_document(check.reset_at),
     }
 
 
@@ -238,11 +240,11 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
             console.print()
         shown = answer.entry.key.hex() if answer.entry else answer.short_key or key
         console.print(Text(shown, style="bold"), soft_wrap=True)
-        store = {"store": f"{answer.space.name}  {answer.space.layout.model}"}
+        cache = {"cache": f"{answer.space.name}  {answer.space.layout.model}"}
         if answer.entry:
-            _pairs(console, store | _entry_lines(answer, answer.entry))
+            _pairs(console, cache | _entry_lines(answer, answer.entry))
         else:
-            _pairs(console, store | _absence_lines(answer))
+            _pairs(console, cache | _absence_lines(answer))
 
 
 def show_pairs(console: Console, title: str, lines: Mapping[str, str]) -> None:
@@ -255,7 +257,7 @@ def removal_words(chosen: _Chosen) -> str:
     """Return a text with the number and the total size of the chunks to remove."""
     chunks = sum(len(entries) for _, entries in chosen)
     nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
-    return f"{_count(chunks)} ({approximate_size(nbytes)})"
+    return f"{count_chunks(chunks)} ({approximate_size(nbytes)})"
 
 
 def show_removal(console: Console, chosen: _Chosen) -> None:
@@ -313,7 +315,7 @@ def _report_lines(report: Report) -> dict[str, str]:
     totals = report.totals
     if totals is not None:
         share = f" ({totals.chunks / report.slots:.0%})" if report.slots else ""
-        used = f"{approximate_size(totals.chunks * slot_nbytes)}, {_count(totals.chunks)}"
+        used = f"{approximate_size(totals.chunks * slot_nbytes)}, {count_chunks(totals.chunks)}"
         lines["used"] = used + share
     index = approximate_size(report.index_nbytes)
     lines["on disk"] = f"{approximate_size(report.disk_nbytes)}, of which the index {index}"
@@ -325,8 +327,8 @@ def _report_lines(report: Report) -> dict[str, str]:
         lines["removed lately"] = ", ".join(counts) or "nothing"
     if report.retained:
         until = _time(report.retained_until)
-        lines["retained"] = f"{_count(report.retained)}, until {until} UTC at the latest"
-    lines |= _doubt_lines(report.reset_at)
+        lines["retained"] = f"{count_chunks(report.retained)}, until {until} UTC at the latest"
+    lines |= _reset_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem
     fields = sorted(report.space.layout.fingerprint.fields.items())
@@ -339,11 +341,11 @@ def _verification_lines(found: Verification) -> dict[str, str]:
     lines = {
         "read": f"{approximate_size(found.nbytes)} in {approximate_duration(found.seconds)}, "
         f"{rate}",
-        "good": _count(_good(found)),
-        "bad": _count(len(found.bad)),
+        "good": count_chunks(_good(found)),
+        "bad": count_chunks(len(found.bad)),
     }
     if found.changed:
-        lines["changed"] = f"{_count(found.changed)}, by the engine meanwhile"
+        lines["changed"] = f"{count_chunks(found.changed)}, by the engine meanwhile"
     return lines
 
 
@@ -357,8 +359,8 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
         "where": f"slot {entry.slot:,}, byte {offset} of {answer.space.directory}/slots.bin",
         "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
         "loaded": used if entry.hits else "never",
-        "in line": f"{_count(answer.less_recent)} were used less recently",
-        **_doubt_lines(answer.reset_at),
+        "in line": f"{count_chunks(answer.less_recent)} were used less recently",
+        **_reset_lines(answer.reset_at),
     }
 
 
@@ -379,16 +381,15 @@ def _absence_lines(answer: Explanation) -> dict[str, str]:
     return lines
 
 
-def _doubt_lines(reset_at: int | None) -> dict[str, str]:
+def _reset_lines(reset_at: int | None) -> dict[str, str]:
     if reset_at is None:
         return {}
-    when = f" at {_time(reset_at)} UTC" if reset_at else ""
-    words = f"the cache was reset{when}; what was stored since goes when an engine starts"
-    return {"doubted": words}
+    when = f"at {_time(reset_at)} UTC; " if reset_at else ""
+    return {"reset": f"{when}the next start drops chunks stored since the reset"}
 
 
-def _doubt_document(reset_at: int | None) -> dict[str, Any]:
-    return {"doubted": reset_at is not None, "reset_at": reset_at or None}
+def _reset_document(reset_at: int | None) -> dict[str, Any]:
+    return {"was_reset": reset_at is not None, "reset_at": reset_at or None}
 
 
 def _entry_document(entry: Entry) -> dict[str, Any]:
@@ -417,10 +418,6 @@ def _good(found: Verification) -> int:
 
 def _rate(found: Verification) -> float:
     return found.nbytes / found.seconds if found.seconds else 0.0
-
-
-def _count(chunks: int) -> str:
-    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
 
 
 def _time(at: int) -> str:

@@ -163,9 +163,8 @@ def merge_caches(
         sources = [open_archive(open_location(each)) for each in archives]
     location = open_location(out)
     layout = sources[0].manifest.layout
-    chunks = sum(source.manifest.chunks for source in sources)
     began_s = time.monotonic()
-    with _working("merging", chunks) as advance:
+    with _working("merging", sum(each.manifest.chunks for each in sources)) as advance:
         compression = "zstd" if zstd else "none"
         found = merge_archives(sources, location, compression=compression, on_progress=advance)
     seconds = time.monotonic() - began_s

@@ -62,9 +62,9 @@ def report_export(
         f"{short_key(entry.key)} in slot {entry.slot:,}: {problem}" for entry, problem in shown
     )
     finds_nothing = bool(missing) and not (found.chunks or found.present or found.changed)
-    absent = ["none of the given keys is in the store: write them as ls shows them"]
+    absent = ["none of the given keys is in the cache: write them as `ls` shows them"]
     if not finds_nothing:
-        absent = _counted(len(missing), "of the given keys are not in the store")
+        absent = _counted(len(missing), "of the given keys are not in the cache")
     lines = [
         _moved("exported", found.chunks, space.layout, seconds),
         *_counted(found.present, "the archive had already"),

@@ -14,9 +14,9 @@ from kvtier.cli._render import show_json
 from kvtier.config import (
     VllmEntryPoint,
     load_config,
-    resolve_load_path,
     schema,
     vllm_transfer_config,
+    with_staged_loads,
 )
 from kvtier.errors import ConfigError
 
@@ -67,7 +67,9 @@ def vllm_args(
     from kvtier.vllm.identity import declared_identity  # noqa: PLC0415
 
     chosen = VllmEntryPoint(choice("--entry-point", entry_point, VllmEntryPoint))
-    config = resolve_load_path(load_config(file), chosen)
+    config = load_config(file)
+    if chosen is VllmEntryPoint.SPEC:
+        config = with_staged_loads(config)
     stores = examine_existing_caches(config, declared_identity(config, model))
     if problems := stores.lines(Status.PROBLEM):
         raise ConfigError("\n".join(problems))

@@ -135,13 +135,10 @@ async def _follow(job: WarmupJob, prompts: Path, bars: Bars) -> WarmupEvent:
     with _cancelled_by_signals() as signals:
         try:
             async for last in job:
-                match last:
-                    case events.LineSkipped(bad):
-                        typer.echo(f"note: {bad.error(prompts)}", err=True)
-                    case events.Progress():
-                        bars.update(bar, **_shown(last))
-                    case _:
-                        pass
+                if isinstance(last, events.LineSkipped):
+                    typer.echo(f"note: {last.bad.error(prompts)}", err=True)
+                elif isinstance(last, events.Progress):
+                    bars.update(bar, **_shown(last))
         except asyncio.CancelledError:
             for number in signals:
                 typer.echo(f"stopped; {_GO_ON}", err=True)

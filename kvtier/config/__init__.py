@@ -8,9 +8,9 @@ from __future__ import annotations
 from kvtier.config._engine import (
     VllmEntryPoint,
     has_rank_paths,
-    resolve_load_path,
     resolve_rank_paths,
     vllm_transfer_config,
+    with_staged_loads,
 )
 from kvtier.config._environment import (
     child_environment,
@@ -81,7 +81,6 @@ __all__ = [
     "options_of",
     "parse_config",
     "parse_tier",
-    "resolve_load_path",
     "resolve_rank_paths",
     "schema",
     "set_default_variables",
@@ -89,4 +88,5 @@ __all__ = [
     "variable",
     "variables",
     "vllm_transfer_config",
+    "with_staged_loads",
 ]

@@ -20,9 +20,9 @@ from kvtier.errors import ConfigError
 __all__ = [
     "VllmEntryPoint",
     "has_rank_paths",
-    "resolve_load_path",
     "resolve_rank_paths",
     "vllm_transfer_config",
+    "with_staged_loads",
 ]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -98,38 +98,26 @@ class VllmEntryPoint(enum.StrEnum):
     """A spec for vLLM's ``OffloadingConnector``. A failed load ends the engine."""
 
 
-def resolve_load_path(
-    config: KvtierConfig, entry_point: VllmEntryPoint = VllmEntryPoint.CONNECTOR
-) -> KvtierConfig:
-    """Return ``config`` with ``load_path: auto`` replaced by the entry point's choice.
-
-    Args:
-        config: The configuration.
-        entry_point: The entry point through which vLLM loads kvtier.
+def with_staged_loads(config: KvtierConfig) -> KvtierConfig:
+    """Return ``config`` with staged loads, for :attr:`VllmEntryPoint.SPEC`.
 
     Raises:
-        ConfigError: The entry point does not support the file's ``load_path``.
+        ConfigError: The file asks for direct loads or requires GDS reads.
     """
     transfer = config.transfer
-    if entry_point is VllmEntryPoint.SPEC:
-        problem = "the spec entry point cannot report a load that fails"
-        connector = "use --entry-point connector of `kvtier vllm-args`"
-        values: list[tuple[str, str, str, str]] = [
-            ("transfer.load_path", transfer.load_path, "direct", "load_path: staged")
-        ]
-        if config.gds_tier is not None:
-            number = [tier.name for tier in config.tiers].index(config.gds_tier)
-            values.append((f"tiers[{number}].gds", config.gds, "require", "gds: off"))
-        for at, value, refused, other in values:
-            if value == refused:
-                remedy = f"{connector}, or {other}"
-                text = config.origin.format_problem(at, problem, remedy, value=value)
-                raise ConfigError(text)
-    if transfer.load_path != "auto":
-        return config
-    path = "staged" if entry_point is VllmEntryPoint.SPEC else "direct"
-    resolved = transfer.model_copy(update={"load_path": path})
-    return config.model_copy(update={"transfer": resolved})
+    if transfer.load_path == "direct" and "load_path" in transfer.model_fields_set:
+        raise _needs_connector(config, "transfer.load_path", "direct", "load_path: staged")
+    if config.gds == "require":
+        number = next(n for n, tier in enumerate(config.tiers) if tier.name == config.gds_tier)
+        raise _needs_connector(config, f"tiers[{number}].gds", "require", "gds: off")
+    staged = transfer.model_copy(update={"load_path": "staged"})
+    return config.model_copy(update={"transfer": staged})
+
+
+def _needs_connector(config: KvtierConfig, key: str, value: str, other: str) -> ConfigError:
+    problem = "the spec entry point cannot report a load that fails"
+    remedy = f"use --entry-point connector of `kvtier vllm-args`, or {other}"
+    return ConfigError(config.origin.format_problem(key, problem, remedy, value=value))
 
 
 def vllm_transfer_config(

@@ -21,26 +21,21 @@ __all__ = [
     "schema",
 ]
 
+_BUILT_IN: Final[dict[str, tuple[str, type[TierConfig]]]] = {
+    "ram": ("kvtier.memory:HostRegion", RamTierConfig),
+    "nvme": ("kvtier.tiers.slab:SlabTier", NvmeTierConfig),
+    "mooncake": ("kvtier.tiers.shared.mooncake:MooncakeTier", MooncakeTierConfig),
+    "object": ("kvtier.tiers.shared.object_store:ObjectTier", ObjectTierConfig),
+    "shared_dir": ("kvtier.tiers.shared.shared_dir:SharedDirTier", SharedDirTierConfig),
+}
+"""Class and options model of each built-in kind. The model is found without an import of the
+class."""
 TIERS: Final = NamedClasses(
     "tier kind",
     ("kvtier.tiers", "kvtier.shared_tiers"),
-    {
-        "ram": "kvtier.memory:HostRegion",
-        "nvme": "kvtier.tiers.slab:SlabTier",
-        "mooncake": "kvtier.tiers.shared.mooncake:MooncakeTier",
-        "object": "kvtier.tiers.shared.object_store:ObjectTier",
-        "shared_dir": "kvtier.tiers.shared.shared_dir:SharedDirTier",
-    },
+    {kind: name for kind, (name, _) in _BUILT_IN.items()},
 )
 """The classes of tiers. A class that is not built in has ``Options: type[TierConfig]``."""
-_OPTIONS: Final[dict[str, type[TierConfig]]] = {
-    "ram": RamTierConfig,
-    "nvme": NvmeTierConfig,
-    "mooncake": MooncakeTierConfig,
-    "object": ObjectTierConfig,
-    "shared_dir": SharedDirTierConfig,
-}
-"""Options model of each built-in kind. It is found without an import of the tier."""
 
 
 def options_of(kind: str) -> type[TierConfig]:
@@ -52,8 +47,8 @@ def options_of(kind: str) -> type[TierConfig]:
     Raises:
         ConfigError: The kind is not installed, or the package that provides it is broken.
     """
-    if kind in _OPTIONS:
-        return _OPTIONS[kind]
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind][1]
     loaded = TIERS.find(kind)
     options = getattr(loaded, "Options", None)
     if not (isinstance(options, type) and issubclass(options, TierConfig)):

@@ -150,7 +150,7 @@ class TransferConfig(Section):
         default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
     )
     """Longest wait of a request for a promotion. Then the engine computes the tokens."""
-    load_path: Literal["auto", "direct", "staged"] = "auto"
+    load_path: Literal["direct", "staged"] = "direct"
     """Load each chunk once it is in RAM (`direct`), or all chunks together (`staged`)."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"

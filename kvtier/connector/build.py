@@ -15,7 +15,6 @@ from kvtier.manager.tier_stack import ManagerLimits, SlotStatus
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.policies import (
     Admission,
-    ConditionalPlacement,
     Eviction,
     Placement,
     build_admission,
@@ -91,7 +90,8 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     placement, transfer = config.placement, config.transfer
     return TieredOffloadingManager(
         tiers,
-        placement=_build_placement(config, tiers, slot_nbytes),
+        placement=_build_placement(config, len(tiers)),
+        conditions=_build_conditions(config, tiers, slot_nbytes),
         limits=ManagerLimits(
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
             reserve=_RESERVE,
@@ -133,7 +133,8 @@ def check_policies(config: KvtierConfig) -> None:
         ConfigError: A policy is not installed, or its constructor fails.
     """
     tiers = build_tiers(config, [1] * len(config.tiers))
-    _build_placement(config, tiers, slot_nbytes=1)
+    _build_placement(config, len(tiers))
+    _build_conditions(config, tiers, slot_nbytes=1)
     for number, name in enumerate(config.shadow):
         with config.origin.at(f"shadow[{number}]"):
             build_eviction(name, capacity=1)
@@ -144,14 +145,10 @@ def _build_eviction(config: KvtierConfig, number: int, capacity: int) -> Evictio
         return build_eviction(config.tiers[number].eviction, capacity=capacity)
 
 
-def _build_placement(
-    config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
-) -> Placement:
+def _build_placement(config: KvtierConfig, tiers: int) -> Placement:
     rules = config.placement
     with config.origin.at("placement.policy"):
-        placement = build_placement(rules.policy, tiers=len(tiers), **rules.settings)
-    conditions = _build_conditions(config, tiers, slot_nbytes)
-    return ConditionalPlacement(placement, conditions) if conditions else placement
+        return build_placement(rules.policy, tiers=tiers, **rules.settings)
 
 
 def _build_conditions(
@@ -159,11 +156,9 @@ def _build_conditions(
 ) -> list[Admission]:
     """Build the conditions for entry into a slower tier; the write budget comes last."""
     rules = config.placement
-    conditions: list[Admission] = []
-    if rules.admit != "all":
-        chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
-        with config.origin.at("placement.admit"):
-            conditions.append(build_admission(rules.admit, capacity=chunks))
+    chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
+    with config.origin.at("placement.admit"):
+        conditions = [build_admission(rules.admit, capacity=chunks)]
     if rules.write_budget_per_day_bytes is not None:
         budget = rules.write_budget_per_day_bytes
         conditions.append(WriteBudget(bytes_per_day=budget, chunk_nbytes=slot_nbytes))

@@ -12,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
+from kvtier.manager.estimates import prompt_tokens
+
 __all__ = [
     "AllocatedBlocks",
     "Block",
@@ -127,7 +129,6 @@ class Step(NamedTuple):
 
     Attributes:
         num_scheduled_tokens: Number of tokens to compute, per scheduled request.
-        prompt_tokens: Number of these tokens that belong to prompts.
         started: Requests that are scheduled for the first time, again after a preemption, or
             after their prompt was continued.
         preempted: Requests that lost their blocks.
@@ -138,12 +139,18 @@ class Step(NamedTuple):
     """
 
     num_scheduled_tokens: Mapping[str, int]
-    prompt_tokens: int = 0
     started: Collection[str] = ()
     preempted: Collection[str] = ()
     allocated: AbstractSet[int] = frozenset()
     overwritten: AbstractSet[int] = frozenset()
     states: Mapping[str, Sequence[BoundaryState]] = _NO_STATES
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of scheduled tokens that belong to prompts."""
+        scheduled = self.num_scheduled_tokens.values()
+        # Most steps generate one token for each request, and then a sum is faster.
+        return 0 if sum(scheduled) == len(scheduled) else prompt_tokens(scheduled)
 
     @property
     def only_generates(self) -> bool:

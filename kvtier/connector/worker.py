@@ -162,11 +162,9 @@ class ConnectorWorker:
         self._submitted += 1
         try:
             start(job_id, job)
-        except KvtierError as error:
-            logger.warning("%s %d was not started: %s", purpose.name.lower(), job_id, error)
-            self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
-        except Exception as error:
-            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
+        except Exception as error:  # noqa: BLE001 - reported as failed
+            log = logger.warning if isinstance(error, KvtierError) else logger.exception
+            log("%s %d was not started: %s", purpose.name.lower(), job_id, error)
             self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
 
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:

@@ -16,7 +16,6 @@ from kvtier.coverage._namespaces import namespaces_of_model
 from kvtier.coverage._prompts import (
     BadLine,
     Prompt,
-    PromptLimits,
     PromptLine,
     check_prompt,
     load_prompts,
@@ -31,7 +30,6 @@ __all__ = [
     "ParsedArguments",
     "Prompt",
     "PromptCoverage",
-    "PromptLimits",
     "PromptLine",
     "Scope",
     "StoredKeys",

@@ -6,23 +6,31 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtier.coverage._prompts import Prompt, PromptLimits, PromptLine
+from kvtier.coverage._prompts import Prompt, PromptLine
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvtier.vllm.offline import EngineSetup
+    from kvtier.vllm.offline import OfflineSetup
 
 __all__ = ["ParsedArguments", "open_vllm", "to_prompt"]
 
 
-class ParsedArguments(PromptLimits, Protocol):
+class ParsedArguments(Protocol):
     """The arguments of an engine, and the tokenizer that they name.
 
     Attributes:
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
+        most_tokens: Number of tokens of the longest prompt that the engine accepts.
+        vocabulary: Number of token ids.
     """
 
     algorithm: str
+    most_tokens: int
+    vocabulary: int
+
+    @property
+    def lora_paths(self) -> Mapping[str, str]:
+        """Path of each LoRA adapter, by name."""
 
     def tokens_of_text(self, text: str) -> Sequence[int]:
         """Return the token ids of a text."""
@@ -38,7 +46,7 @@ class ParsedArguments(PromptLimits, Protocol):
 
 def open_vllm(
     model: str, arguments: Sequence[str], transfer: Mapping[str, Any] | None
-) -> EngineSetup:
+) -> OfflineSetup:
     """Parse ``arguments`` of ``vllm serve`` with vLLM. This call takes seconds.
 
     Raises:
@@ -52,7 +60,7 @@ def open_vllm(
             raise
         remedy = "install it with: pip install 'kvtier[vllm]'"
         raise ConfigError(f"texts and engines need the package {package}; {remedy}") from error
-    setup: EngineSetup = module.EngineSetup(model, arguments, transfer)
+    setup: OfflineSetup = module.OfflineSetup(model, arguments, transfer)
     return setup
 
 

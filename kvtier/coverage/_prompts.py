@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, Self
+from typing import Annotated, Any, Final, Self
 
 import aiofiles
 from pydantic import (
@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from kvtier.errors import ConfigError, did_you_mean
 from kvtier.printable import printable
 
-__all__ = ["BadLine", "Prompt", "PromptLimits", "PromptLine", "check_prompt", "load_prompts"]
+__all__ = ["BadLine", "Prompt", "PromptLine", "check_prompt", "load_prompts"]
 
 _CONTENTS: Final = ("prompt", "prompt_token_ids", "messages")
 _CONTENT_REMEDY: Final = f"write one of {', '.join(_CONTENTS)}"
@@ -122,24 +122,16 @@ class BadLine:
         return ConfigError(f"{printable(str(path))}:{self.line}: {self.problem}")
 
 
-class PromptLimits(Protocol):
-    """Limits on the prompts that an engine accepts."""
+def check_prompt(
+    prompt: Prompt, *, most_tokens: int, lora_paths: Mapping[str, str], vocabulary: int = 0
+) -> None:
+    """Check that an engine can compute ``prompt``.
 
-    @property
-    def most_tokens(self) -> int:
-        """Number of tokens of the longest prompt that the engine accepts."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids; 0 if unknown."""
-
-    @property
-    def lora_paths(self) -> Mapping[str, str]:
-        """Path of each LoRA adapter, by name."""
-
-
-def check_prompt(prompt: Prompt, limits: PromptLimits) -> None:
-    """Check that an engine with these ``limits`` can compute ``prompt``.
+    Args:
+        prompt: The prompt.
+        most_tokens: Number of tokens of the longest prompt that the engine accepts.
+        lora_paths: Path of each LoRA adapter, by name.
+        vocabulary: Number of token ids; 0 if unknown.
 
     Raises:
         ConfigError: The prompt is empty or too long, or its adapter or one of its tokens is
@@ -147,13 +139,13 @@ def check_prompt(prompt: Prompt, limits: PromptLimits) -> None:
     """
     if not prompt.tokens:
         raise ConfigError("empty: the tokenizer makes no token of it; remove the line")
-    if len(prompt.tokens) > limits.most_tokens:
-        problem = f"{len(prompt.tokens):,} tokens; the engine takes {limits.most_tokens:,}"
+    if len(prompt.tokens) > most_tokens:
+        problem = f"{len(prompt.tokens):,} tokens; the engine takes {most_tokens:,}"
         raise ConfigError(f"too long: {problem}; shorten it, or raise --max-model-len")
-    if limits.vocabulary and (largest := max(prompt.tokens)) >= limits.vocabulary:
-        remedy = f"the model's token ids end at {limits.vocabulary - 1}"
+    if vocabulary and (largest := max(prompt.tokens)) >= vocabulary:
+        remedy = f"the model's token ids end at {vocabulary - 1}"
         raise ConfigError(f"prompt_token_ids: {largest} is no token of the model; {remedy}")
-    if prompt.lora and prompt.lora not in limits.lora_paths:
+    if prompt.lora and prompt.lora not in lora_paths:
         remedy = f"add it to the engine: --lora-modules {printable(prompt.lora)}=PATH"
         raise ConfigError(f"lora: {printable(prompt.lora)} is no adapter; {remedy}")
 

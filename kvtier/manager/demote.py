@@ -289,9 +289,19 @@ class _Targets:
         return dict(groups)
 
     def admitted(self, copies: Sequence[ChunkCopy], target: int) -> Sequence[ChunkCopy]:
-        """Return the ``copies`` that may enter tier ``target``."""
-        answers = self._stack.placement.admit_many(copies, target, self._stack.ctx)
-        return copies if all(answers) else list(compress(copies, answers))
+        """Return the ``copies`` that may enter tier ``target``.
+
+        The placement decides first. Each condition sees only the copies admitted so far.
+        """
+        stack = self._stack
+        admits = [condition.admits_many for condition in stack.conditions]
+        for admits_many in (stack.placement.admit_many, *admits):
+            if not copies:
+                break
+            answers = admits_many(copies, target, stack.ctx)
+            if not all(answers):
+                copies = list(compress(copies, answers))
+        return copies
 
     def _place(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
         """Return the ``copies`` to send soon to each slower tier, by the tier's index."""

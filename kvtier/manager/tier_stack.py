@@ -15,7 +15,7 @@ from kvtier.manager.cost_model import CostModel
 from kvtier.manager.reports import SAMPLING_BYTE, EventLog, ReuseGaps
 from kvtier.manager.retention import Retention
 from kvtier.manager.tier import TierState
-from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
+from kvtier.policies import Admission, ChunkCopy, CopyState, Placement, PolicyContext
 from kvtier.policies.base import RequestTerms
 from kvtier.types import GdsReads, Outcome
 
@@ -153,6 +153,7 @@ class TierStack:
         slower: The other tiers.
         shared: The shared tier, which is the last tier; None without one.
         placement: Decides what moves between tiers.
+        conditions: The conditions on writes to slower tiers, in order.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
         cost_model: Decides whether to load chunks or compute them.
@@ -175,6 +176,7 @@ class TierStack:
         tiers: Sequence[TierState],
         *,
         placement: Placement,
+        conditions: Sequence[Admission],
         limits: ManagerLimits,
         slot_status: SlotStatus,
         record_events: bool,
@@ -190,6 +192,7 @@ class TierStack:
         self.shared = self.tiers[-1] if self.tiers[-1].is_shared else None
         self._local = self.slower if self.shared is None else self.slower[:-1]
         self.placement = placement
+        self.conditions = tuple(conditions)
         self.limits = limits
         self.slot_status = slot_status
         self.cost_model = cost_model

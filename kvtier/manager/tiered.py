@@ -40,7 +40,7 @@ from kvtier.manager.storage_jobs import StorageJobs
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan, Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import GdsSource, ManagerLimits, SlotStatus, TierStack
-from kvtier.policies import ChunkCopy, Placement
+from kvtier.policies import Admission, ChunkCopy, Placement
 from kvtier.policies.base import NO_TERMS, NoVictimError, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
@@ -55,6 +55,8 @@ class TieredOffloadingManager:
     Args:
         tiers: The tiers, fastest first; index 0 is RAM.
         placement: Decides what moves between tiers.
+        conditions: The conditions on writes to slower tiers, in order. Each condition sees only
+            the chunks that the placement and the earlier conditions admitted.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
         record_events: Whether the caller calls :meth:`take_events`.
@@ -71,6 +73,7 @@ class TieredOffloadingManager:
         tiers: Sequence[TierState],
         *,
         placement: Placement,
+        conditions: Sequence[Admission] = (),
         limits: ManagerLimits,
         slot_status: SlotStatus,
         record_events: bool = False,
@@ -83,6 +86,7 @@ class TieredOffloadingManager:
         self._stack = stack = TierStack(
             tiers,
             placement=placement,
+            conditions=conditions,
             limits=limits,
             slot_status=slot_status,
             record_events=record_events,

@@ -13,13 +13,12 @@ from kvtier.policies.base import (
     Promotion,
     RequestTerms,
 )
-from kvtier.policies.placement import ConditionalPlacement, TieredPlacement
+from kvtier.policies.placement import TieredPlacement
 from kvtier.policies.registry import build_admission, build_eviction, build_placement
 
 __all__ = [
     "Admission",
     "ChunkCopy",
-    "ConditionalPlacement",
     "CopyState",
     "Evictable",
     "Eviction",

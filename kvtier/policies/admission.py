@@ -69,6 +69,12 @@ class AdmitAll(Admission):
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         return True
 
+    @override
+    def admits_many(
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
+    ) -> Sequence[bool]:
+        return [True] * len(copies)
+
 
 class SecondTouch(Admission):
     """Admits a chunk at its second use.

@@ -1,4 +1,4 @@
-"""The built-in placement, and a placement that adds admission conditions."""
+"""The built-in placement."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Literal
 
 from typing_extensions import override
 
-from kvtier.policies.admission import Admission
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 
-__all__ = ["ConditionalPlacement", "TieredPlacement"]
+__all__ = ["TieredPlacement"]
 
 
 class TieredPlacement(Placement):
@@ -99,79 +98,3 @@ class TieredPlacement(Placement):
     def _has_own(self, name: str) -> bool:
         """Return whether the method ``name`` is the one of :class:`TieredPlacement`."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)
-
-
-class ConditionalPlacement(Placement):
-    """A placement with conditions on writes to slower tiers.
-
-    This class combines conditions, such as a write budget, with any placement. Each condition
-    sees only the chunks that the placement and the earlier conditions admitted.
-
-    Args:
-        placement: The placement, which makes all other decisions.
-        conditions: The conditions, in order.
-    """
-
-    def __init__(self, placement: Placement, conditions: Sequence[Admission]) -> None:
-        super().__init__(placement.tiers)
-        self._placement = placement
-        self._conditions = tuple(conditions)
-
-    @property
-    @override
-    def places_used(self) -> bool:
-        return self._placement.places_used
-
-    @override
-    def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
-        return self._placement.place(copy, ctx)
-
-    @override
-    def place_many(
-        self, copies: Sequence[ChunkCopy], ctx: PolicyContext
-    ) -> Sequence[Sequence[int]]:
-        return self._placement.place_many(copies, ctx)
-
-    @override
-    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
-        return self._placement.admit(copy, tier, ctx) and all(
-            condition.admits(copy, tier, ctx) for condition in self._conditions
-        )
-
-    @override
-    def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
-    ) -> Sequence[bool]:
-        answers = list(self._placement.admit_many(copies, tier, ctx))
-        for condition in self._conditions:
-            left = [at for at, admitted in enumerate(answers) if admitted]
-            if not left:
-                break
-            verdicts = condition.admits_many([copies[at] for at in left], tier, ctx)
-            for at, admitted in zip(left, verdicts, strict=True):
-                answers[at] = admitted
-        return answers
-
-    @override
-    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return self._placement.promote(copy, source, ctx)
-
-    @override
-    def promote_many(
-        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
-    ) -> Sequence[Promotion]:
-        return self._placement.promote_many(copies, source, ctx)
-
-    @override
-    def demotion_targets(self, source: int) -> Sequence[int]:
-        return self._placement.demotion_targets(source)
-
-    @override
-    def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
-        return self._placement.demote(copy, source, ctx)
-
-    @override
-    def demote_many(
-        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
-    ) -> Sequence[int | None]:
-        return self._placement.demote_many(copies, source, ctx)

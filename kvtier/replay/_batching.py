@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from kvtier.connector.protocols import AllocatedBlocks, Step
 from kvtier.connector.scheduler import ConnectorScheduler
-from kvtier.manager import prompt_tokens
 from kvtier.replay._requests import ReplayRequest
 
 __all__ = ["Batcher"]
@@ -91,7 +90,6 @@ class Batcher:
         allocated, self._allocated = self._allocated, set()
         return Step(
             self._tokens,
-            prompt_tokens=prompt_tokens(self._tokens.values()),
             started=self._started,
             preempted=self._preempted,
             allocated=allocated,

@@ -18,7 +18,6 @@ from kvtier.config import (
     KvtierConfig,
     TraceConfig,
     check_chunk_fits,
-    resolve_load_path,
     slot_nbytes,
 )
 from kvtier.connector.device import DeviceEngine
@@ -180,7 +179,7 @@ def replay_trace(
 
     Args:
         trace: The trace. Prompts are rounded up to whole chunks.
-        config: The configuration. ``load_path: auto`` is resolved as for kvtier's connector.
+        config: The configuration.
         options: Settings.
         progress: Called with the share of arrived requests, from 0 to 1.
 
@@ -188,7 +187,6 @@ def replay_trace(
         ConfigError: The chunk size, the memory and the configuration do not fit together.
         KvtierError: A tier cannot be opened, or a load returned wrong bytes.
     """
-    config = resolve_load_path(config)
     per_chunk = config.engine.blocks_per_chunk
     if trace.chunk_tokens % per_chunk or options.chunk_bytes % per_chunk:
         raise ConfigError(

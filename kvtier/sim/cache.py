@@ -19,7 +19,6 @@ from kvtier.config import (
     KvtierConfig,
     SharedTierConfig,
     check_chunk_fits,
-    resolve_load_path,
     slot_nbytes,
 )
 from kvtier.connector.build import build_manager, build_tiers
@@ -182,9 +181,8 @@ def simulate_cache(
 ) -> CacheResult:
     """Replay ``trace`` through the tiers of ``config``.
 
-    The simulation uses no directories. ``load_path: auto`` has the same meaning as with
-    kvtier's connector. With a :class:`StepModel`, the simulated engine computes in steps.
-    :func:`simulate_engines` documents the parameters and errors.
+    The simulation uses no directories. With a :class:`StepModel`, the simulated engine computes
+    in steps. :func:`simulate_engines` documents the parameters and errors.
     """
     run = simulate_engines(
         trace,
@@ -259,7 +257,6 @@ def simulate_engines(  # noqa: PLR0913 - one keyword for each part
         NoVictimError: An eviction policy picks too few victims.
     """
     begun = time.perf_counter()
-    config = resolve_load_path(config)
     check_chunk_fits(config, chunk_bytes)
     slot_bytes = slot_nbytes(chunk_bytes)
     last = config.tiers[-1]

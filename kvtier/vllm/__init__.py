@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvtier.vllm.versions import refuse_missing_names
+
 if TYPE_CHECKING:
     from kvtier.vllm.connector import KVTierConnector
     from kvtier.vllm.spec import KVTierOffloadingSpec
@@ -19,11 +21,13 @@ __all__ = ["KVTierConnector", "KVTierOffloadingSpec"]
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks for
     # vLLM takes ten seconds to import, and most tools of kvtier do not need it.
     if name == "KVTierOffloadingSpec":
-        from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415
+        with refuse_missing_names():
+            from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415
 
         return KVTierOffloadingSpec
     if name == "KVTierConnector":
-        from kvtier.vllm.connector import KVTierConnector  # noqa: PLC0415
+        with refuse_missing_names():
+            from kvtier.vllm.connector import KVTierConnector  # noqa: PLC0415
 
         return KVTierConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,14 +33,14 @@ from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.engine import kv_dtype
 from kvtier.vllm.versions import SUPPORTED
 
-__all__ = ["EngineSetup", "OfflineEngine"]
+__all__ = ["OfflineEngine", "OfflineSetup"]
 
 _PARSERS: Final = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 """Modules that define the arguments of ``vllm serve``: in vLLM 0.32, and in earlier
 releases."""
 
 
-class EngineSetup:
+class OfflineSetup:
     """An engine that has not started, described by arguments of ``vllm serve``.
 
     Args:

@@ -12,9 +12,9 @@ from kvtier.config import (
     VllmEntryPoint,
     check_chunk_fits,
     load_config,
-    resolve_load_path,
     resolve_rank_paths,
     slot_nbytes,
+    with_staged_loads,
 )
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.groups import describe_groups
@@ -78,7 +78,9 @@ def read_settings(engine: EngineFacts, entry_point: VllmEntryPoint) -> KvtierCon
             "kv_connector_extra_config has no kvtier_config: start vLLM with what "
             f"`kvtier vllm-args FILE --entry-point {entry_point.value}` prints"
         )
-    settings = resolve_load_path(load_config(path), entry_point)
+    settings = load_config(path)
+    if entry_point is VllmEntryPoint.SPEC:
+        settings = with_staged_loads(settings)
     return resolve_rank_paths(settings, rank=engine.data_parallel_rank)
 
 

@@ -22,7 +22,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connector.protocols import BoundaryState, Step
-from kvtier.manager import prompt_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,11 +96,8 @@ class StepReader:
         if self._writes_first:
             overwritten = written | set(self._moved_into(output))
         started = [request.req_id for request in new]
-        scheduled = output.num_scheduled_tokens
-        generates = output.total_num_scheduled_tokens == len(scheduled)
         return Step(
-            scheduled,
-            prompt_tokens=0 if generates else prompt_tokens(scheduled.values()),
+            output.num_scheduled_tokens,
             started=[*started, *cached.resumed_req_ids],
             preempted=output.preempted_req_ids or (),
             allocated=allocated,

@@ -33,6 +33,7 @@ features to refuse          ``refusals.py``
 ``OffloadingSpec``          ``spec.py``
 engine, tokenizer           ``offline.py``
 hashes of blocks            ``kvtier/coverage/_hashing.py``
+HTTP routes of a server     ``kvtier/warmup/_server.py``
 plugins                     ``plugin.py``
 ==========================  ============================================================
 """
@@ -40,12 +41,20 @@ plugins                     ``plugin.py``
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from kvtier.errors import UnsupportedError
 
-__all__ = ["NEWEST", "OLDEST", "SUPPORTED", "hit_sources", "require_supported_vllm"]
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "SUPPORTED",
+    "hit_sources",
+    "refuse_missing_names",
+    "require_supported_vllm",
+]
 
 OLDEST: Final = "0.30"
 NEWEST: Final = "0.33"
@@ -86,7 +95,30 @@ def require_supported_vllm(connector: type[Any]) -> None:
     if not hasattr(connector, "bind_kv_cache_manager"):
         problems.append("has no bind_kv_cache_manager")
     if problems:
-        raise UnsupportedError(f"this vLLM {'; it '.join(problems)}: {SUPPORTED}")
+        raise _unsupported(problems)
+
+
+@contextmanager
+def refuse_missing_names() -> Iterator[None]:
+    """Refuse this vLLM if the ``with`` body fails to import a name of vLLM.
+
+    Raises:
+        UnsupportedError: A module or a name of an installed vLLM is missing.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm."):
+            raise  # vLLM itself is missing, or something else
+        raise _unsupported(_missing() or [_unusable(error.name, error)]) from error
+
+
+def _unsupported(problems: Sequence[str]) -> UnsupportedError:
+    return UnsupportedError(f"this vLLM {'; it '.join(problems)}: {SUPPORTED}")
+
+
+def _unusable(module: str | None, error: ImportError) -> str:
+    return f"has no usable {module} ({error})"
 
 
 def _missing() -> Sequence[str]:
@@ -95,7 +127,7 @@ def _missing() -> Sequence[str]:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            problems.append(f"has no usable {module_name} ({error})")
+            problems.append(_unusable(module_name, error))
             continue
         missing = [name for name in names if not hasattr(module, name)]
         if missing:

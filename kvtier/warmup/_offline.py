@@ -22,7 +22,6 @@ from kvtier.config import (
     TierConfig,
     TraceConfig,
     load_config,
-    resolve_load_path,
     resolve_rank_paths,
     slot_nbytes,
     vllm_transfer_config,
@@ -142,7 +141,12 @@ class OfflineSite:
     def _to_prompt(self, number: int, line: PromptLine) -> Prompt:
         prompt = to_prompt(number, line, lambda: self.setup)
         if self._is_open or prompt.lora:
-            check_prompt(prompt, self.setup)
+            check_prompt(
+                prompt,
+                most_tokens=self.setup.most_tokens,
+                lora_paths=self.setup.lora_paths,
+                vocabulary=self.setup.vocabulary,
+            )
         return prompt
 
     # -- stores --------------------------------------------------------------------------------
@@ -376,7 +380,7 @@ def _write_settings(
     fd = os.memfd_create("kvtier-warmup.yaml")  # in memory: a kill leaves no file
     resources.callback(os.close, fd)
     os.write(fd, changed.model_dump_json(by_alias=True, exclude_none=True).encode())
-    return vllm_transfer_config(f"/proc/{os.getpid()}/fd/{fd}", resolve_load_path(changed))
+    return vllm_transfer_config(f"/proc/{os.getpid()}/fd/{fd}", changed)
 
 
 def _refusing(tier: TierConfig) -> TierConfig:

@@ -153,8 +153,6 @@ class _Server:
         model: The name of the model in requests.
         most_tokens: Number of tokens of the longest prompt that the server accepts.
         lora_paths: Path of each LoRA adapter, by name.
-        vocabulary: Always 0, for an unknown number, because a server does not report its number
-            of token ids.
     """
 
     client: HttpClient
@@ -162,7 +160,6 @@ class _Server:
     model: str
     most_tokens: int
     lora_paths: Mapping[str, str]
-    vocabulary: int = 0
 
     @classmethod
     async def open(cls, client: HttpClient, url: str, model: str) -> _Server:
@@ -309,8 +306,9 @@ class ServerSite:
         Raises:
             ConfigError: The first server refuses the prompt.
         """
-        prompt = line.with_tokens(number, await self._servers[0].tokens(line))
-        check_prompt(prompt, self._servers[0])
+        first = self._servers[0]
+        prompt = line.with_tokens(number, await first.tokens(line))
+        check_prompt(prompt, most_tokens=first.most_tokens, lora_paths=first.lora_paths)
         self._first = self._first or prompt
         return prompt
 

@@ -10,12 +10,11 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.policies import (
     Admission,
-    ConditionalPlacement,
     Placement,
     TieredPlacement,
     build_admission,
 )
-from kvtier.policies.admission import SecondTouch, WriteBudget
+from kvtier.policies.admission import WriteBudget
 from kvtier.policies.registry import ADMISSIONS
 from kvtier.testing.admission_contract import AdmissionContract, BudgetContract
 from kvtier.testing.placement_contract import PlacementContract
@@ -36,14 +35,6 @@ class TestLadders(PlacementContract):
 
     def make_placement(self, *, tiers: int) -> Placement:
         return PLACEMENTS[self._name](tiers)
-
-
-class TestWithConditions(PlacementContract):
-    most_keys = 2 * 64
-
-    def make_placement(self, *, tiers: int) -> Placement:
-        budget = WriteBudget(bytes_per_day=1000, chunk_nbytes=1)
-        return ConditionalPlacement(TieredPlacement(tiers), [SecondTouch(64), budget])
 
 
 class TestBuiltIn(AdmissionContract):
@@ -81,8 +72,7 @@ def test_a_manager_serves_with_each_placement(name: str, capacities: tuple[int, 
 @pytest.mark.parametrize("admission", sorted(ADMISSIONS.built_in))
 def test_a_manager_serves_with_each_admission(admission: str, name: str) -> None:
     conditions = [build_admission(admission, capacity=30)]
-    placement = ConditionalPlacement(PLACEMENTS[name](3), conditions)
-    serve_traffic(Workbench(6, 8, 24, placement=placement))
+    serve_traffic(Workbench(6, 8, 24, placement=PLACEMENTS[name](3), conditions=conditions))
 
 
 def serve_traffic(bench: Workbench) -> None:

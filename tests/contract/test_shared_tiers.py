@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from kvtier.testing.memory_shared_tier import MemorySharedTier
 from kvtier.testing.shared_tier_contract import SharedTierContract
 from kvtier.testing.shared_tier_harness import SharedTierHarness
 from kvtier.tiers.shared import SharedTier
 from kvtier.tiers.shared.shared_dir import SharedDirTier
+from tests.support.memory_shared_tier import MemorySharedTier
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -28,7 +28,7 @@ from kvtier.coverage import BlockHasher, Scope
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.index_reader import IndexReader
 from kvtier.tiers.slab.inspect import find_namespaces
-from kvtier.vllm.offline import EngineSetup
+from kvtier.vllm.offline import OfflineSetup
 from kvtier.warmup import Finished, WarmupJob, WarmupOptions, WarmupReport
 from tests.demo.model import BLOCK_TOKENS, write_model
 from tests.demo.runner import ROOT, SETTINGS, run_engine
@@ -322,13 +322,13 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup(speaking: Path) -> Iterator[EngineSetup]:
-    setup = EngineSetup(str(speaking), ["--dtype", "float32", "--max-model-len", "64"])
+def setup(speaking: Path) -> Iterator[OfflineSetup]:
+    setup = OfflineSetup(str(speaking), ["--dtype", "float32", "--max-model-len", "64"])
     yield setup
     setup.close()
 
 
-def test_texts_and_conversations_are_rendered_as_vllm_does(setup: EngineSetup) -> None:
+def test_texts_and_conversations_are_rendered_as_vllm_does(setup: OfflineSetup) -> None:
     assert setup.tokens_of_text("a b h") == [1, 2, 8]
     messages = [{"role": "user", "content": "a b"}]
     assert setup.tokens_of_chat(messages, None, None) == [9, 1, 2, 10]
@@ -347,8 +347,8 @@ def test_wrong_arguments_are_one_line(speaking: Path) -> None:
     ]
     for arguments, remedy in wrong:
         with pytest.raises(ConfigError) as refusal:
-            EngineSetup(str(speaking), [*arguments, "--dtype", "float32"])
+            OfflineSetup(str(speaking), [*arguments, "--dtype", "float32"])
         assert remedy in str(refusal.value)
         assert "\n" not in str(refusal.value)
     with pytest.raises(ConfigError, match="vLLM: "):
-        EngineSetup(os.devnull, ["--dtype", "float32"])
+        OfflineSetup(os.devnull, ["--dtype", "float32"])

@@ -17,6 +17,7 @@ from kvtier.manager import (
 )
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.policies import (
+    Admission,
     CopyState,
     Placement,
     TieredPlacement,
@@ -70,6 +71,7 @@ class Workbench:
         *capacities: int,
         write: Literal["through", "evict"] = "through",
         placement: Placement | None = None,
+        conditions: Sequence[Admission] = (),
         eviction: str = "lru",
         slot_status: FakeSlotStatus | None = None,
         limits: ManagerLimits | None = None,
@@ -96,6 +98,7 @@ class Workbench:
         self.manager = TieredOffloadingManager(
             self.tiers,
             placement=placement or TieredPlacement(len(capacities), write=write),
+            conditions=conditions,
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
             slot_status=self.slot_status,
             record_events=record_events,

@@ -11,11 +11,11 @@ from kvtier.cli._cache_shared import explain_shared
 from kvtier.config import SharedTierConfig, load_config
 from kvtier.errors import TierUnavailableError
 from kvtier.os.iopool import IoPool
-from kvtier.testing.memory_shared_tier import MemoryService
 from kvtier.testing.tier_harness import make_buffers
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
+from tests.support.memory_shared_tier import MemoryService
 from tests.unit.cache_shell import Shell, flat
 from tests.unit.stores import FIELDS, KEYS, Store
 
@@ -93,7 +93,7 @@ def test_a_service_that_hangs_is_given_up(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text(
         "tiers:\n- {kind: ram, capacity: 1MiB}\n"
-        "- {kind: kvtier.testing.memory_shared_tier:MemorySharedTier, service: hanging}\n"
+        "- {kind: tests.support.memory_shared_tier:MemorySharedTier, service: hanging}\n"
     )
     try:
         with pytest.raises(TierUnavailableError, match=r"no answer for 0\.2 s"):

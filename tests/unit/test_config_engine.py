@@ -15,11 +15,11 @@ from kvtier.config import (
     check_chunk_fits,
     has_rank_paths,
     parse_config,
-    resolve_load_path,
     resolve_rank_paths,
     variable,
     variables,
     vllm_transfer_config,
+    with_staged_loads,
 )
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.inspect import find_namespaces
@@ -170,17 +170,17 @@ def test_every_tier_that_is_too_small_for_a_chunk_is_named() -> None:
     assert nvme.startswith("tiers[1].capacity = 8KiB: ")
 
 
-@pytest.mark.parametrize(("entry_point", "path"), [("connector", "direct"), ("spec", "staged")])
-def test_an_automatic_load_path_is_the_entry_points_and_an_explicit_one_stays(
-    tmp_path: Path, entry_point: str, path: str
-) -> None:
+def test_the_spec_entry_point_stages_loads_and_refuses_direct_ones(tmp_path: Path) -> None:
     left_open = sized(tmp_path)
-    resolved = resolve_load_path(left_open, VllmEntryPoint(entry_point))
-    assert resolved.transfer.load_path == path
-    assert resolve_load_path(resolved, VllmEntryPoint(entry_point)) is resolved
-    assert left_open.transfer.load_path == "auto"
+    assert left_open.transfer.load_path == "direct"
     staged = sized(tmp_path, more="\ntransfer: {load_path: staged}")
-    assert resolve_load_path(staged, VllmEntryPoint(entry_point)).transfer.load_path == "staged"
+    for config in (left_open, staged):
+        assert with_staged_loads(config).transfer.load_path == "staged"
+    direct = sized(tmp_path, more="\ntransfer: {load_path: direct}")
+    with pytest.raises(
+        ConfigError, match=r"transfer\.load_path = direct: .* load_path: staged"
+    ):
+        with_staged_loads(direct)
 
 
 def test_the_engine_is_told_where_the_file_is_from_any_directory(
@@ -212,8 +212,8 @@ def test_the_spec_entry_point_refuses_required_gds_reads_and_ignores_optional_on
         "- {kind: nvme, path: /kv, capacity: 1GiB, gds: %s}\n"
     )
     optional = parse_config(text % "auto", source="a.yaml")
-    assert resolve_load_path(optional, VllmEntryPoint.SPEC).gds_tier is None
-    assert resolve_load_path(optional).gds_tier == "nvme"
+    assert optional.gds_tier == "nvme"
+    assert with_staged_loads(optional).gds_tier is None
     required = parse_config(text % "require", source="a.yaml")
     with pytest.raises(ConfigError, match=r"a.yaml:3: tiers\[1\]\.gds"):
-        resolve_load_path(required, VllmEntryPoint.SPEC)
+        with_staged_loads(required)

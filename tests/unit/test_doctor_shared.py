@@ -10,7 +10,7 @@ from kvtier.config import KvtierConfig, SharedTierConfig, parse_config
 from kvtier.doctor import Status, examine
 from kvtier.doctor.shared_rates import SharedRates, measure_shared_tier
 from kvtier.errors import TierUnavailableError
-from kvtier.testing.memory_shared_tier import MemoryService
+from tests.support.memory_shared_tier import MemoryService
 
 
 def make_config(section: str) -> KvtierConfig:
@@ -58,7 +58,7 @@ def test_a_service_that_does_not_work_is_a_warning(tmp_path: Path) -> None:
 def test_a_service_without_room_is_reported_as_full() -> None:
     MemoryService.named("full").is_full = True
     config = make_config(
-        "kind: kvtier.testing.memory_shared_tier:MemorySharedTier, service: full"
+        "kind: tests.support.memory_shared_tier:MemorySharedTier, service: full"
     )
     findings = examine(config, measure_s=0.05).findings
     (finding,) = [each for each in findings if each.check.endswith(": room")]
@@ -70,7 +70,7 @@ def test_a_service_without_room_is_reported_as_full() -> None:
 def test_a_service_that_hangs_is_given_up() -> None:
     service = MemoryService.named("hanging")
     service.hang()
-    section = "kind: kvtier.testing.memory_shared_tier:MemorySharedTier, service: hanging"
+    section = "kind: tests.support.memory_shared_tier:MemorySharedTier, service: hanging"
     config = make_config(section)
     options = config.tiers[1]
     assert isinstance(options, SharedTierConfig)

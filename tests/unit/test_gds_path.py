@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.config import KvtierConfig, parse_config, resolve_load_path
+from kvtier.config import KvtierConfig, parse_config
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import _replay as replay_module
 from kvtier.replay._engine import ReplayEngine
@@ -59,15 +59,13 @@ def make_trace(chains: Sequence[Sequence[int]]) -> Trace:
 def config_of(
     tmp_path: Path, *, own_process: bool = True, gds: str = "require", ram: int = RAM
 ) -> KvtierConfig:
-    return resolve_load_path(
-        parse_config(
-            f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
-            f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {NVME * CHUNK_NBYTES}B\n"
-            f"  own_process: {str(own_process).lower()}\n  gds: '{gds}'\n"
-            "placement:\n  load_if: always\n  backlog_limit: 100%\n"
-            f"engine:\n  blocks_per_chunk: {PER_CHUNK}\n",
-            source="test",
-        )
+    return parse_config(
+        f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
+        f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {NVME * CHUNK_NBYTES}B\n"
+        f"  own_process: {str(own_process).lower()}\n  gds: '{gds}'\n"
+        "placement:\n  load_if: always\n  backlog_limit: 100%\n"
+        f"engine:\n  blocks_per_chunk: {PER_CHUNK}\n",
+        source="test",
     )
 
 

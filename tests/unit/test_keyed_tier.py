@@ -11,10 +11,10 @@ from kvtier.config import parse_tier
 from kvtier.errors import TierUnavailableError
 from kvtier.keys import make_key
 from kvtier.os.iopool import IoPool
-from kvtier.testing.memory_shared_tier import MemoryService, MemorySharedTier
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.shared import KeyedTier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
+from tests.support.memory_shared_tier import MemoryService, MemorySharedTier
 
 CHUNK_NBYTES = 4096
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT

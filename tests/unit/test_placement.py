@@ -15,7 +15,6 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.policies import (
     ChunkCopy,
-    ConditionalPlacement,
     Placement,
     PolicyContext,
     Promotion,
@@ -115,11 +114,7 @@ class Counting(Admission):
 
 def test_a_refusal_spares_the_conditions_behind_it() -> None:
     first, refusing, last = (Counting(verdict=verdict) for verdict in (True, False, True))
-    bench = Workbench(
-        2,
-        4,
-        placement=ConditionalPlacement(TieredPlacement(2), [first, refusing, last]),
-    )
+    bench = Workbench(2, 4, conditions=[first, refusing, last])
     bench.store(prefix(2))
     bench.settle()
     assert (first.asked, refusing.asked, last.asked) == (2, 2, 0)
@@ -141,8 +136,7 @@ class Everywhere(Placement):
 
 def test_a_write_budget_holds_in_each_tier_with_any_placement() -> None:
     budget = WriteBudget(bytes_per_day=50, chunk_nbytes=1)
-    placement = ConditionalPlacement(Everywhere(3), [budget])
-    bench = Workbench(4, 200, 200, placement=placement)
+    bench = Workbench(4, 200, 200, placement=Everywhere(3), conditions=[budget])
     for number in range(100):
         bench.manager.end_step(now=number * 600.0)
         for job in bench.manager.take_jobs():
@@ -150,17 +144,6 @@ def test_a_write_budget_holds_in_each_tier_with_any_placement() -> None:
         bench.store(prefix(2, of=number))
     written = [tier.counters.stored for tier in bench.tiers[1:]]
     assert all(20 < chunks <= 50 for chunks in written), written
-
-
-def test_conditions_change_nothing_else() -> None:
-    tiered = TieredPlacement(3, write="through", write_after=2)
-    placement = ConditionalPlacement(tiered, [Counting(verdict=False)])
-    copies = [copy_of(number, hits=number) for number in range(3)]
-    assert (placement.tiers, placement.places_used) == (3, True)
-    assert placement.place_many(copies, CTX) == tiered.place_many(copies, CTX)
-    assert placement.promote_many(copies, 1, CTX) == tiered.promote_many(copies, 1, CTX)
-    assert placement.demote_many(copies, 0, CTX) == tiered.demote_many(copies, 0, CTX)
-    assert placement.demotion_targets(0) == tiered.demotion_targets(0)
 
 
 # -- the placement ---------------------------------------------------------------------------

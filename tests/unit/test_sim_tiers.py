@@ -20,12 +20,7 @@ from kvtier.connector.build import build_manager, build_tiers
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
-from kvtier.policies import (
-    ConditionalPlacement,
-    Placement,
-    TieredPlacement,
-    build_eviction,
-)
+from kvtier.policies import Admission, Placement, TieredPlacement, build_eviction
 from kvtier.policies.admission import SecondTouch
 from kvtier.sim._engine import ModelRequest, ReliableSlotStatus
 from kvtier.sim._sequential_engine import SequentialEngine
@@ -46,7 +41,7 @@ MODEL = TimeModel(prefill_tokens_per_s=RATE, speeds={"ram": RAM, "nvme": NVME})
 
 
 def tiers_of(
-    ram: int, nvme: int = 0, *, load_path: str = "auto", **placement: object
+    ram: int, nvme: int = 0, *, load_path: str = "direct", **placement: object
 ) -> KvtierConfig:
     """Return a configuration of tiers of that many chunks."""
     lines = ["tiers:", f"  - {{kind: ram, capacity: {ram}MiB, eviction: lru}}"]
@@ -142,7 +137,9 @@ class TwoTiers(NamedTuple):
     tiers: Sequence[TierState]
 
 
-def two_tiers(upper: int, lower: int, placement: Placement, *, spare: int = 1) -> TwoTiers:
+def two_tiers(
+    upper: int, lower: int, placement: Placement, *conditions: Admission, spare: int = 1
+) -> TwoTiers:
     tiers = [
         TierState("ram", 0, upper + spare, build_eviction("lru", capacity=upper)),
         TierState("nvme", 1, lower, build_eviction("lru", capacity=lower)),
@@ -152,7 +149,11 @@ def two_tiers(upper: int, lower: int, placement: Placement, *, spare: int = 1) -
     )
     return TwoTiers(
         TieredOffloadingManager(
-            tiers, placement=placement, limits=limits, slot_status=ReliableSlotStatus()
+            tiers,
+            placement=placement,
+            conditions=conditions,
+            limits=limits,
+            slot_status=ReliableSlotStatus(),
         ),
         tiers,
     )
@@ -196,12 +197,13 @@ def reference_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-SCHEMES: dict[str, Callable[[], Placement]] = {
-    "exclusive": exclusive,
-    "write_through": lambda: TieredPlacement(tiers=2, write="through"),
-    "demote_keep": lambda: TieredPlacement(tiers=2, write="evict"),
-    "demote_keep_admit2": lambda: ConditionalPlacement(
-        TieredPlacement(tiers=2, write="evict"), [SecondTouch(1 << 20)]
+SCHEMES: dict[str, Callable[[], tuple[Placement, *tuple[Admission, ...]]]] = {
+    "exclusive": lambda: (exclusive(),),
+    "write_through": lambda: (TieredPlacement(tiers=2, write="through"),),
+    "demote_keep": lambda: (TieredPlacement(tiers=2, write="evict"),),
+    "demote_keep_admit2": lambda: (
+        TieredPlacement(tiers=2, write="evict"),
+        SecondTouch(1 << 20),
     ),
 }
 SMALL = ROOT / "tests/data/small_chat.jsonl"
@@ -228,7 +230,7 @@ def test_on_the_small_trace_two_tiers_do_what_the_textbook_says(
     for chunk in chunks:
         levels.access(chunk)
     spare = scheme != "write_through"
-    manager, (ram, nvme) = two_tiers(*sizes, SCHEMES[scheme](), spare=spare)
+    manager, (ram, nvme) = two_tiers(*sizes, *SCHEMES[scheme](), spare=spare)
     replay_references([keys[chunk] for chunk in chunks], manager)
     assert min(*levels.hits, levels.writes, levels.promotions) > 0
     assert [ram.counters.hits, nvme.counters.hits] == levels.hits
@@ -254,7 +256,7 @@ def test_two_tiers_do_what_the_reference_did(row: dict[str, str]) -> None:
     manager, (ram, nvme) = two_tiers(
         int(row["l1_blocks"]),
         int(row["l2_blocks"]),
-        SCHEMES[row["scheme"]](),
+        *SCHEMES[row["scheme"]](),
         spare=row["scheme"] != "write_through",
     )
     replay_references(references, manager)
@@ -309,9 +311,9 @@ def test_a_hit_on_disk_waits_for_the_disk_first(load_path: str) -> None:
     assert result.ttft_s["p99"] == pytest.approx(np.quantile(waits, 0.99))
 
 
-def test_the_load_path_left_open_is_that_of_the_connector() -> None:
+def test_the_load_path_changes_the_wait() -> None:
     trace = generate("agents", sessions=12, per_s=0.2, chunk_tokens=512, seed=2)
-    auto, direct, staged = (
+    direct, staged = (
         asdict(
             replace(
                 simulate_cache(
@@ -324,10 +326,9 @@ def test_the_load_path_left_open_is_that_of_the_connector() -> None:
                 refs_per_second=0.0,
             )
         )
-        for path in ("auto", "direct", "staged")
+        for path in ("direct", "staged")
     )
-    assert auto == direct
-    assert auto["load_path"] == "direct"
+    assert direct["load_path"] == "direct"
     assert staged["load_path"] == "staged"
     assert staged["ttft_s"] != direct["ttft_s"]
 

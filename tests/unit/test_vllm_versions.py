@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -112,6 +113,35 @@ def test_the_releases_that_nox_runs_are_supported() -> None:
     oldest, newest = (int(release.split(".")[1]) for release in (OLDEST, NEWEST))
     assert run["tests"] in run["torch"]
     assert all(oldest <= int(release.split(".")[1]) <= newest for release in run["torch"])
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "file", "problem"),
+    [
+        ("KVTierConnector", "connector", f"no KVConnectorTransferResults in {BASE}"),
+        ("KVTierOffloadingSpec", "spec", "no usable vllm.config .*get_current_vllm_config"),
+    ],
+)
+def test_an_entry_point_refuses_a_vllm_without_a_name_that_it_imports(
+    modules: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    entry_point: str,
+    file: str,
+    problem: str,
+) -> None:
+    for parent in ("vllm.config", *parents_of(BASE)):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    if file == "connector":
+        del modules[BASE].KVConnectorTransferResults
+    monkeypatch.delitem(sys.modules, f"kvtier.vllm.{file}", raising=False)
+    package = importlib.import_module("kvtier.vllm")
+    with pytest.raises(UnsupportedError, match=f"this vLLM has {problem}.*: {SUPPORTED}"):
+        getattr(package, entry_point)
+
+
+def parents_of(module: str) -> Iterator[str]:
+    names = module.split(".")
+    return (".".join(names[:end]) for end in range(1, len(names)))
 
 
 def test_names_of_the_package_are_loaded_when_they_are_used() -> None:

@@ -63,7 +63,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         self, options: TierConfig, context: TierContext, host: HostProcess, opened: Opened
     ) -> None:
         self.name = options.name
-        self.is_local = not options.is_shared
+        self.is_local = opened.is_local
         self.slot_nbytes = context.slot_nbytes
         self.capacity_slots = opened.capacity_slots
         self._options = options

@@ -197,7 +197,11 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         return
     with contextlib.suppress(ConnectionError):  # an engine that ended is noticed below
         await _send_recovered(tier, writer)
-    opened = {"capacity_slots": tier.capacity_slots, "retained": list(tier.retained().items())}
+    opened = {
+        "capacity_slots": tier.capacity_slots,
+        "is_local": tier.is_local,
+        "retained": list(tier.retained().items()),
+    }
     send(Frame({"op": "opened", **opened, **_slot_file(tier)}))
     closing = await _until_closed(frames, _Server(tier, memory, send))
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])

@@ -41,6 +41,8 @@ class Opened(NamedTuple):
     """A host's report on the tier that it opened.
 
     Attributes:
+        capacity_slots: Number of slots.
+        is_local: Whether the medium is on this machine.
         recovered: Frames with the recovered chunks, least recently used first.
         retained: For each slot with a protected chunk, the time when the protection ends, in
             seconds since the epoch.
@@ -49,6 +51,7 @@ class Opened(NamedTuple):
     """
 
     capacity_slots: int
+    is_local: bool
     recovered: deque[Frame]
     retained: Mapping[int, int]
     part_hashes: Frame | None = None
@@ -154,8 +157,8 @@ def _opened(frame: Frame, recovered: deque[Frame], part_hashes: Frame | None) ->
     file = frame.header.get("slot_file")
     slot_file = None if file is None else SlotFileId(*file)
     retained = dict(frame.header["retained"])
-    slots = frame.header["capacity_slots"]
-    return Opened(slots, recovered, retained, part_hashes, slot_file)
+    slots, is_local = frame.header["capacity_slots"], frame.header["is_local"]
+    return Opened(slots, is_local, recovered, retained, part_hashes, slot_file)
 
 
 def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:

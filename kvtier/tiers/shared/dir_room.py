@@ -18,15 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
-
-import aiofiles.os
-from typing_extensions import override
+from typing import Final
 
 from kvtier.logs import get_logger
 from kvtier.os.timed_calls import TimedCalls
@@ -36,9 +31,6 @@ from kvtier.tiers.shared.dir_layout import TEMPORARY, VALUE, DirLayout
 __all__ = ["DirRoom"]
 
 logger = get_logger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _LISTED_AFTER: Final = 0.05
 """Growth after which a folder is listed again, as a fraction of the folder's capacity."""
@@ -54,21 +46,6 @@ _MOST_GROWTH: Final = 64.0
 """Largest assumed ratio of a folder's growth to the bytes of this engine's puts."""
 _STALE_NS: Final = 3600 * 10**9
 """Age from which a temporary file counts as left behind by a dead engine."""
-
-
-class _OneThread(Executor):
-    """Runs one call at a time on a daemon thread, so that a hanging call delays no exit."""
-
-    def __init__(self) -> None:
-        self._calls = TimedCalls(name="kvtier-shared-dir")
-
-    @override
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._calls.begin(functools.partial(fn, *args, **kwargs))
-
-    @override
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._calls.close()
 
 
 @dataclass(slots=True)
@@ -113,12 +90,12 @@ class DirRoom:
         self._folders: dict[Path, _Folder] = {}
         self._keeping: dict[Path, asyncio.Task[None]] = {}
         self._is_failing = False
-        self._threads = [_OneThread() for _ in range(_THREADS)]
-        self._idle = asyncio.LifoQueue[_OneThread]()  # so that few threads start
+        self._io = io
+        # Their threads are daemons, so that a hanging call delays no exit.
+        self._threads = [TimedCalls(name="kvtier-shared-dir") for _ in range(_THREADS)]
+        self._idle = asyncio.LifoQueue[TimedCalls]()  # so that few threads start
         for thread in self._threads:
             self._idle.put_nowait(thread)
-        self._list = aiofiles.os.wrap(io.list_files)
-        self._remove = aiofiles.os.wrap(functools.partial(_remove_all, io))
 
     async def admit(self, folders: Sequence[Path], nbytes: int) -> list[bool]:
         """Return for each value whether it may be put; call :meth:`finish` after each put.
@@ -160,7 +137,7 @@ class DirRoom:
                 task.cancel()
             await asyncio.wait(tasks)
         for thread in self._threads:
-            thread.shutdown(wait=False)
+            thread.close()
 
     def _admit(self, path: Path, nbytes: int) -> bool:
         folder = self._folders[path]
@@ -195,12 +172,13 @@ class DirRoom:
         finally:
             self._idle.put_nowait(thread)
 
-    async def _keep_folder(self, path: Path, thread: _OneThread) -> None:
+    async def _keep_folder(self, path: Path, thread: TimedCalls) -> None:
         """List a folder, and evict from it if it is nearly full."""
         folder = self._folders.get(path)
         put_nbytes = folder.put_nbytes if folder else 0
         try:
-            files = await self._list(path, executor=thread)
+            listing = thread.begin(lambda: self._io.list_files(path))
+            files = await asyncio.wrap_future(listing)
         except FileNotFoundError:
             files = []
         nbytes = sum(file.nbytes for file in files)
@@ -209,7 +187,8 @@ class DirRoom:
         folder.learn_growth(nbytes, put_nbytes)
         if victims := _choose_victims(files, self._layout.folder_nbytes):
             paths = [path / file.name for file in victims]
-            await self._remove(paths, executor=thread)
+            removal = thread.begin(lambda: _remove_all(self._io, paths))
+            await asyncio.wrap_future(removal)
             nbytes -= sum(file.nbytes for file in victims)
         folder.listed_nbytes = nbytes
         folder.put_nbytes -= put_nbytes

@@ -101,7 +101,7 @@ class TestExport:
         listed.write_text(f"{KEYS[40].hex()}\n")
         ran = shell("export", store.filled().root, out, "--keys", listed)
         assert ran.code == 1
-        assert "none of the given keys is in the store" in ran.out
+        assert "none of the given keys is in the cache" in ran.out
 
     @pytest.mark.parametrize(
         ("line", "problem"),

@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from kvtier.config import NvmeTierConfig
+from kvtier.config import TierConfig
+from kvtier.testing.file_tier import FileTier, FileTierConfig
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, connection, process
 from kvtier.types import Outcome
@@ -21,7 +22,18 @@ CAPACITY = 16
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 
 
-async def opened(options: NvmeTierConfig, context: TierContext) -> HostedTier:
+class FarConfig(FileTierConfig):
+    kind: str = "tests.unit.hosted_tier.hosting:FarTier"
+
+
+class FarTier(FileTier):
+    """Claims that its medium is on another machine."""
+
+    Options: ClassVar[type[TierConfig]] = FarConfig
+    is_local = False
+
+
+async def opened(options: TierConfig, context: TierContext) -> HostedTier:
     return await context.pool.run(lambda: HostedTier.open(options, context), priority=0)
 
 

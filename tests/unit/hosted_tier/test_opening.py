@@ -34,7 +34,7 @@ from kvtier.tiers.hosted import HostedTier, host, process
 from kvtier.tiers.hosted.frames import Frame, FrameParser
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint
-from tests.unit.hosted_tier.hosting import SLOT, opened
+from tests.unit.hosted_tier.hosting import CAPACITY, SLOT, FarConfig, opened
 
 
 async def test_the_host_logs_through_the_engine(
@@ -50,6 +50,16 @@ async def test_the_host_logs_through_the_engine(
     assert line.process == tier.host_pid
     assert line.created > began_at
     await tier.aclose()
+
+
+async def test_a_custom_tier_says_whether_its_medium_is_on_this_machine(
+    options: NvmeTierConfig, context: TierContext, tmp_path: Path
+) -> None:
+    far = FarConfig(path=tmp_path / "far", capacity_bytes=CAPACITY * SLOT)
+    for section, is_local in ((options, True), (far, False)):
+        tier = await opened(section, context)
+        assert tier.is_local is is_local
+        await tier.aclose()
 
 
 async def test_packages_in_the_working_directory_are_not_imported(

@@ -22,8 +22,8 @@ class MemorySharedTierConfig(SharedTierConfig):
     """A tier in a dictionary that several engines of this process share."""
 
     kind: str = Field(
-        default="kvtier.testing.memory_shared_tier:MemorySharedTier",
-        pattern="^kvtier.testing.memory_shared_tier:MemorySharedTier$",
+        default="tests.support.memory_shared_tier:MemorySharedTier",
+        pattern="^tests.support.memory_shared_tier:MemorySharedTier$",
     )
     service: str = "default"
     """Name of the dictionary."""
