@@ -112,6 +112,10 @@ def test_each_kind_of_damage_is_named(
     assert caught.value.invariant == invariant
 
 
+# No call of the manager leaves its grants inconsistent, so the next two tests damage the
+# private state that the checker recounts.
+
+
 def test_what_waits_for_nothing_is_found() -> None:
     bench = busy()
     bench.manager._grants._waiters.clear()
