@@ -140,7 +140,7 @@ def forked_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the hosts of tiers from a process that has imported kvtier."""
     forked_hosts = importlib.import_module("tests.support.forked_hosts")
     process = importlib.import_module("kvtier.tiers.hosted.process")
-    monkeypatch.setattr(process, "_run_host", forked_hosts.run_host)
+    monkeypatch.setattr(process, "run_host", forked_hosts.run_host)
 
 
 @pytest.fixture(autouse=True)

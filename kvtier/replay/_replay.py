@@ -56,7 +56,14 @@ from kvtier.transfer import bounce_slots_for
 from kvtier.types import LayoutFingerprint
 from kvtier.units import approximate_size
 
-__all__ = ["ReplayOptions", "ReplayResult", "ReplayedTraffic", "replay_trace"]
+__all__ = [
+    "ReplayOptions",
+    "ReplayResult",
+    "ReplayedTraffic",
+    "measure_copies",
+    "open_engine",
+    "replay_trace",
+]
 
 _LAYERS = 4
 _OUTPUT_TOKENS = 16
@@ -219,12 +226,12 @@ def _replay(
     block_nbytes = options.chunk_bytes // per_chunk
     blocks = options.gpu_bytes // block_nbytes + 1
     memory = PagedMemory(layers=_LAYERS, blocks=blocks, block_nbytes=block_nbytes)
-    speed = _measure_copies(memory, config, options.chunk_bytes)
+    speed = measure_copies(memory, config, options.chunk_bytes)
     model = replace(model, speeds={**model.speeds, config.ram.name: speed})
     # A prompt needs room for one generated token.
     room_tokens = (blocks - 2) * trace.chunk_tokens // per_chunk
     requests = _fitting(trace, options.chunk_bytes, room_tokens, per_chunk)
-    with _open_engine(trace, config, options.chunk_bytes, memory, model) as engine:
+    with open_engine(trace, config, options.chunk_bytes, memory, model) as engine:
         seconds = engine.serve(
             requests, progress=lambda arrived: progress(arrived / len(requests))
         )
@@ -278,7 +285,7 @@ def _fitting(
 
 
 @contextlib.contextmanager
-def _open_engine(
+def open_engine(
     trace: Trace,
     config: KvtierConfig,
     chunk_bytes: int,
@@ -415,7 +422,7 @@ def _scratch_directories(config: KvtierConfig) -> Iterator[KvtierConfig]:
         yield config.model_copy(update=own)
 
 
-def _measure_copies(memory: PagedMemory, config: KvtierConfig, chunk_bytes: int) -> TierSpeed:
+def measure_copies(memory: PagedMemory, config: KvtierConfig, chunk_bytes: int) -> TierSpeed:
     """Measure copies between blocks and temporary RAM slots; return the best rates.
 
     Raises:

@@ -199,6 +199,10 @@ class RetainsEmptySlots(FileTier):
         return dict.fromkeys(range(self.capacity_slots), 1 << 40)
 
 
+# The next two tiers differ from FileTier in when its table changes, and the table has no public
+# accessors: they override the private ones.
+
+
 class ForgetsWhenClosed(FileTier):
     """Collects what is to be forgotten until it is closed."""
 

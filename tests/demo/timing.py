@@ -41,7 +41,7 @@ class StepTimer:
         self._prefill_s: list[float] = []
         self._decode_s: list[float] = []
         self._cpu_s = time.process_time()
-        self._hosts_cpu_s = _children_cpu_s()
+        self._hosts_cpu_s = children_cpu_s()
         self._engine_cpu_s = 0.0
 
     def answered(self) -> None:
@@ -54,7 +54,7 @@ class StepTimer:
             prefill_s=tuple(self._prefill_s),
             decode_s=tuple(self._decode_s),
             engine_cpu_s=self._engine_cpu_s,
-            hosts_cpu_s=_children_cpu_s() - self._hosts_cpu_s,
+            hosts_cpu_s=children_cpu_s() - self._hosts_cpu_s,
         )
 
     def _noted(self, *arguments: Any, **named: Any) -> Any:
@@ -73,7 +73,7 @@ class StepTimer:
         return outputs
 
 
-def _children_cpu_s() -> float:
+def children_cpu_s() -> float:
     """Return the processor time of this process's children that run."""
     me = Path("/proc/self")
     ticks = 0

@@ -307,7 +307,7 @@ class BytesWorld:
         draw = self._draw
         eviction = draw.choice(["lru", "lhd"])
         names = ["ram", *(disk.name for disk in self._disks)]
-        tiers = [
+        self._tiers = tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
             for index, (name, capacity) in enumerate(zip(names, capacities, strict=True))
         ]
@@ -606,7 +606,7 @@ class BytesWorld:
 
     def _check_tiers(self) -> None:
         """Check every slot that is a hit, byte by byte."""
-        for tier in self._manager._stack.tiers:
+        for tier in self._tiers:
             for key, copy in tier.copies.items():
                 if copy.state != CopyState.RESIDENT:
                     continue
@@ -624,7 +624,7 @@ class BytesWorld:
         """Check that nobody holds anything any more."""
         snapshot = self._manager.snapshot()
         assert (snapshot.requests, snapshot.granted, snapshot.retained) == (0, 0, 0)
-        for tier in self._manager._stack.tiers:
+        for tier in self._tiers:
             assert not tier.writing
             assert tier.slots.free + len(tier.copies) == tier.slots.capacity
         assert not self._service.statistics().internal_errors

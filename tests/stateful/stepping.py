@@ -22,6 +22,7 @@ from kvtier.memory.control import ControlBlock
 from kvtier.memory.copy import BlockCopier
 from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.os.iopool import IoPool
+from kvtier.os.memory import map_shared
 from kvtier.transfer import TransferEngine, engine, routes, runner
 from kvtier.transfer import device as device_routes
 from kvtier.types import JobId
@@ -263,7 +264,8 @@ class SlowTruth(ControlBlock):
     def beside(cls, region: HostRegion, stage: Stage) -> Self:
         """Return another view of the control block of ``region``."""
         geometry = region.geometry
-        words = memoryview(region._map)[geometry.shared_nbytes : geometry.nbytes]
+        mapping = memoryview(map_shared(region.shared.descriptor))
+        words = mapping[geometry.shared_nbytes : geometry.nbytes]
         slot_status = cls(words, slots=geometry.slots, ranks=geometry.ranks)
         slot_status._stage = stage
         region.control.release()

@@ -144,6 +144,7 @@ class ManagerMachine(RuleBasedStateMachine):
             shared=shared,
         )
         self.manager = self.bench.manager
+        self.budget = budget
         self.contents: list[dict[int, Content | None]] = [{} for _ in self.bench.tiers]
         self.rotten: set[tuple[int, int]] = set()
         self.requests: list[Request] = []
@@ -611,7 +612,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         check_manager(self.manager)
         snapshot = self.manager.snapshot()
-        assert snapshot.granted <= self.manager._stack.limits.pin_budget
+        assert snapshot.granted <= self.budget
         for event in self.manager.take_events():
             for key in event.keys:
                 listed = self.listed[event.tier]

@@ -1,7 +1,9 @@
 """Invariants of a manager's state between two calls.
 
-The check recounts everything that the manager counts incrementally, so it reads private
-members and takes time in proportion to the slots.
+The check recounts everything that the manager counts incrementally, so it takes time in
+proportion to the slots. It reads private members: the records of jobs, loads and requests that
+it recounts are no part of the manager's interface, and a public view of them would be computed
+from the same counts.
 """
 
 from __future__ import annotations

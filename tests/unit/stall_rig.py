@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
@@ -17,8 +20,8 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_buffers, make_keys, make_payload
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine
-from kvtier.types import Job, JobId, LayoutFingerprint, Outcome, Purpose, TransferResult
+from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine, engine, runner
+from kvtier.types import Job, LayoutFingerprint, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.faulty_io import FaultyIo
 from tests.support.threads import join_threads
@@ -34,7 +37,7 @@ DONE, EXPIRED, FAILED, REFUSED = (
 )
 HANG_S = 60.0
 SOON_S = 0.1
-BACKOFF_S = 3600.0  # until a test says that it is over
+BACKOFF_S = 3600.0  # which a test skips
 
 WAYS = {Purpose.PROMOTE: ("nvme", "ram"), Purpose.STORE: ("ram", "nvme")}
 RUNNING: dict[str, dict[str, str]] = {
@@ -46,6 +49,19 @@ RUNNING: dict[str, dict[str, str]] = {
     "sql COMMIT": {},
 }
 """What a job may hang in, and the options with which it is called."""
+
+
+class Clock:
+    """The time, which a test may move forward."""
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._skipped_s
+
+    def skip(self, seconds: float) -> None:
+        self._skipped_s += seconds
 
 
 class Ram:
@@ -86,6 +102,11 @@ class Rig:
             **options,
         )
         self._pool = IoPool(2, name="kvtier-rig-io")
+        self._clock = Clock()
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for module in (engine, runner):
+            patch.setattr(module, "time", self._clock)
+        self._loop: asyncio.AbstractEventLoop
         self.tier = SlabTier.open(self._options, self._context(), io=self.io)
         self.engine = TransferEngine(
             "rig",
@@ -100,11 +121,17 @@ class Rig:
                 breaker_failures=2,
                 breaker_backoff_s=BACKOFF_S,
             ),
+            openers=[self._use_clock],
             closers=[self.tier.aclose],
         )
         self._ids = itertools.count()
         self._stack = stack
         stack.callback(self._close)
+
+    async def _use_clock(self) -> None:
+        """Let the engine's loop go by the clock, with the deadlines of jobs."""
+        self._loop = asyncio.get_running_loop()
+        vars(self._loop)["time"] = self._clock.monotonic
 
     def _context(self) -> TierContext:
         return TierContext(SLOT, LayoutFingerprint({"model": "m"}), self._pool)
@@ -175,22 +202,22 @@ class Rig:
         result = self.result()
         return result.job_id, list(result.outcomes), result.settled
 
-    def expire(self, job_id: JobId) -> None:
-        """Let the deadline of a job that hangs pass, which has begun however busy all is."""
+    def expire(self) -> None:
+        """Let the deadlines of jobs pass, of which one hangs however busy all is."""
         assert self.io.wait_until_stalled(timeout_s=HANG_S)
-        runner = self.engine._runner
-        self.engine._loop.call_soon_threadsafe(runner._expire, runner._running[job_id])
+        self._clock.skip(HANG_S)
+        self._loop.call_soon_threadsafe(lambda: None)  # the loop looks at the clock
 
-    def end_backoff(self, purpose: Purpose = Purpose.PROMOTE) -> None:
+    def end_backoff(self) -> None:
         """Let the time pass for which a sick disk is left alone."""
-        self.engine._channels[WAYS[purpose]].breaker._closed_again_s = 0.0
+        self._clock.skip(BACKOFF_S)
 
     def out_of_service(self, purpose: Purpose = Purpose.PROMOTE) -> bool:
         return self.engine.statistics()[WAYS[purpose]].out_of_service
 
     def back_in_service(self, slot: int, purpose: Purpose = Purpose.PROMOTE) -> bool:
         """End the back-off, move a chunk, and see that it is whole."""
-        self.end_backoff(purpose)
+        self.end_backoff()
         job = (self.promote if purpose is Purpose.PROMOTE else self.store)(slot)
         return self.settled(job)[job.job_id] == [DONE] and self.holds(slot)
 

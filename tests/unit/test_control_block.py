@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
 import threading
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from typing_extensions import override
 
 from kvtier.memory import ControlBlock
 
@@ -95,28 +99,44 @@ def test_every_rank_is_told_what_will_not_come_and_what_is_about_to_change(
         assert lost == [False, True, False]
 
 
-class Publishing(np.ndarray[Any, np.dtype[np.uint64]]):
-    """Words whose bytes come whole while somebody compares them."""
+@contextlib.contextmanager
+def before_line(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Let ``act`` be called before line ``number`` of :meth:`ControlBlock.arrivals`."""
+    lines = itertools.count()
 
-    shared: np.ndarray[Any, np.dtype[np.uint64]]
+    def on_event(frame: types.FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not ControlBlock.arrivals.__code__:
+            return None
+        if event == "line" and next(lines) == number:
+            act()
+        return on_event
 
-    @override
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **more: Any) -> Any:
-        found = getattr(ufunc, method)(*map(np.asarray, inputs), **more)
-        type(self).shared[:] = 5
-        return found
+    before = sys.gettrace()
+    sys.settrace(on_event)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2], [0, 2]])
 def test_a_chunk_that_arrives_during_a_look_is_not_lost(
-    block: ControlBlock, slots: list[int], monkeypatch: pytest.MonkeyPatch
+    block: ControlBlock, slots: list[int]
 ) -> None:
-    words = block._generation
-    monkeypatch.setattr(Publishing, "shared", words, raising=False)
-    monkeypatch.setattr(block, "_generation", words.view(Publishing))
     generations = [5] * len(slots)
-    assert block.arrivals(0, slots, generations) == ([False] * len(slots), [False] * len(slots))
-    assert block.arrivals(0, slots, generations) == ([True] * len(slots), [False] * len(slots))
+    nowhere = [False] * len(slots)
+    arrived = []
+    for number in itertools.count():
+        block.clear_generations(slots)
+        with before_line(number, lambda: block.publish(slots, generations)):
+            whole, lost = block.arrivals(0, slots, generations)
+        assert lost == nowhere
+        arrived.append(whole)
+        if block.arrivals(0, slots, generations)[0] == nowhere:
+            break  # there is no such line
+    assert arrived[0] == [True] * len(slots)
+    assert arrived[1:] == [nowhere] * len(arrived[1:])
+    assert len(arrived) > 2
 
 
 def test_clearing_the_failed_loads_of_a_slot_clears_them_for_all_ranks(

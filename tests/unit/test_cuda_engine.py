@@ -89,7 +89,7 @@ def test_a_load_ends_while_a_store_waits_for_the_computation_it_follows(
     engine.store(0, plan(3, 0), [GENERATION])
     assert engine.poll() == []
     with pytest.MonkeyPatch.context() as patch:  # submitted before the computation began
-        patch.setattr(engine._copier, "mark", lambda: None)
+        patch.setattr(CudaCopier, "mark", lambda _: None)
         engine.load(1, plan(5, 1), [GENERATION])
     assert engine.wait_any(timeout_s=SOON_S)
     (result,) = engine.poll()

@@ -193,16 +193,16 @@ def test_closing_leaves_the_memory_to_a_copy_that_does_not_end(
         began.set()
         gate.wait(SOON_S)
 
+    close = IoPool.close
     monkeypatch.setattr(BlockCopier, "store", stick)
     monkeypatch.setattr(BlockCopier, "close", lambda _: freed.set())
     store(device, region, 0)
     assert device.poll() == []
     assert began.wait(SOON_S)
     with monkeypatch.context() as patch:
-        patch.setattr(device, "_close_timeout_s", 0.01)
-        patch.setattr(
-            TransferEngine, "close", lambda *_, **__: False
-        )  # waits a second at least
+        # They would wait for a minute.
+        patch.setattr(TransferEngine, "close", lambda *_, **__: False)
+        patch.setattr(IoPool, "close", lambda pool, *, timeout_s: close(pool, timeout_s=0.01))
         device.close()
     assert not freed.is_set()
     assert "their memory is not freed" in caplog.text
@@ -280,11 +280,16 @@ def test_gds_reads_that_do_not_close_leave_no_memory_behind(region: HostRegion) 
         region.slot(0)
 
 
-def test_a_store_after_the_end_fails_alone(device: DeviceEngine, region: HostRegion) -> None:
+def test_a_store_after_the_end_fails_alone(
+    device: DeviceEngine, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ClosedError("its thread died")
+
     control = region.control
     control.issue([0])
     plan = device.plan([1], [1], [0], [0])
-    device._engine.close(timeout_s=SOON_S)
+    monkeypatch.setattr(TransferEngine, "submit", refuse)
     device.store(0, plan, [GENERATION])
     (result,) = device.poll()
     assert (result.job_id, list(result.outcomes)) == (0, [Outcome.FAILED])

@@ -7,9 +7,8 @@ reads fills memory of this process.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +17,7 @@ import pytest
 
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.memory.paged import PagedMemory
-from kvtier.replay import _replay as replay_module
-from kvtier.replay._engine import ReplayEngine
-from kvtier.replay._requests import make_requests
+from kvtier.replay import make_requests, open_engine
 from kvtier.sim.cache import StepModel
 from kvtier.sim.time_model import TierSpeed
 from kvtier.sim.traces import Trace
@@ -91,11 +88,10 @@ def serve(
     """Let a new engine serve requests; it checks every block that it loads."""
     trace = make_trace(chains)
     memory = PagedMemory(layers=4, blocks=97, block_nbytes=CHUNK_NBYTES // PER_CHUNK)
-    with opened(trace, config, memory) as engine:
+    with open_engine(trace, config, CHUNK_NBYTES, memory, MODEL) as engine:
         opened_hook()
         requests = list(make_requests(trace, blocks_per_chunk=PER_CHUNK))
         engine.serve(requests, progress=lambda _: None)
-        engine._check()
         figures = engine.cache.statistics()
         moved = engine.cache.take_transfers().totals()
         return Served(
@@ -107,12 +103,6 @@ def serve(
             shut_out_chunks=figures.tiers[1].shut_out_chunks,
             gds_ranks=figures.gds_ranks,
         )
-
-
-@contextlib.contextmanager
-def opened(trace: Trace, config: KvtierConfig, memory: PagedMemory) -> Iterator[ReplayEngine]:
-    with replay_module._open_engine(trace, config, CHUNK_NBYTES, memory, MODEL) as engine:
-        yield engine
 
 
 CHAINS = [list(range(start, start + 8)) for start in (0, 8, 16)]

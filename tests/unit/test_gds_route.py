@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kvtier.connector.device import DeviceResult
 from kvtier.errors import UnsupportedError
 from kvtier.memory.copiers import open_gds
 from kvtier.memory.slot_layout import RankShare
+from kvtier.transfer import TransferEngine
 from kvtier.types import Outcome
 from tests.unit.gds_rig import BLOCKS, SLOT_NBYTES, GdsRig, open_rig
 from tests.unit.warned import warnings_in
@@ -230,10 +232,27 @@ def test_no_read_begins_after_the_deadline(cpu: GdsRig) -> None:
     assert cpu.region.control.gds_ranks() == 1, "nothing hung"
 
 
-def test_closing_ends_a_load_between_two_reads(cpu: GdsRig) -> None:
+def test_closing_ends_a_load_between_two_reads(
+    cpu: GdsRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, closing = threading.Event(), threading.Event()
+    close = TransferEngine.close
+
+    def close_and_note(engine: TransferEngine, *, timeout_s: float) -> bool:
+        closing.set()
+        return close(engine, timeout_s=timeout_s)
+
+    def wait_for_close() -> None:
+        reading.set()
+        assert closing.wait(30)
+
+    monkeypatch.setattr(TransferEngine, "close", close_and_note)
     cpu.store(range(6), range(6))
-    cpu.files.before = cpu.device._waiting[-1].wait_no_more
-    assert cpu.outcomes(range(6)) == [DONE, DONE, *[EXPIRED] * 4]
+    cpu.files.before = wait_for_close
+    cpu.load(range(6))
+    assert reading.wait(30)
+    cpu.device.close()
+    assert list(cpu.end().outcomes) == [DONE, DONE, *[EXPIRED] * 4]
 
 
 # -- giving up ---------------------------------------------------------------------------------

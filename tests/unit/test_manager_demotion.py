@@ -130,10 +130,22 @@ def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
     (job,) = bench.step()
     bench.finish(job, Outcome.EXPIRED, settled=False)
     assert (bench.ram.available, bench.tiers[1].available) == (3, 7)
-    assert not bench.manager._jobs.late_slots, "its slot in RAM has a chunk that is a hit"
     assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
     bench.finish(job, Outcome.EXPIRED)
     assert (bench.ram.available, bench.tiers[1].available) == (4, 8)
+
+
+def test_a_late_demotion_takes_nothing_of_the_pin_budget() -> None:
+    """Its slot in RAM has a chunk that is a hit."""
+    bench = Workbench(4, 8)
+    bench.manager.recover(1, zip(prefix(4)[1:], range(3), strict=True))
+    bench.store(prefix(1))
+    (job,) = bench.step()
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    assert bench.look(prefix(4)) is None
+    (promotion,) = bench.step()
+    assert promotion.keys == prefix(4)[1:]
+    assert bench.manager.snapshot().granted == 4
 
 
 def test_no_more_chunks_are_on_their_way_than_the_queue_takes() -> None:

@@ -302,9 +302,11 @@ def test_a_request_that_finds_all_in_ram_is_granted_nothing() -> None:
 
 def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
     bench = warmed(4, 8)
-    other = asked(bench, 1, "a")
+    bench.look(prefix(1), "a")
+    bench.look(prefix(3)[2:], "b")
+    other, bad = bench.step()
     assert bench.look(prefix(3)) is None
-    bench.manager._stack.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
+    bench.finish(bad, Outcome.CORRUPT)
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     bench.finish(other)

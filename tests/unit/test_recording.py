@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,13 +64,13 @@ def test_requests_go_on_in_new_files_and_the_oldest_are_removed(tmp_path: Path) 
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A writing thread that waits before its first record until the event is set."""
     event = threading.Event()
-    real = Recorder._write
+    real = NumberedFiles.write
 
-    def write(self: Recorder, record: Any) -> None:
+    def write(files: NumberedFiles, line: bytes) -> None:
         assert event.wait(timeout=10)
-        real(self, record)
+        real(files, line)
 
-    monkeypatch.setattr(Recorder, "_write", write)
+    monkeypatch.setattr(NumberedFiles, "write", write)
     yield event
     event.set()
 
@@ -129,15 +131,14 @@ def test_two_engines_that_begin_a_file_at_once_get_one_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, other = (NumberedFiles(tmp_path, "requests", keep=2) for _ in range(2))
-    numbers = NumberedFiles._numbers
+    make = os.open
 
-    def look_while_the_other_begins(files: NumberedFiles) -> list[int]:
-        found = numbers(files)
+    def make_after_the_other(path: Path, flags: int, mode: int) -> int:
         monkeypatch.undo()
         other.begin()
-        return found
+        return make(path, flags, mode)
 
-    monkeypatch.setattr(NumberedFiles, "_numbers", look_while_the_other_begins)
+    monkeypatch.setattr(os, "open", make_after_the_other)
     mine.begin()
     assert len(lengths(tmp_path, "requests")) == 2
     mine.close()
@@ -154,17 +155,20 @@ def test_closing_waits_for_a_disk_that_hangs_no_longer_than_it_may_and_says_so(
     writer.request(RequestRecord(0.0, keys(1), 0, 16))
     now_s = 0.0
     waited_s: list[float] = []
-    put_at_once = writer._waiting.put
+    put_at_once = queue.Queue.put
 
-    def put(record: Any, timeout: float) -> None:
+    def put(own: queue.Queue[Any], record: Any, timeout: float) -> None:
         nonlocal now_s
         now_s += 6.0
-        put_at_once(record, timeout=timeout)
+        put_at_once(own, record, timeout=timeout)
+
+    def join(_: threading.Thread, timeout: float) -> None:
+        waited_s.append(timeout)
 
     with monkeypatch.context() as patch:
         patch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-        patch.setattr(writer._waiting, "put", put)
-        patch.setattr(writer._thread, "join", waited_s.append)
+        patch.setattr(queue.Queue, "put", put)
+        patch.setattr(threading.Thread, "join", join)
         writer.close(timeout_s=8.0)
     assert waited_s == [2.0]
     assert caplog.text.count("the recording is incomplete") == 1
@@ -204,7 +208,8 @@ def test_a_request_that_never_ends_holds_up_a_bounded_number() -> None:
         log.arrived(str(number), float(number))
         log.started(str(number), keys(number))
         log.ended(str(number), keys(number))
-        assert len(log._open) + len(log._over) <= 10
+        arrived = number + 2  # with the endless one
+        assert arrived - len(written) <= 10
     log.close()
     assert [record.prompt for record in written] == [tuple(keys(at)) for at in range(50)]
 

@@ -73,8 +73,12 @@ class InstantService(CacheService):
 
     def settle(self) -> None:
         """Let all jobs end."""
-        assert self._engine._results.wait_all(timeout_s=PATIENCE_S)
-        self._settled += sorted(self._poll(), key=lambda result: result.job_id)
+        results: list[TransferResult] = []
+        while not self._engine.idle:
+            assert self._engine.wait_any(timeout_s=PATIENCE_S)
+            results += self._poll()
+        results += self._poll()
+        self._settled += sorted(results, key=lambda result: result.job_id)
 
     def _take_settled(self) -> list[TransferResult]:
         settled = list(self._settled)
@@ -99,7 +103,7 @@ class Machine:
             ("CacheService", InstantService),
         ):
             monkeypatch.setattr(replay_module, name, self.noted(kind))
-        monkeypatch.setattr(replay_module, "_measure_copies", lambda *_: AT_ONCE)
+        monkeypatch.setattr(replay_module, "measure_copies", lambda *_: AT_ONCE)
         for module in (replay_module, cache_module):
             monkeypatch.setattr(module, "wait_quantiles", self.note_waits)
 

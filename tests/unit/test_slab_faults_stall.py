@@ -140,7 +140,7 @@ def test_a_probe_that_hangs_as_well_opens_the_breaker_again(rig: Rig) -> None:
     assert rig.out_of_service()
     rig.end_backoff()
     probe = rig.promote(0)
-    rig.expire(probe.job_id)
+    rig.expire()
     assert rig.next_result() == (probe.job_id, [EXPIRED], False)
     assert rig.out_of_service()
     gate.set()

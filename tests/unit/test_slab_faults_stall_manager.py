@@ -12,7 +12,7 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.testing.tier_harness import make_payload
-from kvtier.types import JobId, Outcome, Purpose
+from kvtier.types import Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix
 from tests.unit.stall_rig import CAPACITY, DONE, EXPIRED, HANG_S, RUNNING, SLOT, SOON_S, Rig
@@ -48,11 +48,10 @@ class Cache:
             self.rig.ram.slot(slot)[:] = make_payload(key, SLOT)
         self.rig.control.set_generation(0, plan.slots, plan.generation)
 
-    def run(self) -> JobId:
+    def run(self) -> None:
         """End a step and let the engine run what it planned."""
         (job,) = self.bench.step()
         self.rig.engine.submit(job)
-        return job.job_id
 
     def apply(self) -> tuple[list[Outcome], bool]:
         """Tell the manager the next result, and check the books."""
@@ -68,7 +67,8 @@ class Cache:
             assert self.bench.look(FIRST, "reader") is None
         else:
             self.store(THIRD)
-        self.rig.expire(self.run())
+        self.run()
+        self.rig.expire()
         assert self.apply() == ([EXPIRED] * RAM_SLOTS, False)
         return gate
 

@@ -61,6 +61,19 @@ class Recorder(IndexDatabase):
         self.changes.append(change)
 
 
+class NotingIo(BlockIo):
+    """Notes the connections that it opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: list[sqlite3.Connection] = []
+
+    @override
+    def connect(self, path: Path) -> sqlite3.Connection:
+        self.connections.append(super().connect(path))
+        return self.connections[-1]
+
+
 class TestLoading:
     @pytest.mark.parametrize(
         "keys",
@@ -86,17 +99,20 @@ class TestLoading:
         assert stored.key_marks.tolist() == mark_keys(keys).tolist()
 
     def test_rows_beyond_are_dropped_however_many_there_are(
-        self, database: IndexDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(index, "_SLOTS_PER_STEP", 4)
+        io = NotingIo()
+        database = IndexDatabase.open(tmp_path / "index.sqlite", io, durability="process")
         # What SQLite makes of a million keys at once is longer than it can hold; so is this.
-        database._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
+        io.connections[-1].setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
         rows = rows_of(range(30))
         database.apply(Change(rows=rows))
         assert len(load_rows(database, 3).keys) == 3
         dropped = [row[1] for slot, row in sorted(rows.items()) if slot >= 3 and row]
         (marks,) = log_in(tmp_path)
         assert marks.tolist() == mark_keys(dropped).tolist()
+        database.close()
 
 
 class TestVersions:

@@ -22,6 +22,7 @@ from kvtier.transfer import EngineLimits, FromTier, TransferEngine
 from kvtier.transfer.device import DeviceLoadRoute, LoadPayload
 from kvtier.types import Job, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
+from tests.support.threads import loop_of
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 OVERWRITTEN = Outcome.OVERWRITTEN
@@ -448,7 +449,7 @@ def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, Fak
     try:
         yield engine, slot_status
     finally:
-        engine._loop.call_soon_threadsafe(disk.gate.set)
+        loop_of(engine).call_soon_threadsafe(disk.gate.set)
         assert engine.close(timeout_s=SOON_S)
 
 

@@ -112,6 +112,10 @@ def test_each_kind_of_damage_is_named(
     assert caught.value.invariant == invariant
 
 
+# No call of the manager leaves its grants inconsistent, so the next two tests damage the
+# private state that the checker recounts.
+
+
 def test_a_waiting_request_without_a_waiter_is_found() -> None:
     bench = busy()
     bench.manager._grants._waiters.clear()

@@ -18,7 +18,7 @@ from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import Job, LayoutFingerprint
 from tests.support.memory_tier import MemoryTier
-from tests.support.threads import join_threads
+from tests.support.threads import join_threads, loop_of
 from tests.support.workbench import prefix
 from tests.unit.regions import open_regions
 
@@ -122,7 +122,7 @@ def test_after_the_engines_thread_died_what_only_slower_tiers_have_is_a_miss(
     def die() -> Any:
         raise SystemExit("a test")
 
-    world.engine._loop.call_soon_threadsafe(die)
+    loop_of(world.engine).call_soon_threadsafe(die)
     join_threads("kvtier-storage")
     assert world.lookup("c", old) == 0
     assert world.lookup("d", new) == 16 * len(new)

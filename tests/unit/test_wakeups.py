@@ -79,18 +79,17 @@ def test_the_function_sees_all_that_threads_did_before_they_woke_the_loop() -> N
         thread.join()
 
 
-def ended() -> tuple[LoopWaker, int]:
-    """Return a waker whose loop has ended, and its file descriptor."""
+def ended() -> LoopWaker:
+    """Return a waker whose loop has ended."""
     end = asyncio.Event()
     waker = LoopWaker(end.set)
     waker.wake()
     run(waker, end, began=nothing)
-    return waker, waker._event
+    return waker
 
 
 def test_a_wake_up_after_the_loop_has_ended_does_nothing() -> None:
-    waker, _ = ended()
-    waker.wake()
+    ended().wake()
 
 
 def test_a_loop_without_a_free_descriptor_is_not_attached(
@@ -109,8 +108,19 @@ def test_a_loop_without_a_free_descriptor_is_not_attached(
     run(waker, end, began=nothing)
 
 
-def test_the_descriptor_is_open_as_long_as_the_object_exists() -> None:
-    waker, event = ended()
+def test_the_descriptor_is_open_as_long_as_the_object_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[int] = []
+    eventfd = os.eventfd
+
+    def note(*args: int) -> int:
+        opened.append(eventfd(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "eventfd", note)
+    waker = ended()
+    (event,) = opened
     os.fstat(event)
     del waker
     gc.collect()

@@ -52,7 +52,7 @@ from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint, Purpose, QuestionPart
 
-__all__ = ["main"]
+__all__ = ["LogToEngine", "Server", "end_with", "main", "send_recovered", "until_closed"]
 
 logger = get_logger("kvtier.tiers.hosted.host")  # __name__ is __main__ here
 
@@ -78,8 +78,13 @@ _FIELDS: Final = (
 Send = Callable[[Frame], None]
 
 
-class _LogToEngine(logging.Handler):
-    """Sends log records to the engine, which logs them."""
+class LogToEngine(logging.Handler):
+    """Sends log records to the engine, which logs them.
+
+    Args:
+        loop: The loop on which frames are sent.
+        send: Sends a frame to the engine.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
         super().__init__()
@@ -100,8 +105,14 @@ class _LogToEngine(logging.Handler):
             self._loop.call_soon_threadsafe(self._send, frame)
 
 
-class _Server:
-    """Answers the frames about one open tier."""
+class Server:
+    """Answers the frames about one open tier.
+
+    Args:
+        tier: The tier.
+        memory: The memory shared with the engine.
+        send: Sends a frame to the engine.
+    """
 
     def __init__(self, tier: StorageTier, memory: memoryview, send: Send) -> None:
         self._tier = tier
@@ -181,7 +192,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
             writer.write(frame.encode())
 
     _log_to_engine(send)
-    _end_with(engine_pid, writer.transport)
+    end_with(engine_pid, writer.transport)
     frames = _frames(reader)
     opening = await anext(frames, None)
     if opening is None:
@@ -196,14 +207,14 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         await writer.drain()
         return
     with contextlib.suppress(ConnectionError):  # an engine that ended is noticed below
-        await _send_recovered(tier, writer)
+        await send_recovered(tier, writer)
     opened = {
         "capacity_slots": tier.capacity_slots,
         "is_local": tier.is_local,
         "retained": list(tier.retained().items()),
     }
     send(Frame({"op": "opened", **opened, **_slot_file(tier)}))
-    closing = await _until_closed(frames, _Server(tier, memory, send))
+    closing = await until_closed(frames, Server(tier, memory, send))
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
     if not pool.close(timeout_s=_CLOSE_TIMEOUT_S):
         logger.warning("tier %s: I/O calls did not end in %.0f s", tier.name, _CLOSE_TIMEOUT_S)
@@ -255,12 +266,12 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int, memory: memoryview) -> 
 
 def _log_to_engine(send: Send) -> None:
     log = logging.getLogger(f"{ENGINE}.kvtier")
-    log.addHandler(_LogToEngine(asyncio.get_running_loop(), send))
+    log.addHandler(LogToEngine(asyncio.get_running_loop(), send))
     log.setLevel(logging.INFO)
     log.propagate = False
 
 
-def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
+def end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
     """Close ``transport`` when the engine dies, even if another process holds the socket.
 
     The stream is ended only through the transport: data that arrives after the end is an error.
@@ -298,7 +309,8 @@ def _slot_file(tier: StorageTier) -> dict[str, Any]:
     return {} if file is None else {"slot_file": list(file)}
 
 
-async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
+async def send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
+    """Send the recovered chunks of ``tier`` and their part hashes to the engine."""
     chunks = 0
     if isinstance(tier, PartHashKeeper):
         kept = tier.recovered_part_hashes()
@@ -336,7 +348,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
                 yield frame
 
 
-async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame | None:
+async def until_closed(frames: AsyncIterator[Frame], server: Server) -> Frame | None:
     """Serve until the engine sends a close frame or ends; return the close frame, else None."""
     try:
         async for frame in frames:

@@ -23,7 +23,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
 from kvtier.types import SharedMemory, SlotFileId
 
-__all__ = ["HostProcess", "Opened", "aend", "relog", "shared_memory"]
+__all__ = ["HostProcess", "Opened", "aend", "relog", "run_host", "shared_memory"]
 
 _OPEN_TIMEOUT_S: Final = 600.0
 _EXIT_TIMEOUT_S: Final = 5.0
@@ -136,12 +136,12 @@ class HostProcess:
             here, there = socket.socketpair()
             stack.enter_context(here)
             with there:
-                process = _run_host(there.fileno(), memory.descriptor)
+                process = run_host(there.fileno(), memory.descriptor)
             stack.pop_all()
         return cls(process, here, FrameParser())
 
 
-def _run_host(*descriptors: int) -> subprocess.Popen[bytes]:
+def run_host(*descriptors: int) -> subprocess.Popen[bytes]:
     """Start a host that inherits the descriptors of the socket and of the memory."""
     arguments = [*map(str, descriptors), str(os.getpid())]
     # Without -P, modules in the working directory would shadow installed ones.

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import Arena, TierHarness
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.hosted import HostedTier
+from kvtier.tiers.hosted import HostedTier, process
 from kvtier.types import LayoutFingerprint
 from tests.unit.hosted_tier.hosting import CAPACITY, SLOT
 
@@ -51,8 +51,28 @@ def options(tmp_path: Path) -> NvmeTierConfig:
 
 
 @pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> list[process.HostProcess]:
+    """The hosts that were started, oldest first."""
+    started: list[process.HostProcess] = []
+    start = process.HostProcess.start
+
+    def start_and_note(
+        options: TierConfig, context: TierContext
+    ) -> tuple[process.HostProcess, process.Opened]:
+        found = start(options, context)
+        started.append(found[0])
+        return found
+
+    monkeypatch.setattr(process.HostProcess, "start", start_and_note)
+    return started
+
+
+@pytest.fixture
 async def harness(
-    options: NvmeTierConfig, context: TierContext, arena: Arena
+    options: NvmeTierConfig,
+    context: TierContext,
+    arena: Arena,
+    hosts: list[process.HostProcess],
 ) -> AsyncIterator[TierHarness[HostedTier]]:
     harness = TierHarness(lambda: HostedTier.open(options, context), context.pool, arena)
     await harness.open()

@@ -60,29 +60,30 @@ async def test_a_host_that_is_killed_while_it_closes_loses_nothing_that_was_comm
 
 
 async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
-    options: NvmeTierConfig, context: TierContext
+    options: NvmeTierConfig, context: TierContext, hosts: list[process.HostProcess]
 ) -> None:
     pool = IoPool(1, name="kvtier-own")
     tier = await opened(options, replace(context, pool=pool))
     await tier.aopen()
     assert await context.pool.run(lambda: pool.close(timeout_s=10), priority=0)
     await tier.aclose()
-    assert tier._host is not None
-    assert tier._host.process.returncode == 0
+    assert [host.process.returncode for host in hosts] == [0]
 
 
 async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
-    harness: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness[HostedTier],
+    hosts: list[process.HostProcess],
+    pool: IoPool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.01)
     await asyncio.wait_for(harness.tier.aclose(), 10)
-    held = harness.tier._host
-    assert held is not None
+    (held,) = hosts
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
 async def test_a_close_that_is_cancelled_is_finished_by_the_next(
-    options: NvmeTierConfig, context: TierContext
+    options: NvmeTierConfig, context: TierContext, hosts: list[process.HostProcess]
 ) -> None:
     tier = await opened(options, context)
     closing = asyncio.ensure_future(tier.aclose())
@@ -91,8 +92,7 @@ async def test_a_close_that_is_cancelled_is_finished_by_the_next(
     with pytest.raises(asyncio.CancelledError):
         await closing
     await tier.aclose()
-    assert tier._host is not None
-    assert tier._host.process.returncode == 0
+    assert [host.process.returncode for host in hosts] == [0]
 
 
 def test_slots_can_be_forgotten_and_used_after_the_loop_was_closed(

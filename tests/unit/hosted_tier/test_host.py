@@ -23,7 +23,7 @@ from kvtier.errors import CapacityError
 from kvtier.testing.tier_harness import TierHarness, make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.tiers.hosted import HostedTier, client, connection, host
-from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes
+from kvtier.tiers.hosted.frames import Batch, Frame, FrameParser, decode_outcomes
 from kvtier.types import Outcome, Purpose
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
 from tests.unit.mappings import flags_of_mappings
@@ -142,13 +142,13 @@ def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
     return Frame({**header, "op": "no such thing"})
 
 
-def understand_nothing(own: connection.Connection, frame: Frame) -> None:
-    raise TypeError(f"{own} does not understand {frame}")
+def understand_nothing(parser: FrameParser, data: bytes) -> None:
+    raise TypeError(f"{parser} does not understand {data!r}")
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "misunderstand"),
-    [(Batch, "frame", send_nonsense), (connection.Connection, "_take", understand_nothing)],
+    [(Batch, "frame", send_nonsense), (FrameParser, "feed", understand_nothing)],
     ids=["the host does not understand", "the engine does not understand"],
 )
 async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
@@ -188,7 +188,7 @@ async def test_where_processes_cannot_be_watched_a_host_looks_whether_its_engine
     there, here = socket.socketpair()
     with there:
         reader, writer = await asyncio.open_unix_connection(sock=here)
-        host._end_with(4711, writer.transport)
+        host.end_with(4711, writer.transport)
         assert not writer.is_closing()
         assert await asyncio.wait_for(reader.read(), 10) == b""
     assert not parents
@@ -200,7 +200,7 @@ async def test_an_engine_that_died_before_its_host_looked_is_one_that_died() -> 
     there, here = socket.socketpair()
     with there:
         reader, writer = await asyncio.open_unix_connection(sock=here)
-        host._end_with(died.pid, writer.transport)
+        host.end_with(died.pid, writer.transport)
         assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
@@ -212,7 +212,7 @@ async def test_the_last_bytes_of_a_dying_engine_are_no_error_of_its_host() -> No
     there, here = socket.socketpair()
     with there, subprocess.Popen(["sleep", "60"]) as engine:  # noqa: ASYNC220 - it waits below
         reader, writer = await asyncio.open_unix_connection(sock=here)
-        host._end_with(engine.pid, writer.transport)
+        host.end_with(engine.pid, writer.transport)
         await asyncio.sleep(0)
         engine.kill()
         engine.wait()  # both are there when the loop looks next, the death first
@@ -268,7 +268,7 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
 ) -> None:
     sent: list[Frame] = []
     tier = cast("StorageTier", Brief(outcomes))
-    server = host._Server(tier, memoryview(bytearray(2 * SLOT)), sent.append)
+    server = host.Server(tier, memoryview(bytearray(2 * SLOT)), sent.append)
     batch = Batch(make_keys([1, 2]), np.array([0, 1]), np.array([0, SLOT]))
     server.take(batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)}))
     await server.drain()
@@ -293,7 +293,7 @@ class Cancelled(Brief):
 async def test_a_read_that_is_cancelled_inside_the_tier_is_answered_with_an_error() -> None:
     sent: list[Frame] = []
     tier = cast("StorageTier", Cancelled([DONE]))
-    server = host._Server(tier, memoryview(bytearray(SLOT)), sent.append)
+    server = host.Server(tier, memoryview(bytearray(SLOT)), sent.append)
     batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
     server.take(batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)}))
     await server.drain()
@@ -319,13 +319,13 @@ async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_clos
     """Its threads use files that are closed then, and a store that is the next engine's."""
     sent: list[Frame] = []
     tier = Held([DONE])
-    server = host._Server(cast("StorageTier", tier), memoryview(bytearray(SLOT)), sent.append)
+    server = host.Server(cast("StorageTier", tier), memoryview(bytearray(SLOT)), sent.append)
 
     async def frames() -> AsyncIterator[Frame]:
         batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
         yield batch.frame({"op": "read", "call": 7, "purpose": int(Purpose.LOAD)})
 
-    ending = asyncio.create_task(host._until_closed(frames(), server))
+    ending = asyncio.create_task(host.until_closed(frames(), server))
     for _ in range(4):
         await asyncio.sleep(0)
     assert not ending.done()

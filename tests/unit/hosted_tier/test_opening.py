@@ -164,7 +164,7 @@ async def test_the_host_cleans_its_heap_only_of_what_many_chunks_left_there(
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     engine = CountingWriter()
-    await host._send_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
+    await host.send_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
     assert (engine.frames, len(collected)) == (frames, cleanings)
 
 
@@ -245,7 +245,7 @@ async def test_a_message_that_cannot_be_formatted_is_shown_and_ends_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sent: list[Frame] = []
-    handler = host._LogToEngine(asyncio.get_running_loop(), sent.append)
+    handler = host.LogToEngine(asyncio.get_running_loop(), sent.append)
     wrong = logging.LogRecord("a", logging.INFO, "here.py", 1, "%d", ("no number",), None)
     right = logging.LogRecord("a", logging.INFO, "here.py", 1, "%d", (7,), None)
     handler.handle(wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from kvtier.errors import ClosedError
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import Route
 from kvtier.transfer import engine as engine_module
+from kvtier.transfer.jobs import JobResults
 from kvtier.types import Job, Outcome
-from tests.support.threads import join_threads
+from tests.support.threads import join_threads, loop_of
 from tests.unit.transfer_engine.scripted import (
     DOWN,
     UP,
@@ -76,13 +78,15 @@ def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
 ) -> None:
     engine = make_engine()
     turns = itertools.count()
-    admit = engine._runner._admit
+    select = selectors.DefaultSelector.select
 
-    def counted() -> None:
+    def counted(
+        selector: selectors.DefaultSelector, timeout_s: float | None = None
+    ) -> list[tuple[selectors.SelectorKey, int]]:
         next(turns)
-        admit()
+        return select(selector, timeout_s)
 
-    monkeypatch.setattr(engine._runner, "_admit", counted)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", counted)
     stuck, waiting = job(), job()
     gate = route.hold(stuck)
     engine.submit(stuck)
@@ -106,21 +110,19 @@ def test_closing_takes_no_longer_than_it_may_and_keeps_some_of_that_for_the_tier
     now_s = 0.0
     waited_s: list[float] = []
 
-    def wait(timeout_s: float) -> None:
+    def wait(_: object, timeout_s: float) -> bool:
         nonlocal now_s
         now_s += timeout_s
         waited_s.append(timeout_s)
-
-    def wait_for(predicate: Callable[[], bool], timeout: float) -> bool:
-        wait(timeout)
-        return predicate()
+        return False
 
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-        patch.setattr(engine._results.changed, "wait_for", wait_for)
-        patch.setattr(engine._thread, "join", wait)
+        patch.setattr(JobResults, "wait_all", lambda own, *, timeout_s: wait(own, timeout_s))
+        patch.setattr(threading.Thread, "join", wait)
         assert not engine.close(timeout_s=8)
-    assert waited_s == [6, 2]
+    assert sum(waited_s) == 8
+    assert waited_s[-1] >= 1, "what is left for the tiers"
 
 
 class Odd(Route):
@@ -220,6 +222,17 @@ def test_an_engine_does_not_wait_for_ever_until_its_tiers_are_ready(
 def test_a_thread_that_dies_answers_every_job(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dying, submitted = threading.Event(), threading.Event()
+    run = asyncio.run
+
+    def run_and_wait(main: Coroutine[Any, Any, None]) -> None:
+        try:
+            run(main)
+        finally:
+            dying.set()
+            assert submitted.wait(10)
+
+    monkeypatch.setattr(asyncio, "run", run_and_wait)
     engine = make_engine()
 
     async def act() -> None:
@@ -228,9 +241,11 @@ def test_a_thread_that_dies_answers_every_job(
     def die() -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr(engine._runner, "_admit", die)
+    loop_of(engine).call_soon_threadsafe(die)
+    assert dying.wait(10)
     jobs = [job(), job()]
     engine.submit(*jobs)
+    submitted.set()
     assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.FAILED], True) for each in jobs}
     with pytest.raises(ClosedError):
         engine.submit(job())
