@@ -28,6 +28,7 @@ from kvtier.policies import ChunkCopy
 __all__ = [
     "CopyList",
     "by_group",
+    "link",
     "nearest_to_root",
     "prompt_order",
     "split_prompts",
@@ -134,6 +135,21 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
     groups = Counter(map(group_part, keys))
     ends = [at / chunks for chunks in groups.values() for at in range(1, chunks + 1)]
     return sorted(sorted(range(len(keys)), key=ends.__getitem__)[:count])
+
+
+def link(copies: Sequence[ChunkCopy]) -> None:
+    """Set parent and depth of copies of an earlier engine, which have neither yet.
+
+    Policies then keep the chunks of a prompt together. If a chunk is missing between two
+    copies, the depths are too small by one from there on.
+
+    Args:
+        copies: Copies of one prompt: sorted by group, and within a group from root to leaf.
+    """
+    for before, copy in pairwise(copies):
+        if copy.parent is None and group_part(copy.key) == group_part(before.key):
+            copy.parent = before.key
+            copy.depth = before.depth + 1
 
 
 def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:

@@ -30,6 +30,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvtier.keys import ChunkKey, is_single_group
+from kvtier.manager.copies import link
 from kvtier.manager.cost_model import LoadChoice
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.storage_jobs import JobRecord, StorageJobs
@@ -377,6 +378,7 @@ class Promoter:
         """
         stack, ram = self._stack, self._ram
         ram.counters.misses += len(sources)
+        link(sources)
         jobs = []
         for index in dict.fromkeys(tiers):
             tier = stack.tiers[index]

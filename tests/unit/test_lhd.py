@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,21 @@ def test_a_tier_of_less_than_half_a_prompt_evicts_like_lru() -> None:
     rivalry = Rivalry(10)
     rivalry.record(1, 21, 10)
     assert rivalry.follows_lru
+
+
+def test_chunks_of_an_earlier_engine_need_no_prompt_each() -> None:
+    count = 16_000
+    policy, ctx = Lhd(count), PolicyContext()
+    copies = [ChunkCopy(make_key(number.to_bytes(4), 0), number) for number in range(count)]
+    tracemalloc.start()
+    try:
+        policy.on_insert_many(copies, ctx)
+        nbytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert nbytes < 100 * count
+    victims = policy.pick_many(count, is_evictable, ctx)
+    assert victims == copies, "in the order in which they were recovered"
 
 
 @pytest.mark.untraced

@@ -404,6 +404,16 @@ def test_of_several_groups_no_useless_chunk_is_promoted() -> None:
         assert bench.manager.snapshot().granted == 0
 
 
+def test_promoted_chunks_of_an_earlier_engine_get_parents_and_depths() -> None:
+    keys = prefix(3)
+    bench = warmed(BELOW, BELOW, limits=limits())
+    bench.finish(asked(bench, 3))
+    for tier in bench.tiers:
+        copies = [tier.copies[key] for key in keys]
+        assert [copy.parent for copy in copies] == [None, *keys[:2]]
+        assert [copy.depth for copy in copies] == [0, 1, 2]
+
+
 def test_a_stuck_read_does_not_delay_other_requests() -> None:
     bench = warmed(8, 16, prompts=2, limits=limits())
     bench.finish(asked(bench, 2, "stuck"), Outcome.EXPIRED, settled=False)

@@ -80,6 +80,9 @@ _SLACK: Final = 8
 """Number of stale entries that a run may always have."""
 _MOST_OPEN: Final = 1024
 """Largest number of prompts that may go on, about as many as an engine runs at a time."""
+_MOST_UNLINKED: Final = 64
+"""Largest number of chunks of an earlier engine that are kept like a prompt. Their parents are
+unknown until a request uses them; a prompt for each would cost time and memory."""
 _run_of = operator.attrgetter("policy")
 
 
@@ -320,6 +323,8 @@ class Lhd(Eviction):
             tails, end = 0, prompt.end - 1
             while tails < len(copies) and copies[tails].depth == end:
                 tails += 1
+            if tails > 1 and copies[0].parent is None:  # chunks of an earlier engine
+                tails = 0
             self._place(copies[:tails], TAIL, source)
             self._place(copies[tails:], NEW_KINDS[prompt.end.bit_length()], source)
 
@@ -490,7 +495,11 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
     begin = 0
     if copies[0].depth - copies[-1].depth != len(copies) - 1:
         for at, (before, copy) in enumerate(pairwise(copies), start=1):
-            if copy.depth >= before.depth and _hash(copy.key) != _hash(before.key):
+            if copy.parent is before.parent is None:
+                is_other = at - begin == _MOST_UNLINKED
+            else:
+                is_other = copy.depth >= before.depth and _hash(copy.key) != _hash(before.key)
+            if is_other:
                 yield copies[begin:at]
                 begin = at
     yield copies[begin:]
