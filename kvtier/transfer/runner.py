@@ -118,11 +118,14 @@ class Runner:
         Args:
             started: Called when jobs can run.
         """
-        async with asyncio.TaskGroup() as self._tasks:
-            started()
-            while not (self._closing and not self._running):
-                await self._changed.wait()
-                self._changed.clear()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                started()
+                while not (self._closing and not self._running):
+                    await self._changed.wait()
+                    self._changed.clear()
+        finally:
+            self._closing = True  # callbacks of a dying loop must not start jobs
 
     async def exclusively_each(self, actions: Mapping[str, Action]) -> None:
         """Await each action while no job uses the action's tier.

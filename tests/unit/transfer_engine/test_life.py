@@ -256,3 +256,31 @@ def test_a_thread_that_dies_answers_every_job(
     engine.cancel(jobs[0].job_id)
     join_threads("kvtier-test")
     assert engine.close(timeout_s=10)
+
+
+def test_a_job_submitted_while_the_loop_ends_is_settled() -> None:
+    engine, work = engine_of(Scripted()), job()
+    ready, submitted = threading.Event(), threading.Event()
+
+    async def submit_at_the_end() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        ready.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.wait(others)
+            engine.submit(work)
+            submitted.set()
+            await asyncio.sleep(0)  # the loop handles the submission
+
+    def die() -> None:
+        raise SystemExit(3)
+
+    loop = loop_of(engine)
+    asyncio.run_coroutine_threadsafe(submit_at_the_end(), loop)
+    assert ready.wait(10)
+    loop.call_soon_threadsafe(die)
+    assert submitted.wait(10)
+    assert wait_for(engine, work) == {work.job_id: ([Outcome.CANCELLED], True)}
+    join_threads("kvtier-test")
+    assert engine.close(timeout_s=10)
