@@ -330,7 +330,7 @@ class ConnectorScheduler:
         self._cache.end_request(tracked)
 
     def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Return whether a load in flight has any chunk of the next ``tokens`` tokens."""
+        """Return whether a load in flight includes a chunk of the next ``tokens`` tokens."""
         local, end = tracked.local_tokens, tracked.local_tokens + tokens
         return any(
             not self._loading.isdisjoint(

@@ -329,7 +329,7 @@ class CacheService:
 
     @property
     def is_active(self) -> bool:
-        """Whether another step is certain, because a request runs or work is pending.
+        """Whether the engine will run another step, because a request runs or work is pending.
 
         Waiting events do not count, because the engine takes them in this step, after the
         figures.
@@ -375,7 +375,7 @@ class CacheService:
         )
 
     def report_error(self, where: str, error: Exception) -> None:
-        """Count an unexpected error in the call ``where``; log the first error of each type."""
+        """Count an unexpected error in the call ``where``; log the first of each kind."""
         self._internal_errors += 1
         kind = where, type(error)
         if kind not in self._logged_errors:

@@ -1,4 +1,4 @@
-"""Opens object stores by URL, through obstore: S3, Google Cloud Storage, Azure, a directory.
+"""Opens an object store by URL, with obstore: S3, Google Cloud Storage, Azure or a directory.
 
 Credentials come from the environment, by the rules of each provider. obstore is an optional
 extra, so it is imported when a store is opened.

@@ -1,4 +1,4 @@
-"""A storage tier in two files, as a complete example.
+"""A complete example of a storage tier, which keeps its data in two files.
 
 ``slots`` holds the payloads. ``table`` has a row for each slot and is mapped into memory, so
 that :meth:`FileTier.forget` and :meth:`FileTier.touch` do not block and survive SIGKILL. A

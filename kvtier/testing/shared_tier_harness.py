@@ -136,7 +136,7 @@ class SharedTierHarness:
 
 
 class RecordingTier(SharedTier):
-    """Records the keys that are put into another shared tier, which it owns.
+    """Wraps a shared tier, which it owns, and records the keys of ``add`` and ``put``.
 
     Attributes:
         puts: The keys that were added or put, in the order of the calls.

@@ -312,7 +312,7 @@ def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vL
 
 
 def _settings(value: object) -> Iterator[tuple[str, object]]:
-    """Yield every name and scalar value in a plain configuration."""
+    """Yield the name and value of each scalar setting in a nested configuration."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from [(name, inner)] if not isinstance(inner, dict | list) else ()

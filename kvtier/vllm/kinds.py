@@ -102,7 +102,7 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
 
 
 def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
-    """Refuse layers with rows of several tokens if a hit could end inside a row.
+    """Refuse a model if a hit could end inside a KV row that holds several tokens.
 
     vLLM keeps the tokens of an unfinished row in a buffer that kvtier does not store.
     """

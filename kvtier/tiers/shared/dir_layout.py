@@ -100,7 +100,7 @@ class DirLayout:
 
     @property
     def folder_nbytes(self) -> int:
-        """Largest number of bytes of the files in each folder."""
+        """The capacity of each folder in bytes."""
         return self._options.capacity_bytes // self._folders
 
     @property

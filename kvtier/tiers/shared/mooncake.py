@@ -218,7 +218,7 @@ def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
 
 
 def _proofs_in(arena: memoryview, part: _Part) -> list[memoryview]:
-    """Return the memory of each proof of ``part`` in ``arena``."""
+    """Split the start of ``arena`` into one proof buffer for each key of ``part``."""
     return [arena[at * PROOF_NBYTES : (at + 1) * PROOF_NBYTES] for at in range(len(part.keys))]
 
 
