@@ -1,4 +1,4 @@
-"""Memory and compression that the threads of an export, an import or a merge share.
+"""Buffers and compression for the threads of an export, an import or a merge.
 
 All three commands work part by part. A part has at most 16 MiB of slots, or one larger slot.
 Few parts are in memory at a time, so an archive of any size needs bounded memory.
@@ -64,7 +64,7 @@ class BufferPool:
 
 
 def slots_per_part(slot_nbytes: int) -> int:
-    """Return the largest number of slots of a part."""
+    """Return the largest number of slots that a part may have."""
     return min(_MOST_SLOTS, max(1, _PART_NBYTES // slot_nbytes))
 
 
@@ -100,7 +100,7 @@ def record_room_nbytes(compression: str, slot_nbytes: int) -> int:
 
 
 def compress(slots: list[memoryview], into: memoryview) -> list[int]:
-    """Compress each slot separately, without gaps, into ``into``; return the new sizes."""
+    """Compress each slot separately into ``into``, without gaps; return the new sizes."""
     compressor = _zstandard().ZstdCompressor(level=_LEVEL)
     sizes, end = list[int](), 0
     for slot in slots:

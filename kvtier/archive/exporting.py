@@ -164,7 +164,7 @@ class _Export:
             on_progress(len(part))
 
     def classify(self, pause: Callable[[float], None]) -> None:
-        """Distinguish bad chunks from chunks that an engine replaced during the export."""
+        """Record each suspect as bad, or as changed if an engine replaced it meanwhile."""
         if self._suspects and self._reader.live:
             pause(_SETTLE_S)
         for entry, problem in self._suspects:
@@ -197,7 +197,10 @@ class _Export:
         return Record(entry.key, entry.checksum, last_use, self._slot_nbytes)
 
     def _fill(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> list[str]:
-        """Read the chunks of ``entries``. Several threads may call this at once."""
+        """Read the chunks of ``entries`` into ``views``. Several threads may call this at once.
+
+        Return a message for each chunk; empty if the chunk is good.
+        """
         problems = list[str]()
         for group in consecutive_ranges([entry.slot for entry in entries], IOV_MAX):
             some = entries[group]

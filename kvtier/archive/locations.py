@@ -30,7 +30,7 @@ _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP,
 
 
 class Location(ABC):
-    """The named objects of an archive. Several threads may use a location at once.
+    """A directory or a bucket's prefix with the objects of an archive. Thread-safe.
 
     Methods raise :class:`OSError` if the medium fails, and FileNotFoundError if an object is
     missing.

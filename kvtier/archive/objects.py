@@ -114,7 +114,7 @@ def open_location(text: str) -> Location:
 
 
 def open_bucket(url: str) -> Bucket:
-    """Return the bucket and the prefix that ``url`` names.
+    """Return the location in a bucket that ``url`` names.
 
     Raises:
         ConfigError: The package obstore is missing, or the URL or the environment is wrong.

@@ -52,7 +52,7 @@ class Target:
         self._clock = 0
 
     def read_rows(self, capacity_slots: int) -> None:
-        """Read the index to find the used slots.
+        """Read the used slots, the keys and the latest logical time from the index.
 
         Raises:
             IndexDamagedError: The index cannot be used.
@@ -162,7 +162,7 @@ def open_target(
 
 
 def _require_same(directory: Path, root: Path, layout: Layout, io: BlockIo) -> None:
-    """Raise ConfigError with the differences if the directory has only other caches."""
+    """Raise ConfigError if the directory has caches, but none with the archive's layout."""
     if not root.is_dir():
         return
     found = [directory] if root != directory else []

@@ -97,7 +97,7 @@ class ArchiveWriter:
         return slots_per_part(self._layout.slot_nbytes)
 
     def claim(self, key: ChunkKey) -> bool:
-        """Return whether the caller must write ``key``: True for a new key's first call."""
+        """Claim ``key`` and return True; return False if it is stored or claimed already."""
         hashed = hash_key(key)
         if hashed in self._keys:
             return False
@@ -124,7 +124,7 @@ class ArchiveWriter:
             self._parts[written.entry.name] = written.entry
 
     def finish(self) -> Manifest:
-        """Make the archive complete and durable.
+        """Write and return the manifest, and make the archive durable.
 
         Raises:
             OSError: The medium failed.
@@ -173,7 +173,7 @@ class ArchiveWriter:
     def _put(
         self, buffer: memoryview, room: int, records: Sequence[Record]
     ) -> PartEntry | None:
-        """Write a part. Its header replaces the first ``room`` bytes of ``buffer``."""
+        """Put the header into the first ``room`` bytes of ``buffer``, and write the part."""
         if not records:
             return None
         header = PartHeader.write(buffer[:room], self._layout, self._compression, records)

@@ -76,7 +76,7 @@ class TierContext:
 
 @dataclass(frozen=True, slots=True)
 class SlotOutcomes:
-    """The outcomes of the chunks of one read or one write.
+    """The outcome of each chunk in one read or one write.
 
     Attributes:
         outcomes: Outcome of each chunk, in the batch's order: DONE, FAILED or CORRUPT. A shared
@@ -241,7 +241,7 @@ class StorageTier(ABC):
         """
 
     def retained(self) -> Mapping[int, int]:
-        """Return the slots of chunks to protect from eviction, each with an end time.
+        """Return the slots to protect from eviction, each with the end of its protection.
 
         The ends are in seconds since the epoch. The chunks are among those of
         :meth:`recovered`. If they fill more than the share ``options.retained_share()`` of the
@@ -382,7 +382,7 @@ class KeyFinder(ABC):
     async def find(
         self, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
     ) -> SlotOutcomes:
-        """Return DONE for each key whose chunk the tier seems to have, else MISSING.
+        """Return for each key DONE if the tier seems to have its chunk, else MISSING.
 
         Args:
             keys: Chunks of one prompt, group by group.

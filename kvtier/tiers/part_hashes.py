@@ -28,7 +28,7 @@ PartHashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 class StoredPartHashes(NamedTuple):
-    """The part hashes that a tier kept across a restart.
+    """Part hashes of some chunks, and the slots of these chunks.
 
     Attributes:
         slots: Slots of the chunks that have part hashes.
@@ -56,7 +56,7 @@ class PartHashKeeper(ABC):
 
     @abstractmethod
     def recovered_part_hashes(self) -> StoredPartHashes:
-        """Return the part hashes from earlier engines.
+        """Return the part hashes that earlier engines stored.
 
         This method is called once, before any other method, from the thread that opened the
         tier.
@@ -64,7 +64,7 @@ class PartHashKeeper(ABC):
 
     @abstractmethod
     def keep_part_hashes(self, slots: Sequence[int], hashes: PartHashes) -> None:
-        """Keep the part hashes of ``slots``, which were just written. Never blocks.
+        """Store the part hashes of the chunks just written to ``slots``. Never blocks.
 
         The hashes are durable within about a second, and are removed with their chunk.
         """

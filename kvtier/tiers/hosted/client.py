@@ -241,7 +241,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
                 self._close_ended = True
 
     async def _end_host(self) -> None:
-        """Carry out a pending reset and close the host; log any failure."""
+        """Do a pending reset, close the tier, and wait for the host to end; log any failure."""
         try:
             connection = await self._connect_to_close()
             if connection is not None:
@@ -357,7 +357,13 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a new host; end that host if the tier was closed during the start."""
+        """Start and return a new host, unless the tier no longer needs one.
+
+        If the tier stops needing a host during the start, the new host is ended.
+
+        Raises:
+            TierUnavailableError: The tier needs no host, or none can be started.
+        """
         if not self._is_over():
             host = await self._start_again()
             if not self._is_over():
@@ -373,7 +379,7 @@ class HostedTier(StorageTier, PartHashKeeper, KeyFinder):
         return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:
-        """Replace a host that died; ignore the chunks that the new host recovers.
+        """Start and return a new host after one died; ignore the chunks that it recovers.
 
         A series of failures is logged once; every caller gets the reason of its own failure.
         """

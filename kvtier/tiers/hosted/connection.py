@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
         return wait_uncancelled(answer)
 
     async def close_tier(self, *, reset: bool) -> None:
-        """Close the tier in the host, after a reset if ``reset``; the host then ends.
+        """Make the host close its tier, after a reset if ``reset`` is true; the host then ends.
 
         Raises:
             TierUnavailableError: The host ended without confirming that all is committed.
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Start a task that fails the waiting calls when the host has ended."""
+        """Start a task that waits for the host to end, then makes the waiting calls fail."""
         self._mark_gone()
         self._ending = asyncio.get_running_loop().create_task(self._end())
 
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
             self._end_deadline_s = asyncio.get_running_loop().time() + _END_TIMEOUT_S
 
     async def _end(self) -> None:
-        """Wait until the host process has ended, then fail the waiting calls.
+        """Wait until the host process has ended, then make the waiting calls fail.
 
         Until then the host's threads may access the memory of these calls.
         """

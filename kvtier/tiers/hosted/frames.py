@@ -49,7 +49,7 @@ _ATTRIBUTES: Final = {"tier": TierError, "holder": CacheLockedError}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message.
+    """A message between an engine and the host of its tier.
 
     Attributes:
         header: Single values; ``op`` is the kind of message.
@@ -87,7 +87,7 @@ class FrameParser:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Keys and slots of the chunks of a read or a write, and their offsets in shared memory."""
+    """The key, slot and offset in shared memory of each chunk in a read or a write."""
 
     keys: Sequence[ChunkKey]
     slots: npt.NDArray[np.int64]
@@ -128,7 +128,10 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_part_hashes(kept: StoredPartHashes) -> Frame:
-    """Return a frame with part hashes; ``parts`` in the header is their number per chunk."""
+    """Return a frame with the slots and the part hashes of ``kept``.
+
+    The field ``parts`` of its header is the number of hashes for each chunk.
+    """
     header = {"op": "part_hashes", "parts": kept.hashes.shape[1]}
     return Frame(header, b"".join((kept.slots.tobytes(), kept.hashes.tobytes())))
 
@@ -153,7 +156,7 @@ def decode_outcomes(codes: bytes) -> list[Outcome]:
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Encode an error for :func:`decode_error`.
+    """Return ``error`` as a dictionary of strings for :func:`decode_error`.
 
     The engine's process may not know the class of a plugin's KvtierError. So such an error is
     sent with its nearest base class in :mod:`kvtier.errors`, provided that it has the

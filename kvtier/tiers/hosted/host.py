@@ -106,7 +106,7 @@ class LogToEngine(logging.Handler):
 
 
 class Server:
-    """Answers the frames about one open tier.
+    """Handles the engine's frames: calls the open tier and sends its answers.
 
     Args:
         tier: The tier.
@@ -295,7 +295,7 @@ def end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
 
 
 def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
-    """Close ``transport`` when the engine has died and this process has another parent."""
+    """Poll the parent of this process, and close ``transport`` once it is not the engine."""
     if os.getppid() != engine_pid:
         transport.abort()
         return
@@ -304,7 +304,7 @@ def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
 
 
 def _slot_file(tier: StorageTier) -> dict[str, Any]:
-    """Return the tier's slot file, as a field for the header of an ``opened`` frame."""
+    """Return the slot file as a header field of an ``opened`` frame; empty without a file."""
     file = tier.slot_file if isinstance(tier, PartHashKeeper) else None
     return {} if file is None else {"slot_file": list(file)}
 
@@ -361,7 +361,7 @@ async def until_closed(frames: AsyncIterator[Frame], server: Server) -> Frame | 
 
 
 def main() -> None:
-    """Serve the engine that started this process; return when it closes the tier or ends."""
+    """Serve the engine that started this process, until the engine closes the tier or ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format=_STDERR)

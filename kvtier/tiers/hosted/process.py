@@ -60,7 +60,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """A running host that has its tier open, with the socket and the parser of its frames."""
+    """A running host process, the socket to it, and the parser of its frames."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -171,7 +171,7 @@ def shared_memory(options: TierConfig, context: TierContext) -> SharedMemory:
 
 
 def _opening(options: TierConfig, context: TierContext) -> dict[str, Any]:
-    """Return the options and the context of a tier as the JSON of an ``open`` frame."""
+    """Return a tier's options and context as header fields of an ``open`` frame."""
     return {
         "options": options.model_dump(mode="json"),
         "slot_nbytes": context.slot_nbytes,

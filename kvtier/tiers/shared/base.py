@@ -116,7 +116,7 @@ class SharedTier(ABC):
         """
 
     async def contains_leading(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Return for each key of a prompt whether the service has a value; may guess.
+        """Return for each key of a prompt whether the service has a value; may infer answers.
 
         The keys are those of consecutive chunks of one prompt. Engines store a prompt's chunks
         in order, so usually the service has the first chunks and lacks the others. If each key
@@ -130,7 +130,7 @@ class SharedTier(ABC):
 
     @abstractmethod
     async def get(self, keys: Sequence[str], into: Sequence[Value]) -> Sequence[Outcome]:
-        """Read the value of each key into its buffers.
+        """Read the value of ``keys[i]`` into the buffers ``into[i]``.
 
         Returns:
             For each key: DONE, MISSING if the service has no value of the buffers' size, or
@@ -145,10 +145,10 @@ class SharedTier(ABC):
         """
 
     async def add(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
-        """Store the value of each key unless another engine has stored one.
+        """Store the value of each key; keep or replace an existing value.
 
-        Both values are good, so this method may keep the earlier value or replace it. Override
-        it if a replacement has a cost, for example for engines that read the earlier value.
+        Both values are good, so either may stay. Override this method if a replacement has a
+        cost, for example for engines that read the existing value.
 
         See :meth:`put` for the rest.
         """
@@ -156,7 +156,7 @@ class SharedTier(ABC):
 
     @abstractmethod
     async def put(self, keys: Sequence[str], values: Sequence[Value]) -> Sequence[Outcome]:
-        """Store the value of each key, and replace an earlier value.
+        """Store the value of each key, and replace an existing value.
 
         A new value is visible whole or not at all. While a value is replaced, others may get
         mixed bytes, which the proof detects. The service may evict any value.

@@ -14,7 +14,7 @@ __all__ = ["DirIo", "FileEntry"]
 
 
 class FileEntry(NamedTuple):
-    """Name and bytes of a file, and its last write or touch in ns, by the server's clock."""
+    """Name, size and modification time (in ns, by the server's clock) of a file."""
 
     name: str
     nbytes: int
@@ -55,7 +55,7 @@ class DirIo(BlockIo):
         os.utime(fd)
 
     def link(self, source: Path, destination: Path) -> None:
-        """Give ``source`` a second name; raise FileExistsError if the name is taken."""
+        """Create a hard link to ``source``; raise FileExistsError if ``destination`` exists."""
         destination.hardlink_to(source)
 
     def list_files(self, folder: Path) -> list[FileEntry]:

@@ -61,7 +61,7 @@ _OTHERS_WRITE: Final = 0o002
 
 
 class _Marker(NamedTuple):
-    """The marker as read from its file.
+    """The marker's content, and the identities of its file and of the directory.
 
     Attributes:
         file_id: Device number and inode number of the directory.
@@ -74,7 +74,9 @@ class _Marker(NamedTuple):
 
 
 class DirLayout:
-    """Paths of a shared directory's values. All methods except ``path_of`` may block.
+    """Prepares a shared directory, and returns the paths of its values.
+
+    Only ``prepare`` and ``check`` may block.
 
     Attributes:
         direct: Whether I/O bypasses the page cache.
@@ -109,12 +111,12 @@ class DirLayout:
         return self._marker.folders
 
     def folder_of(self, key: str) -> Path:
-        """Return the folder of the value of ``key``."""
+        """Return the path of the folder for the value of ``key``."""
         number = xxhash.xxh3_64_intdigest(key.encode()) % self._folders
         return self._path / f"{number:04x}"
 
     def path_of(self, key: str) -> Path:
-        """Return the file of the value of ``key``."""
+        """Return the path of the file for the value of ``key``."""
         return self.folder_of(key) / (key.replace("/", "_") + VALUE)
 
     def prepare(self) -> None:
@@ -195,7 +197,7 @@ class DirLayout:
         return folders
 
     def _make_marker(self) -> _Marker:
-        """Create the marker, or read the marker that another engine creates meanwhile."""
+        """Create and return the marker; if another engine creates it first, return that one."""
         folders = 1
         share = self._options.capacity_bytes // (_VALUES_PER_FOLDER * self._value_nbytes)
         while 2 * folders <= min(share, _MOST_FOLDERS):
@@ -214,7 +216,10 @@ class DirLayout:
         return marker
 
     def _publish(self, temporary: Path) -> None:
-        """Rename ``temporary`` to the marker's name unless a marker exists."""
+        """Make a hard link from the marker's name to ``temporary`` unless a marker exists.
+
+        Without hard links, rename ``temporary``, which replaces an existing marker.
+        """
         try:
             self._io.link(temporary, self._path / MARKER)
         except FileExistsError:

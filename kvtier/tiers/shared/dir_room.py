@@ -50,7 +50,7 @@ _STALE_NS: Final = 3600 * 10**9
 
 @dataclass(slots=True)
 class _Folder:
-    """The size of a folder, as far as this engine knows.
+    """This engine's estimate of the size of one folder.
 
     Attributes:
         listed_nbytes: Bytes of the folder's files after the last listing and its evictions.
@@ -67,16 +67,20 @@ class _Folder:
     growth: float = 1.0
 
     def estimate(self) -> float:
-        """Return how many bytes the folder probably has."""
+        """Return the estimated size of the folder in bytes."""
         return self.listed_nbytes + (self.put_nbytes + self.writing_nbytes) * self.growth
 
     def is_due(self, share_nbytes: int) -> bool:
-        """Return whether a folder that may have ``share_nbytes`` must be listed again."""
+        """Return whether to list the folder again; ``share_nbytes`` is its capacity."""
         grown = self.put_nbytes * self.growth
         return grown >= min(_LISTED_AFTER * share_nbytes, max(self.put_before_nbytes, 1))
 
     def learn_growth(self, found_nbytes: int, put_nbytes: int) -> None:
-        """Compute the growth from a new listing and this engine's bytes since the last."""
+        """Compute ``growth`` from a new listing of the folder.
+
+        The folder now has ``found_nbytes`` bytes. This engine has added ``put_nbytes`` bytes
+        since the last listing.
+        """
         if put_nbytes > 0:
             growth = (found_nbytes - self.listed_nbytes) / put_nbytes
             self.growth = min(max(growth, 1.0), _MOST_GROWTH)
@@ -196,7 +200,7 @@ class DirRoom:
 
 
 def _choose_victims(files: list[FileEntry], share_nbytes: int) -> list[FileEntry]:
-    """Return the files to remove: dead engines' files, and the oldest values if too full."""
+    """Return the files to remove: stale temporary files; if nearly full, also old values."""
     # All times are the file server's, and its clock has reached the latest of them.
     now_ns = max((file.modified_ns for file in files), default=0)
     victims = [

@@ -57,7 +57,7 @@ async def find_leading(
 
 
 def count_rounds(found: Sequence[bool]) -> int:
-    """Return how many rounds :func:`count_leading` takes; ``found`` has an answer per key."""
+    """Return how many rounds :func:`count_leading` takes if the answers are ``found``."""
     rounds = 0
 
     async def ask(positions: Sequence[int]) -> list[bool]:
@@ -81,7 +81,7 @@ def _exponential(count: int, at_once: int) -> list[int]:
 
 
 def _even(first: int, end: int, at_once: int) -> list[int]:
-    """Return positions at equal distances between ``first`` and ``end``."""
+    """Return up to ``at_once`` evenly spaced positions between ``first`` and ``end``."""
     parts = at_once + 1
     spread = {first + (end - first) * part // parts for part in range(1, parts)}
     return sorted(spread)

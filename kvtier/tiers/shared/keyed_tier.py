@@ -60,7 +60,7 @@ _WRONG: Final = "the value has no matching proof"
 
 
 class KeyedTier(StorageTier, KeyFinder):
-    """A storage tier on top of a shared tier, which it owns.
+    """Adapts a shared tier to the interface of a storage tier; owns the shared tier.
 
     ``scratch`` is memory for one chunk that is read again before a repair.
     """
@@ -149,7 +149,7 @@ class KeyedTier(StorageTier, KeyFinder):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Add the chunks that the service lacks, and replace values with wrong bytes.
+        """Store the chunks that the service lacks, and replace values that have wrong bytes.
 
         See :meth:`kvtier.tiers.base.StorageTier.write`; a service may evict accepted chunks.
         """
@@ -215,7 +215,10 @@ class KeyedTier(StorageTier, KeyFinder):
 
     @override
     async def reset(self) -> None:
-        """Use keys of a new epoch from now on; other engines' values stay valid."""
+        """Use keys of a new epoch from now on, unless ``keep_after_reset`` is set.
+
+        Other engines' values stay valid.
+        """
         self._begin_epoch()
 
     @override
@@ -224,7 +227,7 @@ class KeyedTier(StorageTier, KeyFinder):
         await self._shared.aclose()
 
     async def _read_again(self, keys: Sequence[ChunkKey], purpose: Purpose) -> None:
-        """Read the marked values of ``keys``; unmark those that others have repaired."""
+        """Read the known corrupt values of ``keys`` again, in case they were repaired."""
         for key in keys:
             if self._doubted.get(key) is Outcome.CORRUPT:
                 async with self._reading_again:
@@ -233,7 +236,7 @@ class KeyedTier(StorageTier, KeyFinder):
     async def _store(
         self, keys: Sequence[ChunkKey], sources: Sequence[memoryview], purpose: Purpose
     ) -> Sequence[Outcome]:
-        """Add values, but put those whose stored bytes are wrong."""
+        """Store values by ``add``, or by ``put`` where the stored value has wrong bytes."""
         names, values = self._names(keys), with_proof_buffers(sources)
 
         def prove(name: str, value: Value) -> None:
@@ -256,7 +259,7 @@ class KeyedTier(StorageTier, KeyFinder):
         return outcomes
 
     async def _reach(self, calling: Awaitable[_T]) -> _T:
-        """Await a call of the service; raise TierUnavailableError for its library's errors."""
+        """Await a call of the service; convert its library's errors to TierUnavailableError."""
         try:
             return await calling
         except KvtierError:
@@ -280,7 +283,7 @@ class KeyedTier(StorageTier, KeyFinder):
 
 
 def _last_chunks(part: QuestionPart, end_token: float) -> slice:
-    """Return which chunks of ``part`` to ask for: the last ones that end by ``end_token``."""
+    """Return the slice of ``part`` with the last chunks that end at or before ``end_token``."""
     end = part.chunks
     if end_token < part.first_token + part.chunks * part.chunk_tokens:
         end = max(int(end_token) - part.first_token, 0) // part.chunk_tokens

@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class _Arenas:
-    """Blocks of memory, each for the proofs of one call and leased to one call at a time."""
+    """A pool of memory blocks, each large enough for the proofs of one call."""
 
     def __init__(self, memory: memoryview) -> None:
         self._free: asyncio.Queue[memoryview] = asyncio.Queue()
@@ -63,7 +63,7 @@ class _Arenas:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[memoryview]:
-        """Wait for memory for one call's proofs, and lease it."""
+        """Wait for a free memory block, and lease it to the caller."""
         arena = await self._free.get()
         try:
             yield arena
@@ -156,7 +156,7 @@ class MooncakeTier(SharedTier):
         arenas: _Arenas,
         purpose: Purpose,
     ) -> list[Outcome]:
-        """Move a batch in several calls of ``move``; make no more after an unanswered one."""
+        """Move a batch in several calls of ``move``; start no more calls after an error."""
         outcomes = [Outcome.FAILED] * len(keys)
         errors: list[TierUnavailableError] = []
 
@@ -205,7 +205,7 @@ class MooncakeTier(SharedTier):
 
 
 def _parts(keys: Sequence[str], values: Sequence[Value]) -> Iterator[_Part]:
-    """Split a batch so that each call has distinct keys: the client mixes up equal keys."""
+    """Split a batch into calls with distinct keys, because the client mixes up equal keys."""
     first = 0
     while first < len(keys):
         end = first
@@ -225,7 +225,7 @@ def _proofs_in(arena: memoryview, part: _Part) -> list[memoryview]:
 def _buffers(
     part: _Part, proofs: Sequence[memoryview]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the addresses and the sizes of the buffers of each value."""
+    """Return for each value the addresses and the sizes of its two buffers."""
     pairs = [(value.payload, proof) for value, proof in zip(part.values, proofs, strict=True)]
     return (
         [[address_of(payload), address_of(proof)] for payload, proof in pairs],

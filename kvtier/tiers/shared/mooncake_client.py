@@ -1,4 +1,4 @@
-"""Blocking calls to a Mooncake Store, with bounded times.
+"""Blocking calls to a Mooncake Store, each with a time limit.
 
 The client library has no deadline for a whole call. It has a deadline for each of these: the
 master's answer, a connection, and each 64 KiB of a transfer.
@@ -93,7 +93,10 @@ class MooncakeClient:
         self._delay_s = _FIRST_DELAY_S
 
     def connect(self) -> None:
-        """Connect to the master if there is no connection, and not after a recent failure."""
+        """Connect to the master if there is no connection.
+
+        Soon after a failed attempt, raise TierUnavailableError without a new attempt.
+        """
         with self._changed:
             self._connected()
 
@@ -129,7 +132,7 @@ class MooncakeClient:
     def add(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[Outcome]:
-        """Store the values of ``keys``; the library leaves an earlier value as it is."""
+        """Store the values of ``keys``, except for keys that already have a value."""
 
         def add(store: Store) -> list[int]:
             return store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicas)
@@ -157,7 +160,7 @@ class MooncakeClient:
             self._disconnect()
 
     def _transfer(self, transfer: Callable[[Store], list[int]]) -> list[int]:
-        """Run ``transfer``, and return the result codes once the buffers are unused."""
+        """Run ``transfer``; return its result codes when the buffers are no longer in use."""
         with self._connection() as store:
             begun_s = time.monotonic()
             codes = transfer(store)
@@ -170,7 +173,7 @@ class MooncakeClient:
 
     @contextmanager
     def _connection(self) -> Iterator[Store]:
-        """Return the library's client for one call."""
+        """Yield the library's client for one call."""
         with self._changed:
             if self._abandoned:
                 raise self._unavailable("a transfer that stalled is being ended")
@@ -270,7 +273,7 @@ def _put(code: int) -> Outcome:
 
 
 def _reachable_from(master: str) -> str:
-    """Return this machine's address towards ``master``; raise OSError if its port is closed."""
+    """Return the local address of a connection to ``master``; raise OSError if it fails."""
     host, _, port = master.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
         address: str = probe.getsockname()[0]

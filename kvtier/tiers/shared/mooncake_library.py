@@ -64,14 +64,14 @@ class Store(Protocol):
 
 
 class Library(Protocol):
-    """The library's module."""
+    """The Python module ``mooncake.store``."""
 
     def MooncakeDistributedStore(self) -> Store: ...
     def ReplicateConfig(self) -> Replication: ...
 
 
 def load_library(options: MooncakeTierConfig) -> Library:
-    """Set the timeouts of ``options`` in the library; raise a ConfigError if it is missing."""
+    """Import the library with the timeouts of ``options``; raise ConfigError if missing."""
     set_default_variables(_variables(options))
     try:
         from mooncake import store  # noqa: PLC0415 - an optional extra, and slow

@@ -144,7 +144,7 @@ class ObjectTier(SharedTier):
         self._closed = True
 
     async def _has(self, key: str) -> bool:
-        """Return whether the object exists and has the right size."""
+        """Return whether the object exists and has the expected size, if that is known."""
         import obstore  # noqa: PLC0415 - an optional extra
 
         try:
@@ -242,7 +242,7 @@ async def _in_parallel(
     *,
     at_once: int,
 ) -> Exception | None:
-    """Send requests and put their results into ``results``; start none after an error.
+    """Send requests and write their results to ``results``; send no more after an error.
 
     The first error is returned; None if all requests succeeded.
 
@@ -269,7 +269,9 @@ async def _in_parallel(
 
 
 async def _whole(answer: Awaitable[T]) -> T:
-    """Wait for obstore's answer. Until then, the request uses the caller's buffers.
+    """Wait until obstore's request has ended, and return its result.
+
+    Until then, the request uses the caller's buffers.
 
     Raises:
         Exception: A copy of obstore's error. obstore may keep its own error longer, with a

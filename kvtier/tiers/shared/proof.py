@@ -26,11 +26,11 @@ assert _PROOF.size == PROOF_NBYTES
 
 
 def make_proof(key: str, payload: memoryview) -> bytes:
-    """Return the proof of the value of ``key`` in the service, with the chunk ``payload``."""
+    """Return the proof for the service's key ``key`` and the chunk's bytes ``payload``."""
     digest = xxhash.xxh3_128_digest
     return _PROOF.pack(_MAGIC, digest(key.encode()), payload.nbytes, digest(payload))
 
 
 def is_proof_of(proof: memoryview, key: str, payload: memoryview) -> bool:
-    """Return whether ``proof`` fits the bytes ``payload`` and the key ``key``."""
+    """Return whether ``proof`` is the proof for ``key`` and the bytes ``payload``."""
     return proof == make_proof(key, payload)

@@ -100,7 +100,7 @@ class SharedDirTier(SharedTier):
         return tier
 
     def prepare(self, *, timeout_s: float = _OPEN_S) -> None:
-        """Prepare the directory if it is reachable in time. This call blocks."""
+        """Prepare the directory; warn if it is not reachable in time. This call blocks."""
         try:
             call_within(self._layout.prepare, timeout_s, name="kvtier-shared-dir-open")
         except TierUnavailableError as error:
@@ -172,13 +172,13 @@ class SharedDirTier(SharedTier):
         return found
 
     async def _check(self, purpose: Purpose) -> None:
-        """Raise TierUnavailableError if values are missing because of an unmount."""
+        """Raise TierUnavailableError if values are missing because nothing is mounted."""
         await self._pool.run(self._layout.check, priority=int(purpose))
 
     async def _split(
         self, call: Callable[[T], R], items: Sequence[T], *, purpose: Purpose
     ) -> list[R]:
-        """Call ``call`` for each of ``items``, using all threads of the pool."""
+        """Call ``call`` for each of ``items`` in the pool's threads; return all results."""
         count = len(items)
         parts = min(count, 2 * self._pool.threads)
         groups = [
@@ -194,7 +194,7 @@ class SharedDirTier(SharedTier):
 
 
 class _Written(NamedTuple):
-    """The result of a put.
+    """The result of writing one value.
 
     Attributes:
         added_nbytes: Bytes by which the value's folder grew; negative if the folder shrank.
@@ -216,7 +216,7 @@ class _Uses:
         self._used_s: dict[str, float] = {}
 
     def note(self, key: str) -> bool:
-        """Record a use unless the last use was recent; return whether it was recorded."""
+        """Record a use of ``key`` and return True; return False if its last use was recent."""
         now_s = self._clock()
         with self._lock:
             if now_s - self._used_s.get(key, -math.inf) <= _TOUCHED_EVERY_S:
@@ -248,7 +248,7 @@ class _ValueFiles:
         self._of_thread = threading.local()
 
     def contain(self, key: str) -> bool:
-        """Return whether ``key`` has a value of the right size.
+        """Return whether ``key`` has a value of the expected size, if that is known.
 
         A truncated file counts as absent, so that it is replaced.
         """
@@ -261,7 +261,7 @@ class _ValueFiles:
         return not self._is_nbytes_known or nbytes == self._value_nbytes
 
     def read(self, item: tuple[str, Value]) -> Outcome:
-        """Read the value of a key into its buffers."""
+        """Read the value of a key into the buffers in ``item``."""
         key, value = item
         flags = os.O_RDONLY | self._direct_flag(value)
         try:
@@ -286,7 +286,7 @@ class _ValueFiles:
         return Outcome.DONE
 
     def write(self, item: tuple[str, Value]) -> _Written:
-        """Write the value of a key under a temporary name, then rename it."""
+        """Write the value of a key to a temporary file, then rename the file."""
         key, value = item
         path = self._layout.path_of(key)
         temporary = path.parent / f".{secrets.token_hex(16)}{TEMPORARY}"

@@ -1,4 +1,4 @@
-"""The NVMe tier: a slab of slots, and an index of what each slot holds.
+"""The NVMe tier: a file of slots, and an index of the chunks in the slots.
 
 ::
 

@@ -113,7 +113,7 @@ class BlockIo:
 
 @contextlib.contextmanager
 def opened(io: BlockIo, path: Path, flags: int) -> Iterator[int]:
-    """Yield a descriptor of ``path``, which the end of the block closes."""
+    """Yield a descriptor of ``path``; close it when the ``with`` block ends."""
     fd = io.open(path, flags)
     try:
         yield fd
@@ -129,7 +129,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Return whether O_DIRECT may use ``view``."""
+    """Return whether ``view`` is aligned for O_DIRECT."""
     if view.readonly:
         import numpy as np  # noqa: PLC0415 - `kvtier check` is faster without it
 
@@ -140,7 +140,10 @@ def is_aligned(view: memoryview) -> bool:
 
 
 def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill ``views`` from the file at ``offset``; return fewer bytes only at the file's end."""
+    """Fill ``views`` from the file at ``offset``; return the number of bytes read.
+
+    The number is less than the bytes of ``views`` only at the file's end.
+    """
     done = 0
     rest = list(views)
     while rest:
@@ -153,7 +156,7 @@ def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -
 
 
 def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of ``views`` at ``offset`` of a file, also after short writes."""
+    """Write all of ``views`` to a file at ``offset``; continue after short writes."""
     done = 0
     rest = list(views)
     while rest:

@@ -97,7 +97,7 @@ def _neighbours(root: Path, found: Sequence[Found]) -> list[Neighbour]:
 
 
 def _foreign(found: Sequence[Found], identity: Fields) -> Iterator[Remark]:
-    """Yield remarks on matching namespaces that belong to another user."""
+    """Yield a remark on each unusable namespace that matches ``identity``."""
     for each in found:
         if not each.problem or each.layout is None:
             continue

@@ -125,7 +125,7 @@ class GroupCommit:
             self._wakeup.notify()
 
     def use_nowait(self, slots: Sequence[int]) -> None:
-        """Record a use of ``slots`` now; the index has the uses in about a second."""
+        """Record a use of each of ``slots``; commit the uses in about a second."""
 
         def add(records: LazyRecords) -> None:
             records.add_uses(slots, self._clock)
@@ -134,7 +134,7 @@ class GroupCommit:
         self._record(add)
 
     def keep_part_hashes_nowait(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Keep the part hashes of each slot's chunk; the index has them in about a second."""
+        """Record the part hashes of the chunks in ``slots``; commit them in about a second."""
         self._record(
             lambda records: records.part_hashes.update(zip(slots, hashes, strict=True))
         )
@@ -144,7 +144,7 @@ class GroupCommit:
         self._record(lambda records: records.add_removals(reason, key_marks))
 
     def _record(self, add: Callable[[LazyRecords], None]) -> None:
-        """Add records, and wake the thread for the first ones or for very many uses."""
+        """Add records; wake the thread if no records were pending or if many uses now are."""
         with self._wakeup:
             first = not self._pending.records
             add(self._pending.records)
@@ -191,7 +191,7 @@ class GroupCommit:
         return max(self._records_due_s - time.monotonic(), 0)
 
     def _take(self) -> Change:
-        """Return the change to commit next; leave records that are not due pending."""
+        """Remove and return the pending change, except for records that are not due yet."""
         with_records = self._closed or self._records_wait_s() == 0
         taken, self._pending, self._due = self._pending, Change(), False
         if with_records:
@@ -238,7 +238,10 @@ class GroupCommit:
         self._log_is_long = nbytes > _LONG_LOG_NBYTES
 
     def _keep_deletions(self, failed: Change) -> None:
-        """Keep failed deletions for the next commit, so that no restart recovers those rows."""
+        """Add the deletions of a failed change to the pending change.
+
+        Otherwise a restart would recover the deleted rows.
+        """
         with self._wakeup:
             if self._pending.clear:
                 return

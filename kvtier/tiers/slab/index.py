@@ -1,4 +1,4 @@
-"""The index on disk: which slot holds which chunk.
+"""The index on disk, which records the chunk in each slot.
 
 The index is a table in SQLite with the slot as the primary key. A new chunk's row replaces the
 row of the slot's old chunk, so an eviction needs no statement of its own. Every access is one
@@ -100,7 +100,7 @@ FROM chunks WHERE slot >= ? AND slot < ?
 
 
 class PackedRows(NamedTuple):
-    """Rows of the index, packed as a statement returns them.
+    """Rows of the index, as hex text that one SQL statement returns.
 
     Attributes:
         numbers: Slot, checksum, generation and last use of each row, 16 hex digits each.
@@ -137,7 +137,7 @@ class LazyRecords:
         self.hits.update(slots)
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Discard uncommitted uses and hashes of ``slots``; they belong to former chunks."""
+        """Discard uncommitted uses and part hashes of the former chunks in ``slots``."""
         if self.uses or self.part_hashes:
             for slot in slots:
                 self.uses.pop(slot, None)
@@ -169,7 +169,7 @@ class Change:
     records: LazyRecords = field(default_factory=LazyRecords)
 
     def statements(self, now: int) -> Iterator[Statement]:
-        """Yield the statements for rows, uses, hits and part hashes at ``now``; usually three.
+        """Yield the SQL statements for rows, uses, hits and part hashes; ``now`` is the time.
 
         :meth:`IndexDatabase.apply` handles ``clear`` and the removals itself.
         """

@@ -1,4 +1,4 @@
-"""Read the index of a namespace from outside, even while an engine has it open.
+"""Read the index of a namespace, even while an engine has it open.
 
 This module neither writes into the cache nor disturbs an engine. Because some SQLite readers
 create files, there are three ways to open the index:
@@ -151,7 +151,9 @@ class IndexReader:
         self._resources.close()
 
     def reset_at(self) -> int | None:
-        """Return the time of the recorded reset, after which the next start deletes all chunks.
+        """Return the time of the recorded reset.
+
+        If a reset is recorded, the next start deletes all chunks.
 
         Returns:
             Seconds since the epoch, 0 if unknown; None if no reset is recorded.
@@ -174,7 +176,7 @@ class IndexReader:
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
     def retained(self, at: int) -> tuple[int, int]:
-        """Return how many chunks are protected after ``at``, and when the last one ends."""
+        """Return how many chunks are protected after ``at``, and the latest end time."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'retained'"):
             return 0, 0
         rows = self._query(
@@ -186,7 +188,7 @@ class IndexReader:
         return int(rows[0][0]), int(rows[0][1])
 
     def removals(self) -> Iterator[Removal]:
-        """Yield the removal log, newest first."""
+        """Yield the rows of the removal log, newest first."""
         sql = f"SELECT at, reason, key_marks FROM {_REMOVALS} ORDER BY end DESC"
         for row in self._query(sql):
             yield Removal(*row)
@@ -236,7 +238,7 @@ class IndexReader:
         return self._entries("substr(hex(key), 1, ?) = ?", (len(digits), digits.upper()))
 
     def entries_unused_since(self, at: int) -> list[Entry]:
-        """Return the rows last stored and last used before ``at``; omit unknown times."""
+        """Return the rows stored and last used before ``at``; omit unknown times of storing."""
         return self._entries("stored_at > 0 AND max(stored_at, used_at) < ?", (at,))
 
     def _entries(self, where: str, parameters: _Parameters) -> list[Entry]:
@@ -292,7 +294,7 @@ class IndexReader:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return how many chunks the next start finds in a namespace that nobody uses.
+    """Return how many chunks the next start would find in an idle namespace.
 
     The number is 0 if the index is missing or records a reset; None if it cannot be read.
     """
@@ -306,7 +308,7 @@ def count_chunks(space: StoredNamespace) -> int | None:
 
 
 def find_other_version(space: StoredNamespace) -> str:
-    """Return a message if another version of kvtier wrote the index of an idle namespace."""
+    """Return a message if another version of kvtier wrote an idle index, else empty."""
     try:
         with IndexReader(space, idle=True) as reader:
             reader.reset_at()
@@ -318,7 +320,7 @@ def find_other_version(space: StoredNamespace) -> str:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Create a directory for a copy of ``index``, which the exit of ``stack`` deletes."""
+    """Create a directory for a copy of ``index``; the exit of ``stack`` deletes both."""
     try:
         return Path(stack.enter_context(tempfile.TemporaryDirectory()))
     except OSError as error:

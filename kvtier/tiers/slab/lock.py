@@ -50,7 +50,7 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to keep trying to take a lock, in seconds; 0 tries once."""
+    """The time limit for taking a lock; with a limit of 0 there is one attempt."""
 
     timeout_s: float = 10.0
     clock: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ class Patience:
             yield
 
     def take(self, lock: Callable[[], None]) -> bool:
-        """Call ``lock`` again after a BlockingIOError, in time; return whether it succeeded."""
+        """Call ``lock`` until it succeeds or the time is over; return whether it succeeded."""
         for _ in self.attempts():
             with contextlib.suppress(BlockingIOError):
                 lock()
@@ -105,7 +105,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
 
 
 def try_acquire(directory: Path, io: BlockIo) -> int:
-    """Return a descriptor that holds the lock; raise BlockingIOError if it is already held."""
+    """Lock ``directory`` and return its descriptor; raise BlockingIOError if it is locked."""
     fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         io.lock(fd)

@@ -1,4 +1,4 @@
-"""Change a namespace that no engine has open: drop chunks, compact the index.
+"""Change a namespace that no engine has open: drop or protect chunks, compact the index.
 
 All but :func:`hold` raise IndexDamagedError if the index cannot be used, and sqlite3.Error if
 it cannot be written.
@@ -89,7 +89,7 @@ def drop_chunks(
 def retain_chunks(
     space: StoredNamespace, entries: Sequence[Entry], until: int, *, quota_chunks: int
 ) -> int:
-    """Protect ``entries`` from eviction until a time; the caller has locked ``space``.
+    """Protect ``entries`` from eviction until ``until``; the caller has locked ``space``.
 
     The first entries have priority, and chunks that are protected already count against the
     quota too.

@@ -66,7 +66,7 @@ class LayoutVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The settings that give a namespace's bytes their meaning; saved as ``layout.json``."""
+    """The settings that describe a namespace's stored bytes; saved as ``layout.json``."""
 
     fingerprint: LayoutFingerprint
     slot_nbytes: int
@@ -167,12 +167,12 @@ class Namespace:
 
     @property
     def slots_path(self) -> Path:
-        """The slot file."""
+        """Path of the slot file."""
         return self.directory / SLOTS
 
     @property
     def index_path(self) -> Path:
-        """The index."""
+        """Path of the index."""
         return self.directory / INDEX
 
     @property
@@ -186,7 +186,7 @@ class Namespace:
         return nbytes_of(self.index_path)
 
     def set_index_aside(self) -> Path:
-        """Rename a damaged index, and replace an earlier one; return the new path.
+        """Rename a damaged index, replacing an earlier damaged one; return the new path.
 
         The new names survive a power loss. After an error, some files may have their old names.
         """

@@ -63,7 +63,7 @@ _REMEDIES: Final[dict[int | None, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenSlab:
-    """The directory with its lock, the slots, and the index of an open slab."""
+    """An open slab: its locked namespace, its slot file and its index."""
 
     namespace: Namespace
     file: SlotFile
@@ -73,7 +73,7 @@ class OpenSlab:
 def open_slab(
     options: NvmeTierConfig, context: TierContext, io: BlockIo
 ) -> tuple[OpenSlab, StoredRows]:
-    """Open the namespace of ``context.fingerprint``; return the rows of earlier engines too.
+    """Open the namespace of ``context.fingerprint``; return it and earlier engines' rows.
 
     The errors are those of :meth:`kvtier.tiers.slab.tier.SlabTier.open`.
     """
@@ -89,7 +89,7 @@ def open_slab(
 
 
 def release_slab(store: OpenSlab) -> None:
-    """Close the files and release the lock, without another commit, also after an error."""
+    """Close the index and the slot file, then release the lock, even if a step fails."""
     with contextlib.ExitStack() as stack:
         stack.callback(store.namespace.close)
         stack.callback(store.file.close)
@@ -113,7 +113,7 @@ class _Opener:
         self._opening = Opening(context.fingerprint.fields, self._spec.nbytes)
 
     def open(self) -> tuple[OpenSlab, StoredRows]:
-        """Open all parts of the slab, and return the rows of earlier engines too."""
+        """Open the namespace, the slot file and the index; return them and the stored rows."""
         with contextlib.ExitStack() as stack:
             namespace = self._open_namespace(stack)
             file = SlotFile.open(self._spec, self._io)
@@ -221,7 +221,7 @@ class _Opener:
     def _lock_idle(
         self, found: Sequence[Found], stack: contextlib.ExitStack, *, patient: bool
     ) -> tuple[list[Neighbour], Mapping[Path, Namespace]]:
-        """Lock the idle namespaces until ``stack`` exits; return all namespaces, and these."""
+        """Lock the idle namespaces until ``stack`` exits; return all, and the locked ones."""
         neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
         for each in found:
             if not each.is_namespace:
@@ -350,7 +350,7 @@ class _Opener:
 
 
 def _slots_within(options: NvmeTierConfig, context: TierContext) -> int:
-    """Return the number of slots that fit into the capacity; raise a ConfigError for none."""
+    """Return the number of slots that fit the capacity; raise a ConfigError if none fits."""
     slot_nbytes = context.slot_nbytes
     if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
         raise ConfigError(

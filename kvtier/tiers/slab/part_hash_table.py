@@ -55,7 +55,7 @@ def exists(connection: sqlite3.Connection) -> bool:
 
 
 def keep(hashes: Mapping[int, bytes]) -> tuple[str, tuple[str]]:
-    """Return the SQL statement that stores the part hashes of slots that hold a chunk."""
+    """Return an SQL statement that stores the part hashes of each slot with a chunk."""
     rows = [(slot, packed.hex()) for slot, packed in hashes.items()]
     return _KEEP, (json.dumps(rows),)
 

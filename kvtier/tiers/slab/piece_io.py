@@ -45,7 +45,7 @@ _LONGEST_HELD_NBYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class PieceBuffers:
-    """First slot of a piece, and memory and seed of the checksum of each of its chunks."""
+    """A piece: its first slot, and the memory and the checksum seed of each chunk."""
 
     first_slot: int
     views: Sequence[memoryview]
@@ -81,7 +81,7 @@ class MovedPiece:
 
 
 def consecutive_ranges(slots: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield the positions of each range of up to ``most`` consecutive ``slots``, ascending.
+    """Yield slices that split ``slots`` into ranges of up to ``most`` consecutive slots.
 
     >>> list(consecutive_ranges([3, 4, 5, 9], most=2))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
@@ -113,7 +113,7 @@ def read_piece(
 def _verify(
     piece: PieceBuffers, whole: int, checksums: Sequence[int], digest: Digest
 ) -> MovedPiece:
-    """Compare the first ``whole`` chunks of ``piece`` with ``checksums``; fail the others."""
+    """Verify the first ``whole`` chunks of ``piece``; the others count as CORRUPT."""
     digests = [
         digest(view, seed)
         for view, seed in zip(piece.views[:whole], piece.seeds[:whole], strict=True)

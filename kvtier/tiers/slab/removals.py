@@ -1,4 +1,4 @@
-"""The removal log: records for the operator why chunks were removed.
+"""The removal log, which shows the operator why chunks were removed.
 
 The removal log is a table in the index with a limit in bytes. A row has a reason and the marks
 of all keys that one commit removed for this reason, so evicting a thousand chunks writes one
@@ -128,7 +128,10 @@ def _mark(key: ChunkKey) -> int:
 def make_rows(
     removals: Mapping[RemovalReason, Sequence[PackedMarks]], *, end: int, at: int
 ) -> list[Row]:
-    """Return the rows to append to a log that ends at ``end``; ``at`` is since the epoch."""
+    """Return the rows with ``removals`` to append to a log that ends at ``end``.
+
+    ``at`` is the time of the removals, in seconds since the epoch.
+    """
     rows: list[Row] = []
     for reason, batches in removals.items():
         packed = b"".join(batches)[-8 * _MOST_MARKS :]
@@ -138,7 +141,7 @@ def make_rows(
 
 
 def find_marks(rows: Iterable[Removal], pattern: MarkPattern) -> dict[int, Removal]:
-    """Return the newest removal of each mark that matches; ``rows`` are newest first."""
+    """Return the newest removal of each matching mark; ``rows`` must be newest first."""
     found: dict[int, Removal] = {}
     for row in rows:
         marks = struct.unpack(f"<{len(row.key_marks) // 8}Q", row.key_marks)

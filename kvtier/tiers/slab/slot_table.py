@@ -36,7 +36,7 @@ class SlotTable:
         key_marks: KeyMarks,
         checksums: npt.NDArray[np.uint64],
     ) -> None:
-        """Record that ``slots`` hold these keys with these checksums."""
+        """Record the key hash, key mark and checksum of the chunk in each of ``slots``."""
         self._key_hashes[slots] = key_hashes
         self._key_marks[slots] = key_marks
         self._checksums[slots] = checksums

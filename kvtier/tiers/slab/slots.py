@@ -1,4 +1,4 @@
-"""The slot file of an NVMe tier: allocated whole, used with O_DIRECT if possible."""
+"""The slot file of an NVMe tier: allocated in full, used with O_DIRECT if possible."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ class SlotFile:
         return file
 
     def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
-        """Read consecutive slots; return how many were whole, fewer only at the file's end."""
+        """Read consecutive slots into ``views``; return how many were read completely.
+
+        The number is less than ``len(views)`` only at the file's end.
+        """
         if not self._needs_bounce(views):
             return self._read(first_slot, views)
         bounce = aligned_buffer(len(views) * self._slot_nbytes)

@@ -101,7 +101,7 @@ def plan_start(
 
 
 def slab_options(options: TierConfig) -> NvmeTierConfig:
-    """Return the options of a slab tier; raise a ConfigError for those of another kind."""
+    """Return ``options``; raise a ConfigError if they are not the options of a slab tier."""
     if not isinstance(options, NvmeTierConfig):
         raise ConfigError(f"a slab tier takes NvmeTierConfig, not {type(options).__name__}")
     return options
@@ -110,10 +110,15 @@ def slab_options(options: TierConfig) -> NvmeTierConfig:
 def room_needed(
     nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int
 ) -> tuple[int, int]:
-    """Return how many more bytes of disk the slot file and its index need, as two numbers.
+    """Return how many more bytes of disk the slot file needs, and how many its index.
 
-    A file of ``nbytes`` that does not grow needs no room. The others are the number of slots,
-    and the present bytes of the slot file and of the index.
+    If the slot file does not grow, both numbers are 0.
+
+    Args:
+        nbytes: Bytes of the slot file to open.
+        slots: Number of slots.
+        own_slots_nbytes: Present bytes of the slot file.
+        own_index_nbytes: Present bytes of the index.
     """
     if nbytes <= own_slots_nbytes:
         return 0, 0

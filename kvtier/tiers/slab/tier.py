@@ -72,7 +72,7 @@ class _Batch:
     errors: list[str]
 
     def pieces(self, chunks: npt.NDArray[np.int64], most: int) -> list[list[int]]:
-        """Return the positions ``chunks`` in groups with up to ``most`` consecutive slots."""
+        """Group the positions ``chunks`` into pieces of up to ``most`` consecutive slots."""
         ordered = chunks[np.argsort(self.slots[chunks], kind="stable")]
         groups = consecutive_ranges(self.slots[ordered].tolist(), most)
         return [ordered[group].tolist() for group in groups]
@@ -367,7 +367,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)
 
     async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
-        """Wait until the written chunks would survive a power loss."""
+        """Sync the slot file; record the written chunks as FAILED if a sync failed."""
         file = self._store.file
         try:
             await self._pool.run(file.sync, priority=int(purpose))
@@ -379,7 +379,7 @@ class SlabTier(StorageTier, PartHashKeeper):
             batch.fail(done, "not synced: the disk failed meanwhile")
 
     async def _commit(self, batch: _Batch, epoch: int) -> None:
-        """Make the written chunks readable, now and after a restart."""
+        """Commit the written chunks' rows, so that they are readable, also after a restart."""
         done = batch.done()
         if not done:
             return

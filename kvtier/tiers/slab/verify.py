@@ -160,7 +160,7 @@ class _Checker:
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int, stored_after: int
 ) -> Iterator[Callable[[], _Done]]:
-    """Yield functions that each check one piece; read the index in windows of slots."""
+    """Yield functions that each check one piece; read the index some slots at a time."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
