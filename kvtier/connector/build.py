@@ -154,7 +154,7 @@ def _build_placement(config: KvtierConfig, tiers: int) -> Placement:
 def _build_conditions(
     config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> list[Admission]:
-    """Build the conditions for entry into a slower tier; the write budget comes last."""
+    """Build the conditions on writes to slower tiers; the write budget comes last."""
     rules = config.placement
     chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
     with config.origin.at("placement.admit"):

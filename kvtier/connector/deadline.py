@@ -1,4 +1,4 @@
-"""One deadline for all parts of a shutdown."""
+"""A deadline that all parts of a shutdown share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """One timeout for all parts of an operation.
+    """A deadline that all parts of an operation share.
 
     Args:
         timeout_s: Seconds from now.

@@ -392,7 +392,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StorePayload]) -> None:
-        """Submit several stores as one job, with the id of the first."""
+        """Submit several stores as one job, which gets the id of the first store."""
         slots: list[int] = []
         for store in stores:
             slots += store.plan.slots
@@ -447,7 +447,7 @@ class DeviceEngine:
 def _job(
     job_id: JobId, purpose: Purpose, slots: Sequence[int], payload: object, timeout_s: float
 ) -> Job:
-    """Return a job for the transfer engine: copies between the device and RAM slots."""
+    """Return a job of the transfer engine that copies between the device and RAM slots."""
     stores = purpose is Purpose.STORE
     return Job(
         job_id=job_id,

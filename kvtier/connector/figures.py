@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row of the table.
+    """One row of the table of figures.
 
     Attributes:
         kind: How the figure changes.
@@ -317,7 +317,7 @@ def figures_of(owner: type[Any]) -> Iterator[tuple[str, Figure]]:
 
 
 def _reader_of_tiers() -> Callable[[object], tuple[Any, ...]]:
-    """Return a function that reads all fields of :class:`TierFigures` at once."""
+    """Return a function that reads the values of all :class:`TierFigures` fields at once."""
     sources = {field: each.source for field, each in figures_of(TierFigures) if each.source}
     assert tuple(sources) == TierFigures._fields[1:], "every figure has one source"
     return operator.attrgetter("tier.name", *sources.values())

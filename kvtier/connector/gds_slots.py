@@ -26,11 +26,11 @@ class _RankReports(Protocol):
         """Return the number of parts of a slot; 0 if a rank cannot do GDS reads."""
 
     def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
-        """Return the hashes of the parts of RAM slots; a row is 0 if its hashes are unknown."""
+        """Return a row of part hashes for each RAM slot; rows of unknown hashes are 0."""
 
 
 class GdsSlots:
-    """Keeps the part hashes of one tier's slots, and knows which slots workers can read.
+    """Keeps the part hashes of one tier's slots, and reports which slots workers can read.
 
     Implements :class:`kvtier.manager.GdsSource` for the manager's thread, and
     :class:`kvtier.transfer.routes.PartHashStore` for the transfer thread. No lock is needed,
@@ -93,7 +93,7 @@ class GdsSlots:
     # -- transfer engine ----------------------------------------------------------------------
 
     def ram_part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
-        """Return the part hashes of chunks in RAM; a row is 0 if its hashes are unknown."""
+        """Return a row of part hashes for each RAM slot; rows of unknown hashes are 0."""
         return self._ranks.part_hashes(slots, generations)
 
     def keep_part_hashes(self, slots: Sequence[int], part_hashes: PartHashes) -> None:

@@ -1,4 +1,4 @@
-"""KV cache groups for the scheduler side: how each group is divided into blocks and chunks."""
+"""Describes to the scheduler side how each KV cache group is divided into chunks."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class HintReader:
         return RequestHints(fields.retain_s, terms)
 
     def _fields(self, raw: object) -> _HintFields:
-        """Return the valid fields of ``raw``."""
+        """Return the valid fields of ``raw``; warn about the others."""
         if not isinstance(raw, Mapping):
             remedy = 'write {"retain_s": 600}, or another field'
             self._warn(HINTS_KEY, raw, "not an object", remedy)

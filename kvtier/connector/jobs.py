@@ -1,4 +1,4 @@
-"""Jobs in flight: which ranks must still acknowledge them, and which stores to flush."""
+"""Counts the acknowledgements of jobs in flight, and selects the stores to flush."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JobState:
 
 
 class WorkerJobs:
-    """Keeps every job until all ranks have acknowledged it.
+    """Tracks every job until all ranks have acknowledged it.
 
     The engine may reuse the blocks that a store reads: after a window has passed them, after a
     preemption, or after their request ends. The store must end before these blocks are
@@ -103,10 +103,10 @@ class WorkerJobs:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Record that ``ranks`` more ranks have acknowledged a job.
+        """Count ``ranks`` more acknowledgements of a job; return the job after the last one.
 
-        The result is the job after the last acknowledgement, else None. Acknowledgements of
-        jobs from before a reset are ignored.
+        Before the last acknowledgement, the result is None. Acknowledgements of jobs from
+        before a reset are ignored.
         """
         job = self._jobs.get(job_id)
         if job is None:

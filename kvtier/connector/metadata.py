@@ -123,7 +123,7 @@ class FailedLoad:
     failed_reads: Mapping[int, Outcome] = field(default_factory=dict)
 
     def united(self, other: FailedLoad) -> FailedLoad:
-        """Return this failure merged with that of another rank in the same job."""
+        """Return this failure merged with ``other``, another rank's failure in the same job."""
         # Keep the smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         reads = dict(self.failed_reads)

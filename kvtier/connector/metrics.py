@@ -171,13 +171,13 @@ class StatisticsSource(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether the engine will certainly run another step."""
+        """Whether the engine will run another step."""
 
     def statistics(self) -> EngineStatistics:
         """Return all current figures of the engine."""
 
     def take_load_waits(self) -> Sequence[float]:
-        """Return the seconds of each load wait that ended since the last call."""
+        """Return the duration in seconds of each load wait that ended since the last call."""
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
         """Return the seconds between each chunk's eviction and next lookup, per tier."""
@@ -206,7 +206,7 @@ class Reporter:
         self._last: dict[tuple[str, ...], tuple[float, ...]] = {}
 
     def is_due(self, *, steps_follow: bool = False) -> bool:
-        """Return whether :meth:`take` reads the source now; cheap enough for every step.
+        """Return whether :meth:`take` would read the source now; fast enough for every step.
 
         Args:
             steps_follow: Whether the caller knows that the source is active.

@@ -57,7 +57,7 @@ class Observer:
         """Sessions of requests that have not started."""
 
     def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
-        """Record a new request of ``session``; ``now`` is in seconds, monotonic."""
+        """Record a new request of ``session``; ``now`` is in seconds on a monotonic clock."""
         self._open[context.req_id] = context
         self._waiting[context.req_id] = session
         if self._log is not None:

@@ -167,11 +167,11 @@ class OfferQueue:
         heappush(self._heap, (due_at, serial, tracked.req_id))
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Forget a request."""
+        """Remove a request from the queue."""
         self._due.pop(tracked.req_id, None)
 
     def pass_token(self) -> bool:
-        """Advance the clock by one token and return True, unless a request becomes due."""
+        """Advance the clock by one token; return False instead if a request would be due."""
         if self._heap and self._heap[0][0] <= self._now + 1:
             return False
         self._now += 1
@@ -198,7 +198,9 @@ class OfferQueue:
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
-    """Return a tracked request's chunks, root to leaf, each with its end in tokens.
+    """Return the end in tokens of each chunk of a tracked request, by the chunk's key.
+
+    The chunks are in order, group by group and from root to leaf.
 
     Raises:
         UnsupportedError: ``context`` is not a :class:`TrackedRequest`.

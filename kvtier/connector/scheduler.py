@@ -101,7 +101,7 @@ class ConnectorScheduler:
         name_chunk: Callable[[ChunkKey], ChunkKey] | None = None,
         may_store: Callable[[], bool] | None = None,
     ) -> None:
-        """Start to follow a request; it replaces an earlier request with the same id.
+        """Start to track a request; replace an earlier request with the same id.
 
         Args:
             request: The request.
@@ -191,7 +191,7 @@ class ConnectorScheduler:
     # -- steps ---------------------------------------------------------------------------------
 
     def pass_step(self) -> bool:
-        """End a step that only generates and return True, unless the step needs a job.
+        """End a step that only generates; return False instead if the step has work to do.
 
         In a step that only generates, each scheduled request computes one token, no request
         starts or is preempted, and no block is allocated. If the result is False, call
@@ -206,7 +206,7 @@ class ConnectorScheduler:
         )
 
     def build_connector_meta(self, step: Step) -> ConnectorMetadata:
-        """Return the workers' jobs of this step.
+        """End a step in the cache, plan the step's stores and return the workers' jobs.
 
         Args:
             step: The engine's decisions.

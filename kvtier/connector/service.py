@@ -250,7 +250,7 @@ class CacheService:
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """End a store: those of ``keys`` that every worker stored completely become hits.
+        """End a store; the ``keys`` that every worker stored completely become hits.
 
         The request may have ended.
         """
@@ -344,7 +344,7 @@ class CacheService:
         self._jobs.transfers.add(copies)
 
     def take_load_waits(self) -> list[float]:
-        """Return the seconds of each load wait that ended since the last call."""
+        """Return the duration in seconds of each load wait that ended since the last call."""
         return self._waits.take()
 
     def take_reuse_gaps(self) -> list[list[float]]:
@@ -475,7 +475,7 @@ class CacheService:
         self._notices.log_policies(self._manager.policy_errors)
 
     def _retain(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
-        """Keep ``keys`` in RAM for the time that the request or the configuration sets."""
+        """Retain ``keys`` in RAM for the time that the request or the configuration sets."""
         retain_s = self._hints.read(request.kv_transfer_params).retain_s
         if retain_s is None:
             retain_s = self._retain_s

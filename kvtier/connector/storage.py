@@ -242,7 +242,7 @@ def _routes(
     tiers: Sequence[StorageTier],
     gds: GdsSlots | None,
 ) -> dict[tuple[str, str], Route]:
-    """Return all routes: from RAM to each tier, back, and between slower tiers."""
+    """Return the routes between RAM and each tier, between slower tiers, and for questions."""
     ram, last = config.tiers[0].name, config.tiers[-1]
     routes: dict[tuple[str, str], Route] = {}
     for number, tier in enumerate(tiers, start=1):

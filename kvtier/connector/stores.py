@@ -51,7 +51,7 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Add a chunk. Add all chunks of a group before those of the next group."""
+        """Add a chunk; add all chunks of a group before the chunks of the next group."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))
@@ -120,7 +120,7 @@ class StoreRules:
         return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
 
     def next_offer_tokens(self, tracked: TrackedRequest) -> float:
-        """Return how many computed tokens complete the next chunk to store, else infinity."""
+        """Return the token count that completes the next chunk to store; infinity if none."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
         tokens = math.inf
@@ -188,7 +188,7 @@ class StoreRules:
         return min((chunk + 1) * size, boundary)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
-        """Return the indices of the chunks to offer now: those that a later hit can use."""
+        """Return the indices of the new chunks that a later hit can use."""
         layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         start, stop = offered // size, end // size

@@ -17,7 +17,7 @@ _MAX_RECORDS: Final = 4096
 
 
 def transfer_type_of(source: str, destination: str) -> str:
-    """Return the name of the transfer type from ``source`` to ``destination``.
+    """Return the type name of transfers from ``source`` to ``destination``.
 
     >>> transfer_type_of("gpu", "ram")
     'gpu_to_ram'
@@ -27,7 +27,7 @@ def transfer_type_of(source: str, destination: str) -> str:
 
 @dataclass(slots=True)
 class Transfers:
-    """Transfers by type. Not thread-safe.
+    """Finished transfers, grouped by type. Not thread-safe.
 
     Attributes:
         by_type: Per transfer type, the number of bytes and the seconds of each transfer.
@@ -61,12 +61,12 @@ class Transfers:
             self._extend(transfer_type, records)
 
     def take(self) -> Transfers:
-        """Return the transfers and forget them."""
+        """Remove and return all transfers."""
         taken, self.by_type = self.by_type, {}
         return Transfers(taken)
 
     def totals(self) -> dict[str, tuple[int, float]]:
-        """Return the sums of bytes and of seconds by type."""
+        """Return the total bytes and the total seconds of each transfer type."""
         return {
             transfer_type: (sum(size for size, _ in records), sum(time for _, time in records))
             for transfer_type, records in self.by_type.items()

@@ -98,7 +98,7 @@ class ConnectorWorker:
             self._submit(job_id, job, Purpose.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
-        """Keep the stores of this step until the next step."""
+        """Queue the stores of this step; the next step submits them."""
         for job_id, job in metadata.store_jobs.items():
             if job_id not in metadata.jobs_to_flush:
                 self._deferred[job_id] = job

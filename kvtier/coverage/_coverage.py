@@ -74,7 +74,7 @@ class StoredKeys:
         return len(self._hashes)
 
     def has(self, key_hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Return for each of ``key_hashes`` whether the index has this hash."""
+        """Return, for each of ``key_hashes``, whether the index has this hash."""
         if not len(self._hashes):
             return np.zeros(len(key_hashes), dtype=np.bool_)
         at = np.minimum(np.searchsorted(self._hashes, key_hashes), len(self._hashes) - 1)
@@ -84,7 +84,7 @@ class StoredKeys:
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """The rules by which a namespace's engines make the keys of a prompt's chunks.
+    """The rules by which the engines of a namespace compute chunk keys.
 
     Attributes:
         groups: For each KV cache group, its number in keys and its reach: which chunks of a
@@ -101,7 +101,7 @@ class KeyRules:
 
     @classmethod
     def of(cls, space: StoredNamespace, *, algorithm: str = DEFAULT_ALGORITHM) -> Self:
-        """Return the rules of a namespace's keys, as its layout records them.
+        """Return the key rules that the layout of a namespace records.
 
         Raises:
             ConfigError: The layout lacks the rules.
@@ -333,7 +333,7 @@ class CoverageReader:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """An engine's namespaces on this machine, one per persistent tier, and its key rules.
+    """An engine's key rules, and its namespace in each persistent tier on this machine.
 
     Attributes:
         spaces: The engine's namespace in each persistent tier, by the tier's name.
@@ -352,7 +352,7 @@ class Stores:
     name_chunk: NameChunk | None
 
     def reader(self) -> CoverageReader:
-        """Read the indexes, and return a reader for these indexes."""
+        """Read the indexes, and return a reader that looks prompts up in them."""
         named = self.name_chunk is not None
         keys = {
             tier: StoredKeys.read(space, with_adapters=named)

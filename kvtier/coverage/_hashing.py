@@ -1,4 +1,4 @@
-"""Computes vLLM's hashes of a prompt's blocks without vLLM.
+"""Computes the same hashes of a prompt's blocks as vLLM, without importing vLLM.
 
 vLLM hashes each block together with the hash of the preceding block, so a hash identifies the
 whole prefix. ``tests/integration/test_warm_up.py`` compares these hashes with vLLM's own.

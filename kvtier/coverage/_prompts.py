@@ -118,7 +118,7 @@ class BadLine:
     problem: str
 
     def error(self, path: Path) -> ConfigError:
-        """Return the error that the caller raises if bad lines are errors."""
+        """Return the error to raise for this line of the file at ``path``."""
         return ConfigError(f"{printable(str(path))}:{self.line}: {self.problem}")
 
 

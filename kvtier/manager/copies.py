@@ -74,12 +74,12 @@ class CopyList(NamedTuple):
         return self.between(0, chunks), self.between(chunks)
 
     def head(self, chunks: int) -> CopyList:
-        """Return the copies nearest to the root of one prompt; ``chunks`` is their number."""
+        """Return the ``chunks`` copies that are nearest to the root of their prompt."""
         return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
 
     @staticmethod
     def join(lists: Sequence[CopyList]) -> CopyList:
-        """Return the concatenation of ``lists``, at least one list."""
+        """Return the concatenation of ``lists``, which must have at least one list."""
         if len(lists) == 1:
             return lists[0]
         return CopyList(
@@ -91,7 +91,7 @@ class CopyList(NamedTuple):
 
 
 def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Return the ``copies`` that are not in ``some``; ``some`` is a subset of ``copies``."""
+    """Return the ``copies`` that are not in ``some``, which must be a subset of ``copies``."""
     if len(some) == len(copies):
         return ()
     if not some:
@@ -138,10 +138,10 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
 
 
 def link(copies: Sequence[ChunkCopy]) -> None:
-    """Set parent and depth of copies of an earlier engine, which have neither yet.
+    """Set the missing parents and depths of one prompt's copies.
 
-    Policies then keep the chunks of a prompt together. If a chunk is missing between two
-    copies, the depths are too small by one from there on.
+    Recovered copies lack both. With them, policies keep the chunks of a prompt together. If a
+    chunk is missing between two copies, the depths are too small by one from there on.
 
     Args:
         copies: Copies of one prompt: sorted by group, and within a group from root to leaf.
@@ -153,7 +153,7 @@ def link(copies: Sequence[ChunkCopy]) -> None:
 
 
 def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
-    """Return the copies of each prompt, in prompt order.
+    """Split ``copies`` into one sequence per prompt, each in prompt order.
 
     Chunks after a gap count as a new prompt.
 

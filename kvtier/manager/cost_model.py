@@ -317,7 +317,7 @@ class CostModel:
         return best
 
     def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
-        """Return how many chunks to load: ``kept``, or more to include a sample of a tier."""
+        """Return ``kept``, or a larger number of chunks if a tier should be measured again."""
         costs = {
             tier: cost
             for tier in candidate.costs
@@ -361,7 +361,7 @@ class _Candidate:
     def best_head(
         self, costs: Mapping[int, LoadCost], *, max_load_s: float | None = None
     ) -> int:
-        """Return the length of the head that saves the most time and meets the deadline."""
+        """Return how many leading chunks to load to save the most time within the deadline."""
         if max_load_s is None:
             max_load_s = self.max_load_s
         saved_s = self.margin * self.recompute_s

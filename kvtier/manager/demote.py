@@ -130,13 +130,13 @@ class Demoter:
         self._jobs.clear()
 
     def _place(self, copies: Iterable[ChunkCopy]) -> None:
-        """Apply :meth:`_place_listed` to the clean ``copies``."""
+        """Call :meth:`_place_listed` with the clean copies among ``copies``."""
         clean = [copy for copy in copies if not copy.dirty]
         if clean:
             self._place_listed(self._ram.list_of(clean))
 
     def _place_listed(self, listed: CopyList) -> None:
-        """Queue clean RAM copies for the tiers that must receive them soon."""
+        """Queue clean RAM copies for slower tiers; mark copies to demote later as dirty."""
         queued, others = self._targets.of_new(listed)
         for target, part in queued:
             fitting = self._cut_to_backlog(part, target)
@@ -191,10 +191,10 @@ class Demoter:
         return not target.eviction.tracks_misses and self._queued[index] <= target.available
 
     def _dequeue(self, index: int, chunks: int) -> CopyList | None:
-        """Dequeue the oldest copies that tier ``index`` still lacks, at most ``chunks``.
+        """Dequeue the oldest copies; return up to ``chunks`` that tier ``index`` still lacks.
 
         Returns:
-            The copies; None if the queue has no such copy.
+            The copies, perhaps none; None if the queue is empty or ``chunks`` is not positive.
         """
         queue = self._queues[index]
         taken: list[CopyList] = []
@@ -238,7 +238,7 @@ class _Targets:
     def of_new(
         self, listed: CopyList
     ) -> tuple[list[tuple[int, CopyList]], Sequence[ChunkCopy]]:
-        """Decide which slower tiers must receive clean RAM copies soon.
+        """Decide which of the clean RAM copies each slower tier must receive soon.
 
         Returns:
             Two sequences. The first has a pair for each tier that must receive copies soon: the
@@ -396,7 +396,10 @@ class _DemotionJobs:
         return arrived
 
     def release(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Record that ``copies`` need no job; evict the ``copies`` in ``tier.leaving``."""
+        """Decrement the dirty count of ``copies``, and evict clean ones in ``tier.leaving``.
+
+        Call this method for copies that need no demotion job.
+        """
         tier.mark_clean(copies)
         if tier.leaving and copies:
             self._evict_leaving(tier, tier.list_of(copies))
@@ -497,7 +500,7 @@ class _Reclaimer:
     def _evict_copied(
         self, tier: TierState, victims: CopyList
     ) -> dict[int, Sequence[ChunkCopy]]:
-        """Evict the victims that no slower tier must receive.
+        """Evict the victims that no slower tier will receive; return the other victims.
 
         Returns:
             The other victims, by the index of the receiving tier.

@@ -49,7 +49,7 @@ _MAX_SPECULATED: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """The time of a load from a tier.
+    """The time of a load from a tier, as a linear function of the load's size.
 
     Attributes:
         start_s: Seconds that every load takes, for any size.
@@ -60,12 +60,14 @@ class LoadCost:
     s_per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """Return the seconds of a load; ``nbytes`` includes bytes queued before the load."""
+        """Return the duration of a load; ``nbytes`` includes bytes queued before the load."""
         return self.start_s + nbytes * self.s_per_byte
 
 
 class LoadEstimate:
-    """Estimates the cost of a load from one tier: ``seconds / bytes = start / bytes + rate``.
+    """Estimates the time of a load from one tier as ``start + bytes * rate``.
+
+    The fitted equation is ``seconds / bytes = start / bytes + rate``.
 
     Attributes:
         is_bound: Whether the fit is only a lower bound, because a load missed its deadline and
@@ -143,7 +145,7 @@ class ComputeEstimate:
         self._seconds = self._tokens = self._busy_s = self._ended_s = 0.0
 
     def record(self, tokens: int, seconds: float, now: float) -> None:
-        """Add a step with ``tokens`` prompt tokens, unless this number is too small."""
+        """Add a step with ``tokens`` prompt tokens; ignore a step with too few of them."""
         if tokens < _MIN_TOKENS or seconds <= 0.0:
             return
         lasting = _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)
@@ -155,11 +157,11 @@ class ComputeEstimate:
 
     @property
     def s_per_token(self) -> float | None:
-        """Seconds to compute a prompt token; None before the first step."""
+        """Seconds to compute a prompt token; None before the first sample."""
         return self._seconds / self._tokens if self._tokens else None
 
     def sharing_factor(self, now: float) -> float:
-        """Return the factor by which computing takes longer because the engine is shared."""
+        """Return the factor by which other requests prolong a computation."""
         busy_s = self._busy_s * _halved(now - self._ended_s, _BUSY_HALF_LIFE_S)
         return 1.0 / (1.0 - min(busy_s * math.log(2.0) / _BUSY_HALF_LIFE_S, _MAX_BUSY))
 

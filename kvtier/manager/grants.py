@@ -1,4 +1,4 @@
-"""Grants: the phase of each request, the RAM copies pinned for it, and the pin budget.
+"""Tracks the phase of each request, the RAM copies pinned for it, and the pin budget.
 
 The next promotion may evict an unpinned promoted chunk. So every chunk that a waiting request
 will load is *granted* to the request. The chunk's RAM copy is pinned, even while the bytes are
@@ -78,7 +78,7 @@ class SharedAccess:
 
 
 class RequestState:
-    """One request from its first lookup to its end.
+    """The state of one request, until the request ends.
 
     Only :class:`Grants` changes the attributes from ``phase`` to ``refused_at``, except
     ``shared``.
@@ -147,7 +147,7 @@ class RequestState:
         self.shared = SharedAccess.UNKNOWN
 
     def invalidate(self) -> None:
-        """Record a reset of the cache."""
+        """Mark the request's KV, if any, as stale after a reset of the cache."""
         self.is_stale |= self.has_kv
         self.tails.clear()
 
@@ -199,7 +199,7 @@ class _Reservation(NamedTuple):
 
 
 class Grants:
-    """Keeps the requests that wait for chunks, and the grants of requests.
+    """Tracks which requests wait for chunks, and which chunks are granted.
 
     Attributes:
         queued: Requests that wait for their turn, in the order in which they were queued.
@@ -233,12 +233,12 @@ class Grants:
 
     @property
     def budget(self) -> int:
-        """Number of RAM slots that requests may hold; late promotions are excluded."""
+        """The pin budget in RAM slots, reduced by the slots of late promotions."""
         return self._stack.limits.pin_budget - self._jobs.late_slots
 
     @property
     def budget_left(self) -> int:
-        """Number of RAM slots of the pin budget that are still unused and not reserved."""
+        """Number of slots of :attr:`budget` that are neither used nor reserved."""
         reserved = sum([each.fills for each in self._reserved.values()])
         return self.budget - self.granted - self._direct - reserved
 
@@ -248,16 +248,17 @@ class Grants:
         return self._changes, self._direct, self._jobs.late_slots
 
     def fits(self, request: RequestState, slots: int) -> bool:
-        """Return whether the unused budget is at least ``slots``; if not, record a refusal."""
+        """Return whether ``slots`` slots fit in the budget; if not, record a refusal."""
         fits = slots <= self.budget_left
         request.refused_at = None if fits else self._budget_use
         return fits
 
     def is_refused(self, request: RequestState) -> bool:
-        """Return whether the budget refused ``request`` and its use has not changed since then.
+        """Return whether the pin budget still refuses ``request``.
 
-        The caller then skips the request, because computing the cost of thousands of chunks is
-        slow. Every few steps the answer is False, because evictions may change the cost.
+        The answer is True while the use of the budget is the same as at the refusal. The caller
+        then skips the request, because computing the cost of thousands of chunks is slow. Every
+        few steps the answer is False, because evictions may change the cost.
         """
         if request.deferred_steps % _RECHECK_STEPS == 0:
             return False
@@ -349,7 +350,7 @@ class Grants:
         request.tails.clear()  # the request offers its chunks again from the root
 
     def end_step(self) -> None:
-        """End all reservations, and the waits and unused grants that last too long.
+        """End all reservations, and the waits and unused grants that exceed their limits.
 
         Promotions have deadlines. So only the wait for a chunk that a worker stores for another
         request can be too long. Unused grants end, because the engine may schedule their
@@ -447,7 +448,7 @@ class Grants:
                 self.withdraw(request, (copy,))
 
     def record_missing(self, copy: ChunkCopy) -> None:
-        """End all grants of a copy that failed to arrive in time."""
+        """End all grants of a copy that failed or did not arrive in time."""
         for request in self._waiters.pop(copy, ()):
             del request.granted[copy]
             self._reduce_pending(request, 1)
@@ -486,7 +487,7 @@ class Grants:
             members[request] = None
 
     def _settle(self, request: RequestState) -> None:
-        """Settle ``request``: its later lookups search only RAM."""
+        """Move ``request`` to phase ``SETTLED``, in which lookups search only RAM."""
         request.looked_up_at = self._stack.step
         self._enter(request, LookupPhase.SETTLED)
 

@@ -34,7 +34,7 @@ __all__ = ["GroupReach", "HitRules", "Presence", "Prompt", "Reach"]
 
 
 class Reach(enum.Enum):
-    """The chunks of a prefix that the layers of a KV cache group read."""
+    """Which chunks of a prefix the layers of a KV cache group read."""
 
     PREFIX = "prefix"
     WINDOW = "window"
@@ -117,7 +117,7 @@ class HitRules:
         ]
 
     def longest(self, prompt: Prompt, presence: Presence) -> int:
-        """Return the end of the longest hit in tokens, else ``prompt.local_tokens``."""
+        """Return the end of the longest hit in tokens; ``prompt.local_tokens`` for a miss."""
         local, end = prompt.local_tokens, prompt.limit_tokens
         for number, group in self._prefixes:
             size, keys = group.chunk_tokens, prompt.keys[number]
@@ -142,7 +142,7 @@ class HitRules:
         return needed
 
     def _missing_before(self, end: int, prompt: Prompt, presence: Presence) -> int | None:
-        """Return the first token of a chunk that a hit of ``end`` tokens lacks, else None."""
+        """Return the first token of a needed chunk that is missing; None if there is none."""
         for number, group in self._others:
             size, keys = group.chunk_tokens, prompt.keys[number]
             last = end // size

@@ -40,7 +40,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 class LoadPlan(NamedTuple):
-    """Where a worker finds each chunk of a load: a RAM slot or a GDS read.
+    """For each chunk of a load, the RAM slot or the GDS read that provides it.
 
     Attributes:
         slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` for a chunk
@@ -156,13 +156,13 @@ class Loader:
         self._count_hits(*self._by_key(load, loaded, failed_reads))
 
     def in_flight(self) -> Iterator[ChunkCopy]:
-        """Yield the copies of every load in flight, once per load."""
+        """Yield the RAM copies of every load in flight, once per load."""
         for loads in self._loads.values():
             for load in loads.values():
                 yield from load.copies
 
     def reads(self) -> Iterator[ChunkCopy]:
-        """Yield the copies that workers read from their tier, once for each load."""
+        """Yield the copies that GDS reads of loads in flight use, once per load."""
         for loads in self._loads.values():
             for load in loads.values():
                 yield from load.reads.values()
@@ -194,7 +194,7 @@ class Loader:
         request: RequestState | None,
         copies: Sequence[ChunkCopy],
     ) -> int:
-        """Record a planned load of ``copies``, in the order of the keys; return its id."""
+        """Record a planned load and return its id; ``copies`` are in the order of the keys."""
         load_id = self._begun
         self._begun += 1
         load.request = request
@@ -292,7 +292,7 @@ class Loader:
         return plan._replace(wait_s=stack.limits.load_timeout_s, load_id=load_id)
 
     def _plan_with_reads(self, plan: LoadPlan, reads: Mapping[int, ChunkCopy]) -> LoadPlan:
-        """Return ``plan`` with GDS reads of the chunks that have no RAM slot in it."""
+        """Return ``plan`` with added GDS reads for chunks that have no RAM slot."""
         gds = self._stack.gds
         if gds is None or not reads:
             return plan
@@ -303,7 +303,7 @@ class Loader:
         return plan._replace(origins=origins, gds=gds.plan_reads(list(reads), slots))
 
     def _end_reads(self, load: _PendingLoad, failed: Mapping[int, Outcome]) -> None:
-        """Unpin the copies that workers read, and record the failed reads."""
+        """Unpin the copies that a load's GDS reads used; record failures and uses."""
         gds = self._stack.gds
         assert gds is not None
         tier = self._stack.tiers[gds.tier]
@@ -349,7 +349,7 @@ class Loader:
             self._stack.slot_status.clear_failed_loads(slots)
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
-        """Mark ``late`` copies as late in all other loads; return the copies in these loads.
+        """Mark ``late`` copies as late in all other loads; return the copies found there.
 
         The slot status does not show which load of a slot failed. So a copy in several loads
         counts as late in all of them. The last load to complete clears the failure in the slot

@@ -111,7 +111,7 @@ class HitLookup:
         return end - prompt.local_tokens if can_load else None
 
     def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
-        """Return the chunks that ``request`` may load, and its readable slower tiers."""
+        """Return which chunks ``request`` may load, and which slower tiers it may read."""
         allowed = request.terms.load_tiers
         if request.phase == LookupPhase.SETTLED:
             return _Presence(self._stack, None, allowed), ()
@@ -119,7 +119,11 @@ class HitLookup:
         return _Presence(self._stack, readable, allowed), readable
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
-        """Record a lookup of each group's first chunk after ``end``, the end of the hit."""
+        """Record a lookup of each group's first chunk after the hit, and count a miss.
+
+        ``end`` is the end of the hit in tokens. If no longer hit is possible, this method does
+        nothing.
+        """
         if end + self._rules.alignment_tokens > prompt.limit_tokens:
             return
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
@@ -136,7 +140,7 @@ class HitLookup:
 
 
 class _Presence:
-    """The chunks that one request may load.
+    """Reports which chunks one request may load.
 
     Args:
         stack: The tiers.

@@ -64,7 +64,7 @@ class _Hit(NamedTuple):
         return not copies or is_single_group((copies[0].key, copies[-1].key))
 
     def counted(self, is_counted: Callable[[ChunkKey], bool]) -> int:
-        """Return the number of chunks in the counting group; the hit must have a chunk."""
+        """Return the number of chunks in the counting group; the hit must not be empty."""
         if self.is_single_group:
             return len(self.copies) if is_counted(self.copies[0].key) else 0
         return sum([is_counted(copy.key) for copy in self.copies])
@@ -75,7 +75,7 @@ class _Hit(NamedTuple):
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
     def head(self, chunks: int) -> _Hit:
-        """Return the first ``chunks`` chunks."""
+        """Return the hit, cut to its first ``chunks`` chunks."""
         return _Hit(self.copies[:chunks], self.tiers[:chunks])
 
     def in_ram(self) -> list[ChunkCopy]:
@@ -83,7 +83,7 @@ class _Hit(NamedTuple):
         return [copy for copy, tier in zip(*self, strict=True) if not tier]
 
     def affordable(self, budget: int) -> _Hit:
-        """Return the longest useful list of first chunks with a cost of at most ``budget``.
+        """Return the leading chunks of the hit that cost at most ``budget`` slots.
 
         With several groups, the first chunks of one group are useless alone. The result then
         has only the chunks in RAM.
@@ -230,7 +230,7 @@ class Promoter:
         return answers
 
     def _begin_reads(self, tier: TierState, copies: Collection[ChunkCopy]) -> None:
-        """Pin copies that workers will read from ``tier``, and count their uses."""
+        """Pin copies that workers will read from ``tier``; count hits there and RAM misses."""
         tier.pin(copies)
         tier.count_hits(copies)
         self._ram.counters.misses += len(copies)
@@ -295,7 +295,10 @@ class Promoter:
         return self._worthwhile(hit)[1] is None
 
     def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
-        """Return the chunks of ``hit`` to load, and the decision to cut the hit, else None."""
+        """Return the chunks of ``hit`` to load, and the decision of the cost model.
+
+        The decision is None if all chunks are to be loaded.
+        """
         if not any(hit.tiers):
             return hit, None
         stack = self._stack
@@ -405,7 +408,7 @@ class Promoter:
         }
 
     def _expire(self, record: JobRecord) -> None:
-        """End the waits for a job's chunks, because the job's deadline has passed."""
+        """Mark a job as late, and end the waits for its chunks."""
         record.is_late = True
         self._stack.tiers[record.source].counters.expired += len(record.destinations)
         for copy in record.destinations:

@@ -24,7 +24,7 @@ __all__ = ["Quarantine"]
 
 
 class Quarantine:
-    """Keeps the RAM copies that a reset dropped but that a worker may still touch."""
+    """Keeps dropped RAM copies pinned after a reset until no worker can touch them."""
 
     def __init__(self, stack: TierStack, jobs: StorageJobs) -> None:
         self._stack = stack
@@ -56,7 +56,7 @@ class Quarantine:
         self.end_step()
 
     def end_step(self) -> None:
-        """Unpin the copies that workers have finished with."""
+        """Unpin the copies whose jobs all workers have acknowledged."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -68,7 +68,7 @@ class Quarantine:
                 self._held.append(copy)
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
-        """Free the slots of a job planned before the reset."""
+        """Free the slots of a job planned before the reset, once the job is settled."""
         if not result.settled:
             record.is_late = True
             return

@@ -60,7 +60,7 @@ class _Part(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """A question without an answer.
+    """A question whose job is not settled yet.
 
     Attributes:
         request: The request that waits; None once the deadline has passed.
@@ -119,7 +119,7 @@ class Questions:
         return True
 
     def apply(self, result: TransferResult) -> bool:
-        """Apply the answer to a question; return False if ``result`` is of another job.
+        """Apply the answer to a question; return False if ``result`` belongs to another job.
 
         An answer after the deadline is remembered for later requests. The request of the
         question no longer waits, and reads nothing from the tier.
@@ -183,7 +183,7 @@ class Questions:
         )
 
     def _remember_all(self, parts: Sequence[_Part], outcomes: Sequence[Outcome]) -> int:
-        """Record which chunks the tier has; return what the request may do.
+        """Record which chunks the tier has; return the request's :class:`SharedAccess`.
 
         Without the first chunk of a prompt the others are of no use, and are not looked at.
         """

@@ -245,7 +245,7 @@ class EventLog:
         return taken
 
     def _open_event(self, tier: int, *, removed: bool) -> list[ChunkKey]:
-        """Return the key list of the newest event, or of a new event if that list is full."""
+        """Return the key list of the newest event if keys can be added, else of a new event."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
             is_same = (last_tier, last_removed) == (tier, removed)
@@ -257,7 +257,7 @@ class EventLog:
 
 
 class ReuseGaps:
-    """The reuse gaps of one tier: times from a chunk's eviction to its next lookup.
+    """Measures the reuse gaps of one tier: times from a chunk's eviction to its next lookup.
 
     A low hit ratio has two possible causes: a small tier, or traffic that does not repeat.
     Reuse gaps distinguish them: if many gaps last a minute, a tier that keeps chunks a minute
@@ -336,7 +336,7 @@ class ReuseGaps:
             self._keys = set(self._older)
 
     def clear(self) -> None:
-        """Forget all evicted chunks: after a reset, a larger tier would lack them too."""
+        """Forget all evicted chunks; after a reset, a larger tier would lack them too."""
         self._evicted.clear()
         self._wanted_s.clear()
         self._recent.clear()

@@ -21,7 +21,7 @@ _TRIED = 8
 
 
 class SlotAllocator:
-    """Keeps the free slots of one tier, and allocates them.
+    """Allocates and frees the slots of one tier.
 
     Args:
         capacity: Number of slots. They are numbered from 0, and all are free at first.
@@ -109,7 +109,7 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent with ``wanted`` or more slots, else of a long one."""
+        """Return the start of a free extent with ``wanted`` slots, else of a long extent."""
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
         # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()

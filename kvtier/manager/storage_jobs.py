@@ -1,4 +1,4 @@
-"""Storage jobs: transfers between tiers, from the plan to the settled result.
+"""Plans storage jobs, which are transfers between tiers, and tracks jobs in flight.
 
 :class:`StorageJobs` has the common part of promotions and demotions. A plan allocates the
 slots, adds the copies to be written and divides the chunks into jobs. A result is *settled*
@@ -77,7 +77,7 @@ class JobRecord:
 
 
 class StorageJobs:
-    """Keeps every storage job from its plan to its settled result."""
+    """Plans storage jobs, and tracks each transfer until its settled result is applied."""
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
@@ -104,7 +104,7 @@ class StorageJobs:
         )
 
     def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` become free when its moves to RAM end."""
+        """Return how many slots of ``tier`` become free when promotions in flight end."""
         return sum(
             len(record.moved)
             for record in self._records.values()

@@ -115,7 +115,7 @@ class Storer:
         self._publish(listed, generations)
 
     def _publish(self, listed: CopyList, generations: Sequence[int]) -> None:
-        """Make the chunks of ended stores hits; drop those with incomplete bytes."""
+        """Make the chunks of ended stores hits; drop chunks with incomplete bytes."""
         stored = self._stack.slot_status.stored(listed.slots, generations)
         if not all(stored):
             copies = listed.copies
@@ -240,7 +240,10 @@ class Storer:
         return StorePlan(head, slots, generation, evicted)
 
     def _fitting(self, chunks: int, request: RequestState | None) -> int | None:
-        """Return how many of the ``chunks`` new chunks fit now; None to postpone the store."""
+        """Return how many of ``chunks`` new chunks to store now; None to postpone the store.
+
+        If too few slots are available, this method also asks for more slots.
+        """
         available = self._ram.available
         if chunks <= available:
             if request is not None:

@@ -272,7 +272,7 @@ class TierState:
         self.idle += freed
 
     def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Increment the dirty count of resident ``copies``, each for one receiving tier."""
+        """Increment the dirty count of resident ``copies``; one more tier needs them."""
         busied = dirtied = 0
         for copy in copies:
             if not copy.dirty:
@@ -386,7 +386,7 @@ class TierState:
         return victims
 
     def evict_leaving(self, listed: CopyList) -> None:
-        """Evict ``listed``: unpinned copies in :attr:`leaving`, clean or dirty."""
+        """Evict the copies in ``listed``, which must be unpinned and in :attr:`leaving`."""
         victims = listed.copies
         dirty = 0
         for victim in victims:
@@ -419,9 +419,10 @@ class TierState:
             self.slots.release((copy.slot,))
 
     def reset(self, held: Iterable[ChunkCopy]) -> dict[ChunkKey, ChunkCopy]:
-        """Make every chunk a miss; the time depends only on the number of ``held`` copies.
+        """Make every chunk a miss; pinned copies keep their slots.
 
-        The eviction policy starts empty. The other copies must have no references.
+        The time does not depend on the number of resident copies. The eviction policy starts
+        empty. Copies that are not in ``held`` must have no references.
 
         Args:
             held: All copies with pins. Each keeps its slot until it loses its last pin.
@@ -500,7 +501,7 @@ class TierState:
         return self.eviction.pick_many(count, evictable, ctx)
 
     def _replace_policy(self, error: NoVictimError, ctx: PolicyContext) -> None:
-        """Evict by ``lru`` from now on, because the policy raised an error."""
+        """Replace the faulty eviction policy by ``lru``, and record the error."""
         self.policy_error = error
         self.eviction = Lru(self.slots.capacity)
         for copy in self.copies.values():

@@ -36,7 +36,7 @@ _LATE = CopyState.LATE
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """Bounds of the manager, in numbers of chunks unless the name has another unit.
+    """Limits of the manager.
 
     Attributes:
         pin_budget: Largest number of RAM slots held for waiting requests.
@@ -93,7 +93,7 @@ class SlotStatus(Protocol):
         """Clear the generations of ``slots`` before the bytes in the slots change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether all ranks stored all bytes of the slot's generation."""
+        """Return, for each slot, whether all ranks stored all bytes of its generation."""
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return, for each slot, whether all loads of its generation succeeded on every rank.
@@ -145,7 +145,7 @@ def first_resident(
 
 
 class TierStack:
-    """Tiers, fastest first, with the placement policy between them.
+    """All tiers, fastest first, and the state that the modules of the manager share.
 
     Attributes:
         tiers: The tiers; index 0 is RAM.
@@ -221,7 +221,7 @@ class TierStack:
 
     @contextmanager
     def naming_request(self, req_id: str, terms: RequestTerms) -> Iterator[None]:
-        """Name the request that policies see in uses and insertions of a ``with`` block."""
+        """Set the request that policies see during a ``with`` block."""
         ctx = self.ctx
         ctx.request, ctx.session = req_id, terms.session
         try:

@@ -166,7 +166,7 @@ class TieredOffloadingManager:
         return request is not None and request.shared == SharedAccess.ASKED
 
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
-        """Defer a request until all chunks of its hit, ``keys``, are in RAM."""
+        """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
         request = self._requests.get(req_id)
         if request is not None and request.phase == LookupPhase.OPEN:
             self._grants.enqueue(request, keys)
@@ -231,7 +231,7 @@ class TieredOffloadingManager:
             return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """End a store: those of ``keys`` that every worker stored completely become hits.
+        """End a store; the ``keys`` that every worker stored completely become hits.
 
         Keys that are not being stored are ignored.
         """
@@ -330,7 +330,7 @@ class TieredOffloadingManager:
         return self._jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
-        """Return the jobs that requests no longer need. Cancelling these jobs is optional."""
+        """Return the ids of jobs that requests no longer need; cancelling them is optional."""
         return self._jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
@@ -366,7 +366,7 @@ class TieredOffloadingManager:
             self._jobs.remove(result.job_id)
 
     def flush(self) -> None:
-        """Plan jobs that demote every dirty chunk, before an orderly shutdown."""
+        """Plan jobs that demote every dirty chunk in RAM, before an orderly shutdown."""
         self._demoter.flush_all()
 
     # -- reports ----------------------------------------------------------------------------
@@ -416,12 +416,12 @@ class TieredOffloadingManager:
 
     @property
     def dropped(self) -> list[int]:
-        """Number of new chunks dropped because a disk was too slow, per tier."""
+        """Number of new chunks dropped because a slower tier was too slow, per tier."""
         return [tier.counters.dropped for tier in self._stack.tiers]
 
     @property
     def policy_errors(self) -> list[NoVictimError]:
-        """First error of each eviction policy that raised an error."""
+        """The errors for which ``lru`` replaced eviction policies, at most one per tier."""
         return [tier.policy_error for tier in self._stack.tiers if tier.policy_error]
 
     def snapshot(self) -> ManagerSnapshot:

@@ -13,7 +13,7 @@ __all__ = ["NumberedFiles"]
 
 
 class NumberedFiles:
-    """Files ``stem-000001.jsonl``, ``stem-000002.jsonl``, ... in a directory.
+    """Writes files ``stem-000001.jsonl``, ``stem-000002.jsonl``, ... in a directory.
 
     A new process continues with the next number, so no recording is overwritten. Several
     processes may write into one directory; a process never removes a file that another
@@ -76,7 +76,7 @@ class NumberedFiles:
             file.close()
 
     def _make(self) -> BinaryIO:
-        """Create the next file and lock it while it is open."""
+        """Create, lock and return the next file; closing the file ends the lock."""
         # Readable by its owner only, like the cache: a hash can confirm a guess at a prompt.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         while True:

@@ -31,7 +31,7 @@ _MOST_WAITING: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class RecorderStatistics:
-    """Counts of a recorder.
+    """Numbers of records that a recorder wrote and dropped.
 
     Attributes:
         written: Number of written records.
@@ -69,7 +69,7 @@ class Recorder:
         start_thread(self._thread)
 
     def request(self, record: RequestRecord) -> None:
-        """Queue ``record`` without waiting. If the queue is full, count a dropped record."""
+        """Queue ``record`` without waiting; if the queue is full, drop and count the record."""
         if not self._closed:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(record)
@@ -110,7 +110,7 @@ class Recorder:
             self._fail(error)
 
     def _write(self, record: RequestRecord) -> None:
-        """Write ``record``, unless an earlier write failed: the disk may be full."""
+        """Write ``record``; after a failed write, drop and count all further records."""
         if self._broken:
             self._failed += 1
             return

@@ -23,7 +23,7 @@ _MAX_HELD: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request.
+    """The record of one request.
 
     Attributes:
         arrival_s: Time of arrival, in seconds from the start of the recording.
