@@ -51,7 +51,7 @@ ADAPTER_OFFSET = 8
 
 
 def make_key(block_hash: bytes, group: int) -> ChunkKey:
-    """Build the key of the chunk that ends with the block of hash ``block_hash``.
+    """Return the key of the chunk whose last block has the hash ``block_hash``.
 
     >>> make_key(b"abc", 1).hex()
     '61626300000001'

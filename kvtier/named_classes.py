@@ -35,7 +35,7 @@ class NamedClasses:
     built_in: Mapping[str, str]
 
     def installed(self) -> tuple[str, ...]:
-        """Return every name that a configuration may give, sorted."""
+        """Return the names of all built-in and registered classes, sorted."""
         return tuple(sorted({*self.built_in, *self._registered()}))
 
     def obstacle(self, name: str) -> tuple[str, str] | None:
@@ -97,7 +97,7 @@ class NamedClasses:
         return found
 
     def _registered(self) -> dict[str, EntryPoint]:
-        """Return the entry points of installed packages by name; the first group wins."""
+        """Return the installed entry points by name; earlier groups take precedence."""
         return {
             point.name: point
             for group in reversed(self.groups)
@@ -114,7 +114,7 @@ class NamedClasses:
 
 
 def _remedy(point: EntryPoint, error: Exception) -> str:
-    """Return how to repair a class that does not load."""
+    """Return a remedy for a class that does not load."""
     is_named = point.name == point.value
     if is_named and isinstance(error, AttributeError) and error.name == point.attr:
         module = sys.modules[point.module]

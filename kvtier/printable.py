@@ -1,4 +1,4 @@
-"""Escape names from outside before they reach a terminal or a log."""
+"""Escape unprintable characters in untrusted names, for terminals and logs."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class SharedMemory:
 
 
 class SlotFileId(NamedTuple):
-    """The slot file of an NVMe tier, for another process that opens it.
+    """Identifies the slot file of an NVMe tier, for another process that opens it.
 
     Attributes:
         tier: Name of the tier, for messages.
@@ -202,7 +202,7 @@ class GdsReads(NamedTuple):
     part_hashes: bytes
 
     def hashes_of(self, part: int) -> list[int]:
-        """Return the hash of one part of each chunk."""
+        """Return the hash of part number ``part`` of each chunk."""
         hashes = memoryview(self.part_hashes).cast("Q")
         return hashes[part :: len(hashes) // len(self.slots)].tolist()
 

@@ -110,14 +110,14 @@ class ControlBlock:
         self._generation[rank, _index(slots)] = generation
 
     def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Record that the writes ``generations`` to ``slots`` are incomplete in this rank."""
+        """Undo :meth:`set_generation` in slots that still have the given generation."""
         index = np.asarray(slots, np.intp)
         # Other generations stay: since a reset the slot may belong to another chunk.
         is_same = self._generation[rank, index] == _words(generations)
         self._generation[rank, index[is_same]] = 0
 
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
-        """Record that this rank finished one job on each of ``slots``, all distinct."""
+        """Record that this rank finished one job on each of ``slots``, which are distinct."""
         index = _index(slots)
         with self._acknowledging:
             self._acknowledged[rank, index] += _ONE
@@ -158,7 +158,7 @@ class ControlBlock:
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Return which slots have all bytes of the given generation, and which lost them.
+        """Return for each slot whether its bytes have arrived, and whether they are lost.
 
         Returns:
             Two lists with one flag per slot. A flag of the first list says that all bytes have
@@ -173,7 +173,7 @@ class ControlBlock:
     # -- transfer engine between tiers --------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Set the generations of ``slots`` in all ranks, once a slower tier filled them."""
+        """Set the generations of ``slots`` in all ranks, because all their bytes arrived."""
         if slots:
             self._generation[:, _index(slots)] = _words(generations)
 
@@ -211,7 +211,7 @@ class ControlBlock:
         return int(np.count_nonzero(self._gds))
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Add one to the number of jobs issued on each of ``slots``, all distinct."""
+        """Add one to the number of jobs issued on each of ``slots``, which are distinct."""
         self._issued[_index(slots)] += _ONE
 
     def clear_generations(self, slots: Sequence[int]) -> None:
@@ -232,7 +232,7 @@ class ControlBlock:
         return _in_every_rank(np.not_equal, self._failed, slots, _words(generations))
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
-        """Forget the failed loads of ``slots``, which no rank may be loading now.
+        """Forget the failed loads of ``slots``. No rank may be loading from these slots.
 
         These loads failed because the bytes were late. The bytes may still arrive with the same
         generation, and a later load of the slot must not count as failed.
@@ -263,7 +263,7 @@ class ControlBlock:
 
 
 def _failed_at(slots: int, ranks: int) -> int:
-    """Return the byte offset of the array of failed loads, rounded up to whole words."""
+    """Return the byte offset of the array of failed loads, rounded up to a multiple of 8."""
     return -(-slots * ranks * (8 + 4) // 8) * 8
 
 

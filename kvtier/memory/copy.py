@@ -69,7 +69,7 @@ class KVBlocks:
 
     @property
     def page_nbytes(self) -> list[list[int]]:
-        """Bytes of each page of a block, for each group."""
+        """Size in bytes of each page of a block, for each group."""
         return [[nbytes for _, nbytes in pages] for pages in self.groups]
 
     @property
@@ -79,7 +79,7 @@ class KVBlocks:
 
 
 class Slots(Protocol):
-    """Memory of slots: the host region, or staging memory that is divided into slots."""
+    """Memory that is divided into slots: the host region or a staging buffer."""
 
     @property
     def geometry(self) -> RegionGeometry:
@@ -230,7 +230,7 @@ class BlockCopier(Copier):
         self._places = []
 
     def _divide(self, plan: BlockCopyPlan, *, stores: bool) -> Iterator[GroupCopy]:
-        """Yield the blocks that this rank copies, as many at once as fit the staging tensor."""
+        """Yield the blocks that this rank copies, in batches that fit the staging tensor."""
         for copy in plan.groups:
             written = self._share.written(copy.blocks) if stores else None
             whole = copy if written is None else copy.part(written)
@@ -242,7 +242,7 @@ class BlockCopier(Copier):
     def _placed(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views of the same bytes: in ``staged``, and in the slots."""
+        """Yield pairs of matching views: one of ``staged`` and one of the slots."""
         runs = list(_runs(copy))
         for columns, places in self._places[copy.group]:
             parts = staged[:, columns].view(len(staged), *places.shape[2:])
@@ -283,7 +283,7 @@ class BlockCopier(Copier):
     def _layers(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield two views for each layer: its pages, and the columns of ``staged`` for them."""
+        """Yield for each layer a view of its pages and a view of its columns in ``staged``."""
         at = 0
         for rows in self._pages[copy.group]:
             width = rows.shape[1]
@@ -339,7 +339,7 @@ def _word(kv: KVBlocks, geometry: RegionGeometry) -> torch.dtype:
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
-    """Yield ranges of ``copy`` with consecutive slots and one place: rows, slots and place."""
+    """Yield (rows, slots, place) for each range of consecutive slots with the same place."""
     slots, places = copy.slots, copy.places
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(places) != 0)) + 1
     edges = [0, *breaks.tolist(), len(slots)]

@@ -65,7 +65,7 @@ class BlockCopyPlan:
         return groups
 
     def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
-        """Return a plan for only ``slots``, which are some of this plan's slots."""
+        """Return a plan with only the copies for ``slots``, a subset of this plan's slots."""
         wanted = np.asarray(slots, np.int64)
         parts = []
         for copy in self.groups:
@@ -106,7 +106,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots that certainly have all blocks of their chunk after a store.
+        """Return the slots that provably have all blocks of their chunk after a store.
 
         A group's first chunk may lack its first blocks; the index of the group's first block
         says how many. The engine may also leave out other blocks, without reporting them. Then
@@ -178,7 +178,7 @@ def _match(
     slots: Sequence[int],
     blocks_per_chunk: int,
 ) -> list[GroupCopy]:
-    """Match the blocks of each group with their slots; :func:`plan_copy` has checked them."""
+    """Match the blocks of each group with their slots. The arguments must be valid."""
     blocks = np.asarray(block_ids, np.int64)
     numbers = np.asarray(slots, np.int64)
     groups: list[GroupCopy] = []

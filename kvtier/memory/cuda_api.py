@@ -181,7 +181,7 @@ class CudaApi:
         self._check(f"cuMemcpyBatchAsync of {copies} copies", result)
 
     def _find_batch(self) -> _Call | None:
-        """Return the driver's function for batches of copies; None if it has none."""
+        """Return the driver's function ``cuMemcpyBatchAsync``; None if the driver lacks it."""
         address, status = c_void_p(), c_int()
         result = self._calls["cuGetProcAddress_v2"](
             b"cuMemcpyBatchAsync", byref(address), _BATCH_SINCE, 0, byref(status)

@@ -130,7 +130,7 @@ class _Trial:
         )
 
     def rate_all(self, *, stores: bool) -> list[_Rated | None]:
-        """Return the methods that work, the one to use first; ``[None]`` if none works."""
+        """Measure the methods; return the working ones, best first, or ``[None]`` if none."""
         batch = self._rate(BatchMethod.name, lambda: self._batch, stores=stores)
         if batch is None or self._typical_nbytes >= _LONGEST_TO_STAGE_NBYTES:
             return [batch]

@@ -127,7 +127,7 @@ class CudaCopier(Copier):
 
 
 class _Direction:
-    """Runs the copies in one direction, on separate streams.
+    """Runs the copies in one direction, on streams of its own.
 
     Args:
         driver: The GPU.

@@ -1,4 +1,4 @@
-"""The CUDA driver behind :class:`kvtier.memory.streams.Driver`.
+"""Implements :class:`kvtier.memory.streams.Driver` with torch and the CUDA driver.
 
 Streams, events and memory come from torch, the rest from :mod:`kvtier.memory.cuda_api`.
 
@@ -141,7 +141,7 @@ class _CudaStream(CopyStream):
 
     @contextlib.contextmanager
     def _kernels(self) -> Iterator[None]:
-        """Raise UnsupportedError if the body cannot import or run a kernel."""
+        """Raise UnsupportedError if the device or the installed Triton cannot run kernels."""
         if not self._api.uses_host_addresses:
             raise UnsupportedError("the device does not use the host's addresses")
         try:

@@ -46,7 +46,7 @@ _WORD_NBYTES: Final = 8
 
 
 class Streams(NamedTuple):
-    """The streams of one direction.
+    """The streams for copies in one direction.
 
     Attributes:
         copies: Stream for the copy engines.
@@ -194,7 +194,7 @@ class _BufferContent(NamedTuple):
 
 
 def _divide(fragments: Fragments) -> Iterator[_BufferContent]:
-    """Yield as many fragments at a time as a buffer fits, in their order.
+    """Divide ``fragments`` into groups that each fit a buffer; yield the groups in order.
 
     Each numpy call handles the fragments of all buffers, so there are few calls. A call on a
     long array releases the interpreter lock, and then may wait until another thread releases
@@ -225,7 +225,7 @@ def _divide(fragments: Fragments) -> Iterator[_BufferContent]:
 
 
 def _can_stage(fragments: Fragments) -> bool:
-    """Return whether there are enough fragments, all whole words that fit a buffer."""
+    """Return whether there are enough fragments, and each is word-aligned and fits a buffer."""
     if len(fragments.host) < _FEWEST or fragments.nbytes.max() > STAGING_NBYTES:
         return False
     words = np.bitwise_or.reduce(fragments.device) | np.bitwise_or.reduce(fragments.nbytes)

@@ -37,7 +37,7 @@ class Fragments:
     nbytes: Indices
 
     def part(self, which: slice) -> Fragments:
-        """Return some of the ranges, in the same order."""
+        """Return the ranges that ``which`` selects, in the same order."""
         return Fragments(self.device[which], self.host[which], self.nbytes[which])
 
 
@@ -110,7 +110,7 @@ class FragmentPlanner:
     def plan_gradually(
         self, plan: BlockCopyPlan, *, stores: bool, first_nbytes: int
     ) -> Iterator[Fragments]:
-        """Yield some ranges at a time, so that copies can start before all are planned.
+        """Plan the ranges in batches and yield each batch, so that copies can start early.
 
         The next ranges are planned while the previous ones are copied. The limit on their bytes
         doubles each time, so the ranges are yielded in few steps.
@@ -166,7 +166,7 @@ class FragmentPlanner:
 
 
 def fragment_nbytes(kv: KVBlocks, share: RankShare) -> int:
-    """Return the mean bytes of a block's ranges, in the group with the longest blocks.
+    """Return the mean size of a block's contiguous ranges, in the group of the largest blocks.
 
     Args:
         kv: The rank's KV memory.
@@ -211,7 +211,7 @@ def _merge(device: Indices, host: Indices, nbytes: Indices) -> Fragments:
 
 
 def _join(parts: Sequence[tuple[Indices, Indices, Indices]]) -> Fragments:
-    """Return the ranges of all ``parts``; adjacent ranges are merged."""
+    """Concatenate the ranges of all ``parts``, and merge adjacent ranges."""
     device, host, nbytes = (np.concatenate(each) for each in zip(*parts, strict=True))
     return _merge(device, host, nbytes)
 

@@ -124,14 +124,14 @@ class GdsStaging:
         self.store_hasher = StoreHasher(self._planner, driver)
 
     def staged_slots(self, buffer: int) -> range:
-        """Return the numbers of the staging slots of a buffer."""
+        """Return the numbers of the staging slots in buffer number ``buffer``."""
         first = buffer * self.slots_per_buffer
         return range(first, first + self.slots_per_buffer)
 
     def read(
         self, staged: range, file: SlotFileId, slots: Sequence[int], groups: Sequence[int]
     ) -> list[str]:
-        """Read slots of the tier into staging slots; adjacent slots take one system call.
+        """Read slots of the tier into staging slots; return an error message for each slot.
 
         Args:
             staged: The staging slots, one for each of ``slots``.
@@ -167,7 +167,7 @@ class GdsStaging:
         extents: Sequence[Sequence[range]],
         groups: Sequence[int],
     ) -> list[str]:
-        """Read this rank's ranges of each slot."""
+        """Read only this rank's ranges of each slot; return an error message for each slot."""
         nbytes = self._slot_nbytes
         reads, positions = [], []
         for at, (number, slot, group) in enumerate(zip(staged, slots, groups, strict=True)):
@@ -235,7 +235,7 @@ class GdsStaging:
         return self._file[1]
 
     def _read_of(self, staged: range, slots: Sequence[int], some: range) -> DirectRead:
-        """Return the read of the consecutive slots at the positions ``some``."""
+        """Return one read for the consecutive slots at the positions ``some`` of ``slots``."""
         nbytes = self._slot_nbytes
         first = (staged.start + some.start) * nbytes
         into = self._memory[first : first + len(some) * nbytes]
@@ -267,7 +267,7 @@ def _require_long_ranges(kv: KVBlocks) -> None:
 
 
 def _consecutive_ranges(slots: Sequence[int]) -> list[range]:
-    """Return the positions of each range of consecutive slots among ``slots``."""
+    """Split ``slots`` into ranges of consecutive slots; return the positions of each range."""
     edges = np.flatnonzero(np.diff(np.asarray(slots, np.int64)) != 1) + 1
     starts = [0, *edges.tolist()]
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(slots)], strict=True)]

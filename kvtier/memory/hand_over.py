@@ -54,7 +54,7 @@ _CREDENTIALS = struct.Struct("iII")  # a process, a user and a group
 
 
 class Listener:
-    """A socket that listens under the name of a region.
+    """A listening socket at a path that is derived from a region's name.
 
     Args:
         name: Unique to the engine on this host.

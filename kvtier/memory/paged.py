@@ -24,7 +24,7 @@ _LAYER_STEP: Final = 0x2545F491_4F6CDD1D
 
 
 class PagedMemory:
-    """KV memory of several layers. A number, the *seed*, determines the content of a block.
+    """KV memory of several layers. A block's content is computed from a number, its *seed*.
 
     Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64. So
     :meth:`holds` detects bytes of another block and bytes at a wrong position. Blocks are

@@ -95,7 +95,7 @@ class HashPlanner:
         _require_words(self._groups, geometry)
 
     def of_blocks(self, plan: BlockCopyPlan) -> HashRanges:
-        """Return the ranges of the blocks that this rank stores for ``plan.slots``."""
+        """Return the ranges to hash in the blocks of ``plan`` that this rank stores."""
         rows = []
         for copy in plan.groups:
             written = self._share.written(copy.blocks)
@@ -175,7 +175,7 @@ def hash_on_host(ranges: HashRanges) -> Hashes:
 
 
 def _sum_ranges(ranges: HashRanges, sums: Hashes, chunks: int) -> Hashes:
-    """Add up the hashes of each chunk's ranges.
+    """Return for each chunk the sum of the hashes of its ranges.
 
     Args:
         ranges: The ranges.

@@ -63,7 +63,7 @@ class PinnedSlots:
         self._lock(address, starts, geometry.payload_nbytes)
 
     def _lock(self, address: int, starts: range, nbytes: int) -> None:
-        """Page-lock all segments, which begin at ``starts``; if one fails, lock none."""
+        """Page-lock the segments at offsets ``starts``; if one fails, unlock all and warn."""
         try:
             for start in starts:
                 self._driver.register(address + start, min(starts.step, nbytes - start))

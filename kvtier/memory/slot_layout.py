@@ -66,7 +66,7 @@ class RegionGeometry:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of the RAM tier's slots."""
+        """Total size of the RAM tier's slots, in bytes."""
         return self.slots * self.slot_nbytes
 
     @property
@@ -76,17 +76,17 @@ class RegionGeometry:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of all slots, which a tier's process reads and writes."""
+        """Total size of all slots, in bytes. A tier's process reads and writes these slots."""
         return self.payload_nbytes + self.bounce_slots * self.slot_nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole region, including the control block."""
+        """Size of the whole region in bytes, including the control block."""
         return self.shared_nbytes + ControlBlock.nbytes(self.slots, self.ranks)
 
 
 class PageRun(NamedTuple):
-    """Consecutive pages of a block, and the position of a rank's part of them in a place.
+    """Consecutive pages of a block, and where a rank's part of these pages is in a place.
 
     Attributes:
         offset: Start of the first page, in bytes from the start of the rank's own block.
@@ -120,7 +120,7 @@ class RankShare:
     writer: int = 0
 
     def written(self, blocks: Indices) -> Flags | None:
-        """Return which of ``blocks`` this rank stores; None for all blocks."""
+        """Return for each block whether this rank stores it; None if the rank stores all."""
         if self.writers == 1:
             return None
         written: Flags = blocks % self.writers == self.writer
@@ -136,7 +136,7 @@ class RankShare:
         return (np.cumsum(nbytes) - nbytes) * self.parts + self.part * nbytes
 
     def runs(self, pages: Sequence[int]) -> Iterator[PageRun]:
-        """Yield the positions of the rank's pages in a place; adjacent pages form one range.
+        """Yield the positions of the rank's pages in a place, as ranges of evenly spaced pages.
 
         Args:
             pages: Bytes of each page of a block, in the rank's own memory.

@@ -1,4 +1,4 @@
-"""Copy streams: queues of copies for a GPU, and the order of copies and computation.
+"""Copy streams: queues of GPU copies, and fences that order copies and computation.
 
 On a GPU, copies are queued on separate streams and run after a fence, a point in the engine's
 compute stream. The thread that queued a job's copies then waits for them. On a CPU the engine's
@@ -31,7 +31,7 @@ __all__ = ["CopyStream", "Driver", "Fence", "use_one_torch_thread"]
 
 
 class Fence(ABC):
-    """A point in a stream, which the device reaches after all work queued before."""
+    """A point in a stream, which the device reaches after all work queued before it."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -46,7 +46,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Let the calling thread use this stream and its device in a ``with`` statement.
+        """Make this stream and its device current for the thread, in a ``with`` statement.
 
         torch operations within the statement are queued on this stream. Call the other methods
         only within such a statement, of this stream or of another one of the device. The thread
@@ -55,7 +55,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def follow(self, fence: Fence) -> None:
-        """Let all work that is queued later wait for ``fence``."""
+        """Make all work that is queued later wait for ``fence``."""
 
     @abstractmethod
     def record(self) -> Fence:

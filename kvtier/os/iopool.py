@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start ``thread``.
+    """Start ``thread``; raise an error with a remedy if the system allows no more threads.
 
     Raises:
         CapacityError: The system allows no more threads.

@@ -160,7 +160,7 @@ def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLim
 
 
 def _droppable_nbytes(statistics: Path) -> int:
-    """Return the bytes of file pages of a control group and its children."""
+    """Return the size of the page cache of a control group and its children, in bytes."""
     words = dict(line.split() for line in read_kernel_text(statistics).splitlines())
     prefix = "total_" if "total_active_file" in words else ""
     return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))

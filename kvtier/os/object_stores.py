@@ -65,7 +65,7 @@ def open_store(
 
 
 def explain(error: Exception) -> str:
-    """Return an error of obstore in one line.
+    """Return the message of an error of obstore as one line.
 
     The line omits debugging output. It also omits the queries of URLs, which may contain
     secrets.

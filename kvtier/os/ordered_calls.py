@@ -1,4 +1,4 @@
-"""Run many blocking calls in a few threads, and take their results in order.
+"""Run many blocking calls in a few threads, and yield their results in order.
 
 This module is for tools without an event loop. The number of calls in flight is bounded. So a
 generator of calls may be endless, and may use the results of earlier calls to choose the next

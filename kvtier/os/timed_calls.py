@@ -1,4 +1,4 @@
-"""Blocking calls for a thread that must not block for long, such as an engine's scheduler."""
+"""Run blocking calls for a thread that must not wait long, such as an engine's scheduler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call_within(call: Callable[[], T], timeout_s: float, *, name: str) -> T:
 
 
 class TimedCalls:
-    """Runs blocking calls on a daemon thread, one at a time. One thread starts the calls.
+    """Runs blocking calls on a daemon thread, one at a time. Only one thread may start calls.
 
     A call to a hanging file server cannot be interrupted. So the caller waits for the result
     with a timeout. While a call is late, no other call is accepted; otherwise callers would

@@ -31,7 +31,7 @@ class LoopWaker:
         self._event = -1
 
     def attach(self) -> None:
-        """Call the function on the running loop, also for an earlier :meth:`wake`.
+        """Attach to the running loop, and schedule a first call of the function there.
 
         Raises:
             OSError: The process or the machine has no file descriptor left.

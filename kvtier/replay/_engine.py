@@ -44,7 +44,7 @@ class WrongBytesError(KvtierError):
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """Counts of the engine's work.
+    """Counters of the steps, tokens, blocks and failed loads of a replay.
 
     Attributes:
         steps: Number of scheduling steps.
@@ -191,7 +191,7 @@ class ReplayEngine:
             self.counts.loaded_tokens += request.loaded_tokens
 
     def _check(self) -> None:
-        """Compare loaded blocks with the stored blocks.
+        """Check that the loaded blocks have the bytes that were stored.
 
         Raises:
             WrongBytesError: The bytes differ.

@@ -39,7 +39,7 @@ def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
 
 
 class BounceBuffer:
-    """Lends the halves of the bounce slots to the routes between storage tiers.
+    """The bounce slots, divided into two halves; one copy at a time uses each half.
 
     Only one event loop may use a buffer.
 
@@ -103,7 +103,7 @@ class BetweenTiers(Route):
         return [part_of(job, slice(at, at + step)) for at in range(0, len(job.keys), step)]
 
     async def _move(self, part: Job) -> SlotOutcomes:
-        """Move the chunks of one part of a job through a half of the buffer."""
+        """Wait for a free half of the buffer, then move the chunks of ``part`` through it."""
         async with self._buffer.half(len(part.keys)) as views:
             try:
                 return await self._copy(part, views)

@@ -77,7 +77,7 @@ class _DeviceRoute(Route):
 
 @dataclass(frozen=True, slots=True)
 class StorePayload:
-    """Part of the payload of a store job, which copies KV blocks to RAM slots.
+    """One store in the payload of a store job, which copies KV blocks to RAM slots.
 
     Attributes:
         job_id: The submitter's id for the store.
@@ -153,7 +153,7 @@ class DeviceStoreRoute(_DeviceRoute):
             at += len(slots)
 
     def _finish(self, store: StorePayload) -> SlotOutcomes:
-        """Set the generation of a store's slots after its bytes are copied."""
+        """Set the generation of the slots that a store filled; return the outcomes."""
         slots = store.plan.slots
         filled = store.plan.slots_filled(self._copier.blocks_per_chunk)
         generation = store.generations[0] if slots else 0
@@ -231,7 +231,7 @@ class DeviceLoadRoute(_DeviceRoute):
     def _check_arrivals(
         self, payload: LoadPayload, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return those of ``waiting`` whose chunk arrived, and those whose chunk is lost."""
+        """Check the first chunks of ``waiting``; return the arrived and the lost chunks."""
         # Chunks arrive roughly in order, and checking thousands takes the engine's time.
         ready: list[int] = []
         lost: Sequence[int] = ()
@@ -245,7 +245,7 @@ class DeviceLoadRoute(_DeviceRoute):
     def _check_next(
         self, payload: LoadPayload, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Check the first chunks of ``waiting``."""
+        """Check the next few chunks of ``waiting``; return the arrived and the lost chunks."""
         near = waiting[:_CHECKED_AT_ONCE]
         generations = [payload.generations[at] for at in near]
         if 0 in generations:  # a chunk without a slot
@@ -283,7 +283,7 @@ class DeviceLoadRoute(_DeviceRoute):
         return whole
 
     def _record(self, payload: LoadPayload, outcomes: Sequence[Outcome]) -> None:
-        """Record the chunks that failed to load, and release the slots."""
+        """Record the failed chunks in the control block, and acknowledge the job's slots."""
         slots, generations = payload.plan.slots, payload.generations
         held = [bool(generation) for generation in generations]
         if outcomes.count(Outcome.DONE) < len(outcomes):

@@ -88,7 +88,7 @@ class _Load:
 
 
 class GdsLoadRoute(Route):
-    """Reads the chunks in a load's ``gds`` from a tier's slot file into KV blocks.
+    """Loads chunks into KV blocks: those in ``gds`` from a tier's slot file, others from RAM.
 
     Args:
         staging: Reads chunks into staging buffers, verifies them and copies them to blocks.
@@ -180,7 +180,7 @@ class GdsLoadRoute(Route):
         return SlotOutcomes(load.outcomes, load.error or late)
 
     async def _run(self, load: _Load) -> None:
-        """Read all batches, and wait until the chunks are copied to blocks."""
+        """Read the batches until the deadline, and copy their chunks to blocks."""
         emptying: list[asyncio.Task[None] | None] = [None] * self._staging.buffer_count
         try:
             for number, batch in enumerate(self._batches(load.gds.slots)):

@@ -47,7 +47,7 @@ class Pending:
 
 
 class JobQueue:
-    """Holds the jobs that wait for their channels, ordered by urgency and then by age."""
+    """The jobs that wait for their channels, ordered by urgency and then by age."""
 
     def __init__(self) -> None:
         self._heap: list[Pending] = []
@@ -106,7 +106,7 @@ class JobResults:
 
     @property
     def complete(self) -> bool:
-        """Whether every job has its settled result."""
+        """Whether every job is settled."""
         return not self._unsettled
 
     def expect(self, jobs: Iterable[Job]) -> None:
@@ -135,7 +135,7 @@ class JobResults:
             return self.changed.wait_for(lambda: self.complete, timeout=timeout_s)
 
     def post_expired(self, pending: Pending, error: str) -> None:
-        """Post the result of a job that has expired while its slots are still in use."""
+        """Post an unsettled result of an expired job, because its slots are still in use."""
         job = pending.job
         abandon(pending.channel.route, job)
         outcomes = [Outcome.EXPIRED] * len(job.source_slots)
@@ -153,7 +153,7 @@ class JobResults:
         self.settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
 
     def fail(self, job: Job, *, error: str) -> None:
-        """Settle a job that was never queued."""
+        """Settle a job that was never queued; all its chunks get the outcome FAILED."""
         outcomes = [Outcome.FAILED] * len(job.source_slots)
         with self.changed:
             self.posted.append(TransferResult(job.job_id, outcomes, error=error))

@@ -87,13 +87,13 @@ class Generations(Protocol):
 
 
 class PartHashStore(Protocol):
-    """Keeps the hashes of ranks' parts of chunks, which verify GDS reads."""
+    """Gives access to the part hashes of chunks; ranks verify GDS reads by these hashes."""
 
     def ram_part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
         """Return the part hashes of the chunks in RAM slots, one row for each slot."""
 
     def keep_part_hashes(self, slots: Sequence[int], part_hashes: PartHashes) -> None:
-        """Keep the part hashes of chunks that were written to ``slots`` of the tier."""
+        """Record the part hashes of the chunks that were written to ``slots`` of the tier."""
 
 
 class ToTier(Route):
@@ -143,7 +143,7 @@ class ToTier(Route):
     async def _finish(
         self, job: Job, writing: Coroutine[Any, Any, SlotOutcomes]
     ) -> SlotOutcomes:
-        """Await the write, then forget the chunks of slots that were reused meanwhile."""
+        """Await the write; make the tier forget chunks whose RAM slot was reused meanwhile."""
         chunks = len(job.source_slots)
         moved = check_outcomes(await writing, chunks, mover=f"tier {job.destination}")
         keeps = self._part_hashes
@@ -232,7 +232,7 @@ class FromTier(Route):
         return self._tier.begin_read(job.keys, job.source_slots, views, purpose=job.purpose)
 
     def _begin_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Start to read a part; never raises."""
+        """Start to read a part. An error is raised only when the result is awaited."""
         try:
             return self._finish(part, self._begin(part))
         except Exception as raised:  # noqa: BLE001 - earlier parts have started
@@ -310,7 +310,7 @@ class FindInTier(Route):
 
 
 def part_of(job: Job, part: slice) -> Job:
-    """Return a job that moves only the chunks ``part`` of ``job``."""
+    """Return a copy of ``job`` that moves only the chunks in the slice ``part``."""
     return job._replace(
         keys=job.keys[part],
         source_slots=job.source_slots[part],

@@ -90,7 +90,7 @@ class Runner:
         self._waker.wake()
 
     def answer_all(self, error: str) -> None:
-        """Answer every job after the transfer thread died.
+        """Post a result for every job after the transfer thread died.
 
         Running jobs stay unsettled, because other threads may still write into their slots.
         """
@@ -107,7 +107,7 @@ class Runner:
     # -- on the loop ---------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Bind to the running loop."""
+        """Bind the runner to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._waker.attach()
@@ -302,7 +302,7 @@ class Runner:
         self._schedule()
 
     def _expire(self, pending: Pending) -> None:
-        """End the wait for a job after its deadline: drop the job or post a result."""
+        """Expire a job: drop a queued job, or post an unsettled result of a running job."""
         if pending.done:
             return
         channel, job = pending.channel, pending.job
@@ -354,7 +354,7 @@ class Runner:
 
 
 def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
-    """Start to move a job's chunks now; never raises."""
+    """Start to move a job's chunks now. An error is raised only when the result is awaited."""
     try:
         return pending.channel.route.run(pending.job)
     except Exception as raised:  # noqa: BLE001 - raised again where the job ends

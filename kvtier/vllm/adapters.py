@@ -118,7 +118,7 @@ class AdapterContent:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Result of the engine's first look at an adapter.
+    """Result of the first read of an adapter's files.
 
     Attributes:
         directory: Directory of the adapter's files.
@@ -138,8 +138,8 @@ class _Adapter:
     """An adapter that the engine has served.
 
     Attributes:
-        look: The first look at the adapter's files; None if the look has not started.
-        is_trusted: Becomes False when vLLM may serve other content than the first look found.
+        look: The first read of the adapter's files; None if it has not started.
+        is_trusted: Becomes False when vLLM may serve other content than the first read found.
     """
 
     look: Future[_Found] | None = None
@@ -189,7 +189,7 @@ class AdapterContents:
         return AdapterContent(os.urandom(DIGEST_NBYTES), _never)
 
     def begin_step(self) -> None:
-        """Check the files of each adapter again, once, before the next store.
+        """Forget the last step's checks, so that the next stores check the files again.
 
         The stores of a step share one check, because each check may wait for a file server.
         """
@@ -224,7 +224,7 @@ class AdapterContents:
         return AdapterContent(digest, partial(self._is_current, name, directory, files))
 
     def _found(self, adapter: _Adapter, known_by: _Name) -> _Found:
-        """Return the result of the first look at an adapter, after a bounded wait.
+        """Return the result of the first read of an adapter's files; start the read if needed.
 
         Raises:
             TimeoutError: The thread that reads files is late.
@@ -237,7 +237,7 @@ class AdapterContents:
         return adapter.look.result(timeout_s)
 
     def _files_now(self, directory: Path) -> _Files | None:
-        """Return the state of an adapter's files; None if no file can be read.
+        """Return the result of :func:`_files`, which runs in the thread that reads files.
 
         Raises:
             TimeoutError: The thread that reads files is late.
@@ -277,7 +277,7 @@ def _text_of(settings: object) -> str:
 
 
 def _look(known_by: _Name, settings: str, *, started_ns: int) -> _Found:
-    """Look at an adapter's files for the first time, and read them."""
+    """Read an adapter's files for the first time; return their digest, or the problem."""
     _, path, is_3d = known_by
     directory = Path(path)
     with suppress(RuntimeError):  # there is no such user
@@ -317,7 +317,7 @@ def _files(directory: Path) -> _Files | None:
 
 
 def _read(directory: Path, file: _File) -> tuple[object, ...]:
-    """Return a file's name, size and content digest.
+    """Return a file's name and size, and a digest of its content or of samples.
 
     The digest of a large file covers only samples. Then the result has the modification time
     too.

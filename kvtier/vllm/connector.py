@@ -183,7 +183,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def on_new_request(self, request: Request) -> None:
-        """Start to follow a request."""
+        """Register a new request, and the content of its LoRA adapter if it has one."""
         adapter = request.lora_request
         if adapter is None:
             self._scheduler.on_new_request(request)
@@ -340,7 +340,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Keep the scheduler side's jobs of this step."""
+        """Save the jobs that the scheduler side built for this step."""
         self._bound = _own_metadata(connector_metadata)
 
     @override
@@ -381,7 +381,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_save(self) -> None:
-        """Keep this step's stores; they start with the next step."""
+        """Defer this step's stores; they start with the next step."""
         if self._worker is not None:
             self._worker.defer_stores(self._bound.jobs)
 
@@ -393,7 +393,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose loads ended or failed, and requests whose loads failed."""
+        """Return all requests whose loads ended, and those of them whose loads failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
@@ -429,7 +429,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @override
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return a statistics object that holds ``data``."""
+        """Return a :class:`KVTierStats` with ``data``."""
         return KVTierStats(data=data or {})
 
     @classmethod

@@ -268,9 +268,9 @@ def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
 
 
 def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return the engine's settings that affect the embeddings of media.
+    """Return the engine's settings that affect the embeddings of images and other media.
 
-    vLLM's hash of an image or another medium covers only the settings in the request.
+    vLLM's hash of such a medium covers only the settings in the request.
     """
     processor = getattr(media, "mm_processor_kwargs", None) or {}
     return [
@@ -348,7 +348,7 @@ def _plain(value: Any, depth: int = _DEPTH) -> Any:  # noqa: ANN401 - anything
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | Iterable[Any] | None:  # noqa: ANN401 - anything
-    """Return the parts of a container or a configuration; None for any other value."""
+    """Return the items of a container or the fields of a configuration, else None."""
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         return value
     if isinstance(value, type):

@@ -16,7 +16,7 @@ __all__ = ["EngineFacts", "data_parallel_rank", "kv_dtype", "read_vllm_config"]
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine in kvtier's terms.
+    """The facts about an engine that kvtier needs, independent of vLLM's classes.
 
     Attributes:
         engine_id: The engine's name; the same in all its processes.
@@ -75,7 +75,7 @@ def read_vllm_config(
     kv_cache_config: Any,  # noqa: ANN401 - vLLM's
     groups: Sequence[CacheGroup],
 ) -> EngineFacts:
-    """Return the facts of an engine that builds a connector.
+    """Return an engine's facts, read from the configuration of a connector.
 
     Args:
         vllm_config: vLLM's configuration.

@@ -23,7 +23,7 @@ __all__ = ["kv_events"]
 
 
 def kv_events(events: Iterable[ResidencyEvent], tiers: Sequence[str]) -> Iterator[KVCacheEvent]:
-    """Yield vLLM's events for ``events``, one for each KV cache group.
+    """Convert each event to vLLM's events, one for each KV cache group in the event.
 
     Args:
         events: The cache's events.

@@ -174,7 +174,7 @@ def model_files(model: Path) -> ModelFiles:
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
-    """Return the path, a text with the file's size and version, and the ranges to read.
+    """Return the file's path, its size and version as text, and the ranges to read.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""Finds the KV cache groups that kvtier stores, and what a hit needs of each group.
+"""Finds the KV cache groups that kvtier stores, and which of their chunks a hit needs.
 
 The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when vLLM frees the
 layer's blocks. A platform or a model may derive a class with other rules. For example, a

@@ -28,11 +28,11 @@ __all__ = ["KVTierPromMetrics", "KVTierStats"]
 
 
 class KVTierStats(KVConnectorStats):
-    """The changes of one engine since the last report."""
+    """The changes of an engine's metrics since the last report."""
 
     @classmethod
     def of(cls, changes: Sequence[MetricChange]) -> KVTierStats:
-        """Return statistics with these changes."""
+        """Return statistics that consist of ``changes``."""
         return cls(data={"changes": list(changes)})
 
     @property
@@ -95,6 +95,6 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
 
     @override
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Apply the report of one engine."""
+        """Apply the metric changes in one engine's report."""
         changes = transfer_stats_data.get("changes", ())
         self._publisher.publish(changes, self._engines[engine_idx])

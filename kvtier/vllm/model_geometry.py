@@ -143,7 +143,7 @@ class _Fields:
     source: str
 
     def count(self, *names: str) -> int:
-        """Return the positive integer under the first of ``names`` that is set."""
+        """Return the value of the first of ``names`` that is set; raise an error if none is."""
         value = self.optional(*names)
         if value is None:
             problem = f"{' or '.join(names)} is missing"

@@ -113,7 +113,7 @@ def find_pages(
 def _parts(
     placed: KVCacheTensor, specs: Mapping[str, KVCacheSpec], layout: str
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield where each contiguous part of a block begins, and the layers in this part.
+    """Yield the offset and the layers of each contiguous part of a block.
 
     If heads come before layers (``BHLNC``), the pages of all layers are one part. If a rank has
     only one head, each layer could be a separate part. The layers still form one part, so that
@@ -161,7 +161,7 @@ def share_slots(
 def _view(
     layer: str, kv_caches: Mapping[str, Any], offset: int, shape: tuple[int, int], stride: int
 ) -> torch.Tensor:
-    """Return the pages of a layer as bytes of shape (blocks, page bytes)."""
+    """Return the pages of a layer as an int8 tensor of shape (blocks, page bytes)."""
     cache = kv_caches.get(layer)
     first = cache[0] if isinstance(cache, list | tuple) else cache
     if not isinstance(first, torch.Tensor):

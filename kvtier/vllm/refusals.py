@@ -1,4 +1,4 @@
-"""The engines that kvtier refuses at the start, each with the reason and a remedy.
+"""Refuses unsupported engines at the start; each error names the reason and a remedy.
 
 Some engines would store wrong KV. In some engines a request cannot use the KV of another
 request; vLLM disables prefix caching for most of these engines, but still calls connectors. In
@@ -130,7 +130,7 @@ def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
 
 
 def _refuse_separate_schedulers(parallel: Any, engine: EngineFacts) -> None:  # noqa: ANN401
-    """Refuse workers that do not share memory with each other or with one scheduler."""
+    """Refuse engines whose workers run on several hosts or have separate schedulers."""
     if parallel.nnodes_within_dp > 1:
         raise UnsupportedError(
             f"this engine's workers run on {parallel.nnodes_within_dp} hosts, and those of one "

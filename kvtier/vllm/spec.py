@@ -151,7 +151,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
 
 def _read_config(config: OffloadingConfig) -> EngineFacts:
-    """Return the engine's facts that vLLM gives to an offloading spec."""
+    """Return an engine's facts, read from the configuration of an offloading spec."""
     parallel, cache = config.parallel, config.cache
     groups = tuple(
         (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
@@ -182,7 +182,7 @@ def _read_config(config: OffloadingConfig) -> EngineFacts:
 
 
 def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
-    """Refuse engines for which vLLM's own sides store or load wrong KV."""
+    """Refuse engines for which vLLM's OffloadingConnector stores or loads wrong KV."""
     if vllm_config.lora_config is not None:
         raise UnsupportedError(
             f"an offloading spec is not told which LoRA adapter a request has: {_USE_CONNECTOR}"
@@ -305,7 +305,7 @@ class _Manager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Close a scheduling step, and start promotions and demotions."""
+        """End a scheduling step, and start promotions and demotions."""
         for req_id in context.preempted_req_ids:
             self._started.discard(req_id)
         started = set(context.new_req_ids)

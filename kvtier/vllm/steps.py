@@ -54,7 +54,7 @@ class StepReader:
         )
 
     def only_generates(self, output: SchedulerOutput) -> bool:
-        """Return whether the step only generates one token for each of its requests.
+        """Return whether the step does nothing but generate one token per request.
 
         In such a step no request starts or is preempted, and no block is allocated, cleared or
         copied. Most steps of a busy engine are of this kind.

@@ -80,7 +80,7 @@ _NEEDED: Final[Mapping[str, Sequence[str]]] = {
 
 
 def require_supported_vllm(connector: type[Any]) -> None:
-    """Check that the installed vLLM and kvtier's connector fit together.
+    """Check that kvtier's connector supports the installed vLLM.
 
     Args:
         connector: kvtier's connector class.
@@ -100,7 +100,7 @@ def require_supported_vllm(connector: type[Any]) -> None:
 
 @contextmanager
 def refuse_missing_names() -> Iterator[None]:
-    """Refuse this vLLM if the ``with`` body fails to import a name of vLLM.
+    """Raise UnsupportedError if the ``with`` body cannot import a name from vLLM.
 
     Raises:
         UnsupportedError: A module or a name of an installed vLLM is missing.
@@ -136,7 +136,7 @@ def _missing() -> Sequence[str]:
 
 
 def hit_sources() -> tuple[Any, Any]:
-    """Return vLLM's names for hits in host memory and on disk; two Nones before vLLM 0.32."""
+    """Return vLLM's ``CacheHitSource`` for host memory and for disk; Nones before vLLM 0.32."""
     try:
         sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
     except ImportError:
