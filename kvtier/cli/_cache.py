@@ -331,7 +331,7 @@ def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
 def _find_unused(
     spaces: Sequence[StoredNamespace], older_than: str | None
 ) -> list[tuple[StoredNamespace, list[Entry]]]:
-    """Return the chunks not stored or used for ``older_than``, such as ``7d``; all if None."""
+    """Return the chunks neither stored nor used for ``older_than`` (``7d``); all if None."""
     chosen = []
     with show_bars() as progress, pulse(progress, "looking"):
         for space in spaces:

@@ -51,7 +51,7 @@ class KeyPattern:
 
     @property
     def common_digits(self) -> str:
-        """Return the first digits of every matching key, at most up to the adapter digest."""
+        """Return the digits that all matching keys begin with, up to the adapter digest."""
         return self.digits[: 2 * ADAPTER_OFFSET]
 
     def matches(self, key: ChunkKey) -> bool:

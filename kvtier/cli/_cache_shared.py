@@ -54,7 +54,7 @@ class SharedExplanation:
         return asdict(self)
 
     def lines(self) -> dict[str, str]:
-        """Return the answer as a text for each label."""
+        """Return the answer as a dict of labels and texts."""
         stored = "yes" if self.is_stored else "no: never stored, or evicted by the service"
         whole = {True: "yes", False: "no: an engine computes the chunk and stores it again"}
         lines = {"tier": f"{self.tier}  {self.kind}", "value": self.value, "stored": stored}
@@ -137,7 +137,7 @@ def _whole_key(text: str) -> ChunkKey:
 async def _ask(
     tier: SharedTier, options: SharedTierConfig, name: str, value: Value | None
 ) -> SharedExplanation:
-    """Ask for a value, and verify its bytes unless ``value`` is None."""
+    """Ask whether the tier has the value ``name``; verify its bytes if ``value`` is given."""
     is_whole = None
     begin_s = time.monotonic()
     try:

@@ -77,7 +77,7 @@ def report_export(
 
 
 def report_import(archive: Archive, found: Imported, seconds: float, limit: int) -> Report:
-    """Return the result of ``import`` with up to ``limit`` damages, or all if 0."""
+    """Return the result of ``import`` with up to ``limit`` bad parts or records; 0: all."""
     layout = archive.manifest.layout
     document = {
         "archive": str(archive.location),
@@ -100,7 +100,7 @@ def report_import(archive: Archive, found: Imported, seconds: float, limit: int)
 def report_merge(
     location: Location, layout: Layout, found: Merged, seconds: float, limit: int
 ) -> Report:
-    """Return the result of ``merge`` with up to ``limit`` damages, or all if 0."""
+    """Return the result of ``merge`` with up to ``limit`` bad parts or records; 0: all."""
     document = {
         "archive": str(location),
         **_moved_document(found.chunks, layout, seconds),
@@ -120,7 +120,7 @@ def report_merge(
 def report_verify(
     archive: Archive, damaged: Sequence[Damage], seconds: float, limit: int
 ) -> Report:
-    """Return the result of ``verify`` with up to ``limit`` damages, or all if 0."""
+    """Return the result of ``verify`` with up to ``limit`` bad parts or records; 0: all."""
     chunks, nbytes = archive.manifest.chunks, archive.manifest.nbytes
     document = {
         "archive": str(archive.location),

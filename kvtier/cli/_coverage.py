@@ -67,7 +67,7 @@ EngineArguments = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How much of the prompts one namespace has: in total and for each prompt."""
+    """The coverage of the prompts in one namespace, in total and for each prompt."""
 
     space: StoredNamespace
     total: Coverage
@@ -146,7 +146,7 @@ def _read(path: Path, setup: _Setup, *, skips: bool) -> list[Prompt]:
 def needed_by(
     prompts: Path, space: StoredNamespace, model: str, arguments: Sequence[str]
 ) -> Callable[[ChunkKey], bool]:
-    """Return a predicate: whether a prompt in the file ``prompts`` needs the chunk of a key."""
+    """Return a predicate on keys: whether a prompt in the file ``prompts`` needs the chunk."""
     with numpy_needed("kvtier cache export --prompts", "sim"):
         import kvtier.coverage  # noqa: F401, PLC0415 - imports asyncio and numpy
 

@@ -92,7 +92,7 @@ def numpy_needed(command: str, extra: str | None) -> Iterator[None]:
 
 
 def filled(spaces: Sequence[StoredNamespace]) -> list[StoredNamespace]:
-    """Return the namespaces that have an index or slots, or all if none has them.
+    """Return the namespaces that have an index or slots; if there are none, return all.
 
     Print a note for each namespace that is left out.
     """
@@ -117,7 +117,7 @@ def choice(option: str, value: str, known: Iterable[str]) -> str:
 
 
 def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
-    """Return the value of ``text``, a number with a unit, of the command's ``option``.
+    """Parse ``text``, the number with a unit that the user gave for ``option``.
 
     ``parse`` is a function of :mod:`kvtier.units`; a refused text is a ConfigError.
     """
@@ -162,7 +162,7 @@ class _Command(TyperCommand):
 
 
 class Commands(typer.Typer):
-    """A group of commands whose help is plain text; ``settings`` are those of typer."""
+    """A group of commands with plain-text help; ``settings`` are arguments of ``Typer``."""
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - typer has no public type for it
         super().__init__(

@@ -176,7 +176,7 @@ def _make_plan(
 def _assumptions(
     result: _Plan, block_tokens: int | None, prefill_rate: float | None
 ) -> list[str]:
-    """Return the assumptions about the engine behind the plan's numbers, as sentences."""
+    """Return sentences that say what the plan assumes about the engine."""
     block = f"A block has {result.block_tokens} tokens"
     if block_tokens is None:
         block += ", which is assumed; give the engine's --block-size as --block-tokens"

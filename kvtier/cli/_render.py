@@ -29,7 +29,7 @@ _WIDEST = 1000
 
 
 def count_chunks(chunks: int) -> str:
-    """Return the number with its noun, such as ``1 chunk``."""
+    """Return the number of chunks as text, such as ``1 chunk`` or ``2 chunks``."""
     return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
 
 

@@ -187,7 +187,7 @@ def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) ->
 
 
 def write_output(option: str, path: Path, write: Callable[[Path], None]) -> None:
-    """Write one file; an error becomes a ConfigError that names the option."""
+    """Call ``write(path)``; convert an OSError to a ConfigError that names the option."""
     try:
         write(path)
     except OSError as error:

@@ -217,7 +217,7 @@ class _Reader:
     def _validate(
         self, model: type[ModelT], values: dict[str, Any] | str, key: str
     ) -> ModelT | None:
-        """Return ``values`` as a ``model``. If invalid, add to ``problems`` and return None.
+        """Build a ``model`` from ``values``. If invalid, add to ``problems`` and return None.
 
         ``values`` is JSON text or a dict of validated models.
         """

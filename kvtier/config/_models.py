@@ -262,7 +262,7 @@ class KvtierConfig(Section):
         return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
-        """Keep the origin from the loader: the file's name and the line number of each key."""
+        """Set the origin, which the loader passes as pydantic's context."""
         if context is not None:
             self._origin = context["origin"]
 
@@ -281,7 +281,7 @@ class KvtierConfig(Section):
 
     @property
     def gds(self) -> GdsMode:
-        """Mode of GDS reads, as in the section of the tier; `off` if loads are staged."""
+        """Mode of GDS reads, from the tier that sets it; `off` if loads are staged."""
         if self.transfer.load_path == "staged":
             return "off"
         return next((mode for tier in self.tiers if (mode := _gds_of(tier)) != "off"), "off")

@@ -194,7 +194,7 @@ class NvmeTierConfig(TierConfig):
 
 
 def _name_of(kind: str) -> str:
-    """Return a tier's default name: ``kind``, or the name of the class in ``module:Class``."""
+    """Return the default name: ``kind``, or for ``module:Class`` the class in lower case."""
     return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind
 
 

@@ -36,7 +36,7 @@ _PARSERS: Final[dict[str, Callable[[str], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """File and lines of a configuration, for errors.
+    """The file of a configuration, and each key's line and text, for error messages.
 
     Equal configurations may have different origins, so comparisons ignore the origin.
 

@@ -149,7 +149,7 @@ class _Examiner:
         self._examine_memory(first)
 
     def _add(self, check: str, look: Callable[[], Iterable[Finding]]) -> bool:
-        """Add the findings of ``look``; return False if one of them is a PROBLEM."""
+        """Run ``look`` and add its findings; return False if one of them is a PROBLEM."""
         found: list[Finding] = []
         try:
             found.extend(look())
@@ -260,7 +260,7 @@ def _bounce_nbytes(config: KvtierConfig) -> int:
 
 
 def _check_values(config: KvtierConfig) -> Iterator[Finding]:
-    """Yield a finding that lists the tiers, and one for each value of little or no use."""
+    """Yield a finding that lists the tiers, and one for each setting of little or no use."""
     sizes = (f"{tier.name} of {approximate_size(tier.capacity_bytes)}" for tier in config.tiers)
     yield Finding(_CHECK, Status.OK, ", ".join(sizes))
     for number, (faster, slower) in enumerate(pairwise(config.tiers), start=1):

@@ -337,7 +337,7 @@ def _slow_limits(queue: BlockQueue, piece_nbytes: int) -> Iterator[tuple[Status,
 
 
 def _device_number(machine: Machine, source: str) -> str:
-    """Return ``MAJOR:MINOR`` of the block device ``source``; else an empty text."""
+    """Return ``MAJOR:MINOR`` of the device ``source``; empty if it is no block device."""
     if not source.startswith("/dev/"):
         return ""
     try:
@@ -350,7 +350,7 @@ def _device_number(machine: Machine, source: str) -> str:
 
 
 def _disks(entry: Path) -> Iterator[Path]:
-    """Yield the directory in sysfs of each disk of the device at ``entry``."""
+    """Yield the sysfs directory of each disk under the device at ``entry``."""
     disk = entry.parent if (entry / "partition").exists() else entry
     members = sorted(disk.glob("slaves/*"))
     if not members:

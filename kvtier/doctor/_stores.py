@@ -24,7 +24,7 @@ _SPARE_NBYTES: Final = 256 << 20
 
 
 def existing_directory(path: Path) -> Path | None:
-    """Return ``path``, or its parent if ``path`` is missing; None if not a directory."""
+    """Return ``path``, or its parent if ``path`` is missing; None if that is no directory."""
     try:
         directory = path if path.exists() or path.is_symlink() else path.parent
         return directory if directory.is_dir() else None
@@ -33,7 +33,7 @@ def existing_directory(path: Path) -> Path | None:
 
 
 def check_directories(check: str, key: str, paths: Sequence[Path]) -> list[Finding]:
-    """Check that this user can use each of ``paths``, and that other users cannot.
+    """Check that this user can use each of ``paths``, and that other users have no access.
 
     A problem that several paths share is reported once.
     """

@@ -329,7 +329,7 @@ def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: floa
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration as text: in milliseconds, or in seconds from 1 s."""
+    """Return a duration as text, in milliseconds if it is below 1 s, else in seconds."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

@@ -58,7 +58,7 @@ class Admission(ABC):
     def admits_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Call :meth:`admits` for each of ``copies``, in order."""
+        """Return the answer of :meth:`admits` for each of ``copies``, in order."""
         return [self.admits(copy, tier, ctx) for copy in copies]
 
 

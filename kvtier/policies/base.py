@@ -57,7 +57,7 @@ class RequestTerms:
         return self.store_tiers is not None and not self.store_tiers
 
     def may_store_in(self, tier: int | None) -> bool:
-        """Return whether ``tier`` may store new chunks, or for None whether all tiers may."""
+        """Return whether ``tier`` may store new chunks. None asks whether all tiers may."""
         return self.store_tiers is None or tier in self.store_tiers
 
 
@@ -65,7 +65,7 @@ NO_TERMS: Final = RequestTerms()
 
 
 def session_terms(session: str) -> RequestTerms:
-    """Return terms with ``session``, which may be empty, and without limits."""
+    """Return terms without limits for ``session``, which may be empty."""
     return RequestTerms(session=session) if session else NO_TERMS
 
 
@@ -164,7 +164,7 @@ class ChunkCopy:
 
 @dataclass(slots=True)
 class PolicyContext:
-    """The context of a call to a policy. All calls reuse one object.
+    """The time, the random numbers and the request of a call. All calls reuse one object.
 
     Attributes:
         now: Seconds on a monotonic clock. The driver updates this time once per step. An engine
@@ -181,7 +181,7 @@ class PolicyContext:
 
 
 class NoVictimError(KvtierError):
-    """An eviction policy picked too few victims although more members are evictable."""
+    """An eviction policy picked too few victims, or an object that is not a ChunkCopy."""
 
     def __init__(self, eviction: Eviction, picked: object = None) -> None:
         kind: type[object] = type(eviction)
@@ -348,7 +348,7 @@ class Placement(ABC):
 
     @abstractmethod
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
-        """Return the slower tiers that must receive a chunk in RAM as soon as possible.
+        """Return the slower tiers to which the chunk must be copied as soon as possible.
 
         The manager calls this method when a chunk's store is complete and no slower tier has
         the chunk. If :attr:`places_used` is true, the manager also calls this method at each
@@ -400,7 +400,7 @@ class Placement(ABC):
     def promote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[Promotion]:
-        """Call :meth:`promote` for each of ``copies``, at least one copy."""
+        """Return the answer of :meth:`promote` for each of ``copies``, at least one."""
         return [self.promote(copy, source, ctx) for copy in copies]
 
     def demotion_targets(self, source: int) -> Sequence[int]:
@@ -429,5 +429,5 @@ class Placement(ABC):
     def demote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[int | None]:
-        """Call :meth:`demote` for each of ``copies``."""
+        """Return the answer of :meth:`demote` for each of ``copies``."""
         return [self.demote(copy, source, ctx) for copy in copies]

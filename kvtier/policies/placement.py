@@ -1,4 +1,4 @@
-"""The built-in placement."""
+"""The built-in placement policy."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether the method ``name`` is the one of :class:`TieredPlacement`."""
+        """Return whether ``name`` is a method of :class:`TieredPlacement`, not an override."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)

@@ -92,7 +92,7 @@ class PolicyRole(NamedClasses, Generic[PolicyT]):
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Convert any error in the constructor of the policy ``name`` to a ConfigError."""
+        """Convert an error of the ``with`` block to a ConfigError about the policy ``name``."""
         try:
             yield
         except Exception as error:  # the constructor is third-party code

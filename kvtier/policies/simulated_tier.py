@@ -28,7 +28,7 @@ __all__ = ["SimulatedTier"]
 
 
 class SimulatedTier:
-    """An eviction policy and its members.
+    """Simulates one tier with an eviction policy, without bytes.
 
     Args:
         eviction: The policy, without members. The tier has the policy's capacity.

@@ -28,7 +28,7 @@ __all__ = ["BatchingEngine", "StepModel"]
 
 @dataclass(frozen=True, slots=True)
 class StepModel(TimeModel):
-    """Speeds of an engine that batches, and of its tiers.
+    """Speeds of a batching engine and of its tiers.
 
     Attributes:
         step_tokens: Largest number of tokens in a step; a generating request takes one token.

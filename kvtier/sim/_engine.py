@@ -175,7 +175,7 @@ class Engine(ABC, Generic[_Model]):
     # -- jobs and events --------------------------------------------------------------------
 
     def _run_jobs(self) -> float:
-        """Run all planned jobs; return the time when each job has at least one result."""
+        """Start all planned jobs; return the time by which every job has a result."""
         known_s = self._now_s
         for job in self._manager.take_jobs():
             results = self._transfers.run(job, self._now_s)

@@ -106,7 +106,7 @@ class SequentialEngine(Engine[TimeModel]):
                 return
 
     def _admit(self) -> None:
-        """Look up the first requests in the queue, up to the allowed concurrency."""
+        """Start or defer the first requests in the queue, up to the allowed concurrency."""
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
@@ -183,7 +183,7 @@ class SequentialEngine(Engine[TimeModel]):
 def serve_fleet(
     engines: Sequence[SequentialEngine], arrivals: Iterable[tuple[int, ModelRequest]]
 ) -> Iterator[ModelRequest]:
-    """Serve requests with several engines, and yield each when it is finished.
+    """Serve requests with several engines; yield each request when it finishes.
 
     All events run in order of time. ``arrivals`` are in order too, each with its engine's
     index.

@@ -157,7 +157,7 @@ def default_time_model(
     prefill_tokens_per_s: float | None = None,
     speeds: Mapping[str, TierSpeed] | None = None,
 ) -> TimeModel:
-    """Return a time model for ``config`` and ``trace`` with defaults for what is not given.
+    """Return a time model for ``config`` and ``trace``; use defaults for omitted speeds.
 
     Each tier has the default speed of its kind. Without a cache, each of ``engines`` engines
     would compute prompts during 70 % of the trace's time.
@@ -214,7 +214,7 @@ class BuiltEngine(NamedTuple, Generic[_Engine]):
 
 
 class Simulation(NamedTuple):
-    """Engines that have served a trace.
+    """The result of :func:`simulate_engines`: the engines and their figures.
 
     Attributes:
         fleet: The engines.

@@ -42,7 +42,7 @@ _ENOUGH: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """An amount per second.
+    """The mean and the peak of an amount per second.
 
     Attributes:
         mean: The mean over the trace's duration; None if the duration is 0.
@@ -160,12 +160,12 @@ def simulate_fleet(  # noqa: PLR0913 - one keyword for each part
 
 
 def _by_turns(trace: Trace, engines: int) -> list[int]:
-    """Route requests to the engines in turn."""
+    """Return the engine of each request; the engines get requests in turn."""
     return [number % engines for number in range(trace.requests)]
 
 
 def _by_prefix(trace: Trace, engines: int) -> list[int]:
-    """Route a request to the engine that last received the longest prefix of the prompt.
+    """Return for each request the engine that last received its longest known prefix.
 
     If this prefix is shorter than half of the prompt, the next engine in turn gets the request.
     So a system prompt that all requests share does not send all requests to one engine.
@@ -193,7 +193,7 @@ ROUTINGS: Final[Mapping[str, Callable[[Trace, int], list[int]]]] = {
 
 
 def _sum(parts: Sequence[TierTraffic], refs: int, *, is_shared: bool) -> TierTraffic:
-    """Return the sums of one tier's figures over the engines."""
+    """Return one tier's figures, summed over all engines."""
     first = parts[0]
     hits = sum(part.hits for part in parts)
     sums = replace(

@@ -136,7 +136,7 @@ class HybridTier(SimulatedTier):
     def _offered(
         self, keys: Sequence[Sequence[ChunkKey]], end: int, whole_chunks: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield the depth and the group of each chunk to store; the hit has ``end`` chunks."""
+        """Yield (depth, group) of each chunk to store after a hit of ``end`` chunks."""
         size, groups = self._rules.alignment_tokens, self._rules.groups
         is_prefix = [group.reach is Reach.PREFIX for group in groups]
         leads = [self.lead(part) for part, whole in zip(keys, is_prefix, strict=True) if whole]
@@ -158,7 +158,7 @@ class HybridTier(SimulatedTier):
     def _store(
         self, keys: Sequence[Sequence[ChunkKey]], places: Sequence[tuple[int, int]]
     ) -> None:
-        """Insert the chunks at ``places``, sorted by depth; evict others first if needed."""
+        """Insert the chunks at ``places``, (depth, group) pairs by depth; evict if full."""
         eviction, ctx, members = self.eviction, self.ctx, self.members
         if eviction.tracks_misses:
             for depth, group in places:

@@ -165,7 +165,7 @@ def _try(
 
 
 def _engine(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return the ``engine`` section; {} if 16 does not divide the tokens of a chunk."""
+    """Return the ``engine`` section; {} if chunks are not multiples of 16 tokens."""
     blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
     return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 

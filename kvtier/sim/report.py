@@ -78,7 +78,7 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return the size in percent of distinct chunks; keep a percentage as it was given."""
+    """Return the size in percent of distinct chunks, or the percentage that the user wrote."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 

@@ -86,7 +86,7 @@ class SharedCache:
         heapq.heappush(self._puts, (done_s, next(self._order), keys))
 
     def end_all_puts(self) -> None:
-        """End all puts. This is the last call."""
+        """End all puts. No other call may follow."""
         self._end_puts(math.inf)
 
     def _end_puts(self, now_s: float) -> None:
@@ -147,7 +147,7 @@ class SharedClient:
         return outcomes, count_rounds(found) if self._gallops else 1
 
     def begin(self, job: Job, now_s: float) -> Sequence[ChunkKey]:
-        """Return the chunks of ``job`` to move.
+        """Return the chunks that ``job`` must move, and count the traffic.
 
         For a get, these are the chunks that the service still has. For a put, these are the
         chunks that the service lacks. For a job between other tiers, these are all chunks.

@@ -160,7 +160,7 @@ def check_belady(groups: str) -> None:
 
 
 def distinct_chunks(trace: Trace, groups: str = ONE_GROUP) -> int:
-    """Return the number of chunks, at least 1, that a tier without evictions has in the end."""
+    """Return the number of chunks in a tier that never evicts, after the trace; at least 1."""
     parsed = parse_group_list(groups, chunk_tokens=trace.chunk_tokens)
     if not is_hybrid(parsed):
         return trace.distinct

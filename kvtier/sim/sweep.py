@@ -210,7 +210,7 @@ def _prepare(run: Callable[[Cell], tuple[Cell, SweepResult]]) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process if its parent is killed."""
+    """Wait until the parent process ends, then end this process."""
     parent = parent_process()
     if parent is not None:
         parent.join()

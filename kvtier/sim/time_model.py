@@ -1,4 +1,4 @@
-"""Computes the durations of transfers from devices that serve one job after another.
+"""Computes how long transfers take on devices that serve one job after another.
 
 Each direction of a device (reading a disk, writing a disk, copying RAM to the GPU) has a queue.
 A job starts when the device is free, occupies it for (bytes / bandwidth) seconds, and ends
@@ -187,7 +187,7 @@ class TransferModel:
     def _ask(
         self, shared: SharedClient, job: Job, now_s: float
     ) -> tuple[float, TransferResult]:
-        """Return the answer to the question ``job``, and the time of the answer."""
+        """Return the time and the result of the question ``job``."""
         outcomes, rounds = shared.find(job, now_s)
         latency_s = rounds * self._speeds[job.source].latency_s
         if latency_s > job.timeout_s:

@@ -64,7 +64,7 @@ class Query:
 def make_copies(
     numbers: Sequence[int], rng: random.Random, *, generation: int
 ) -> list[ChunkCopy]:
-    """Return resident copies of chunks. Eight chunks with consecutive numbers make a prompt.
+    """Return resident copies of the chunks ``numbers``. Each prompt has eight chunks.
 
     ``rng`` draws the hit counts. ``generation`` is 0 for copies in a slower tier than RAM.
     """
@@ -82,7 +82,7 @@ def make_copies(
 
 
 def make_queries(count: int, *, chunks: int = 96, seed: int = 8) -> list[Query]:
-    """Return random queries about :data:`TIERS` tiers; few ``chunks`` repeat often."""
+    """Return ``count`` random queries about ``chunks`` chunks and :data:`TIERS` tiers."""
     rng, now, queries = random.Random(seed), 0.0, list[Query]()
     for number in range(count):
         now += rng.choice((0.0, 0.5, 60.0, 7200.0))

@@ -207,7 +207,7 @@ class FileTier(StorageTier):
         into: Sequence[memoryview],
         rows: Sequence[_Row],
     ) -> list[Outcome]:
-        """Read payloads and compare them with their ``rows``. This call blocks."""
+        """Read payloads and compare them with the checksums in ``rows``. This call blocks."""
         outcomes = []
         for key, slot, view, row in zip(keys, slots, into, rows, strict=True):
             outcome = Outcome.CORRUPT

@@ -76,7 +76,7 @@ class ModelTier:
         self._batches.on_hit_many(self.eviction, copies, self.ctx)
 
     def insert_many(self, keys: Sequence[ChunkKey]) -> None:
-        """Insert the absent ``keys``, without parents, into free slots in one call."""
+        """Insert the absent ``keys`` into free slots in one call, as chunks without parents."""
         for key in keys:
             self.eviction.on_miss(key, self.ctx)
         copies = [self._enter(key) for key in keys]

@@ -1,4 +1,4 @@
-"""Helpers of the policy contracts, which count steps and references and find impure calls.
+"""Counts steps and references, and finds impure calls, for the policy contracts.
 
 Work is counted in steps, because timings vary. Here a step is one line of Python. But a line
 may do any amount of work in C. So a built-in function that iterates over an argument adds a
@@ -250,7 +250,7 @@ def fields_of(copy: ChunkCopy) -> dict[str, object]:
 
 
 def held_by(policy: object) -> tuple[int, int]:
-    """Return the number of copies and the number of keys that ``policy`` refers to."""
+    """Return how often ``policy`` refers to a copy, and to how many distinct keys."""
     held = list(reachable(policy))
     copies = sum(isinstance(item, ChunkCopy) for item in held)
     return copies, len({item for item in held if isinstance(item, bytes)})

@@ -49,7 +49,7 @@ _KEY_LENGTH = 200
 
 
 class EngineHarness(TierHarness[KeyedTier]):
-    """The tier as one engine opens it; several engines share the service.
+    """Opens a shared tier for one engine, and finds, stores and loads chunks.
 
     Attributes:
         recorder: The client, which records the keys that the engine puts.
@@ -58,7 +58,7 @@ class EngineHarness(TierHarness[KeyedTier]):
     recorder: RecordingTier
 
     async def find(self, numbers: Sequence[int], *, is_prefix: bool = True) -> list[Outcome]:
-        """Look up the chunks ``numbers`` of a prefix, or of a sliding window."""
+        """Ask the tier for the chunks ``numbers`` of a prefix or a sliding window."""
         part = QuestionPart(len(numbers), 0, 1, is_prefix=is_prefix)
         return list((await self.tier.find(make_keys(numbers), [part])).outcomes)
 

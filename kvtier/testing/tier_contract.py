@@ -61,7 +61,7 @@ DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 
 
 class _CountingPool(IoPool):
-    """A pool that counts the batches of calls it gets."""
+    """A thread pool that counts the calls of ``run_all``."""
 
     rounds = 0
 
@@ -165,7 +165,7 @@ class StorageTierContract(ABC):
         return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
     async def restart(self, harness: AnyHarness) -> list[tuple[ChunkKey, int]]:
-        """Reopen a persistent tier and return the recovered chunks, else skip the test."""
+        """Reopen the tier and return its chunks; if it is not persistent, skip the test."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
         return await harness.reopen()
@@ -296,7 +296,7 @@ class StorageTierContract(ABC):
     async def _fill_and_retain(
         self, harness: AnyHarness, options: TierConfig, pool: IoPool, *, slots: Sequence[int]
     ) -> None:
-        """Store a chunk in each of the first four slots, retain some, and open the tier."""
+        """Store chunks in four slots, retain those in ``slots``, and reopen the tier."""
         await harness.put(make_keys(range(4)), range(4))
         await harness.tier.aclose()
         call = functools.partial(self.retain, options, slots, _FAR_FUTURE)
@@ -315,7 +315,7 @@ class StorageTierContract(ABC):
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
         self, harness: AnyHarness
     ) -> None:
-        """A restart may drop chunks stored after a reset: the weights may have changed."""
+        """A restart may drop chunks stored after a reset, because weights may have changed."""
         keys = make_keys(range(4))
         await harness.put(keys, range(4))
         await harness.tier.reset()

@@ -1,4 +1,4 @@
-"""Helpers of the tier contract, which find blocking calls, hold threads and kill a process.
+"""Finds blocking calls, holds threads idle and kills a process, for the tier contract.
 
 Timing cannot find blocking calls. A read from the page cache takes microseconds, but the same
 read takes seconds when the disk hangs. So blocking calls are found by name: system calls for

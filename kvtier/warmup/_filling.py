@@ -42,7 +42,7 @@ class Target(Protocol):
 
     @property
     def prompt_timeout_s(self) -> float:
-        """Longest time that running prompts may take before one of them ends."""
+        """Longest time without progress while prompts run, in seconds."""
 
     @property
     def unwritten_chunks(self) -> int:

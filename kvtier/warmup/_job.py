@@ -167,7 +167,7 @@ class WarmupJob:
 def _report(
     site: _Site, prompts: Sequence[Prompt], planned: Planned, state: FillState
 ) -> WarmupReport:
-    """Return a report of the prompts that are stored now. This call blocks."""
+    """Return the warm-up's report, with the prompts' present coverage. This call blocks."""
     coverage, ranks = Coverage(), dict[int, int]()
     readable = [stores for stores in site.stores() if stores.spaces]
     for stores in readable:

@@ -63,7 +63,7 @@ def plan_prompts(
 
 @dataclass(slots=True)
 class _Choice:
-    """The chosen prompts, and the remaining room.
+    """The chosen prompts, and the remaining capacity and budget.
 
     Attributes:
         planned: The sums over the prompts so far.

@@ -286,7 +286,7 @@ class ServerSite:
 
     @classmethod
     async def open(cls, client: HttpClient, urls: Sequence[str], model: str) -> ServerSite:
-        """Query the models and engines of servers.
+        """Query the servers for their models and engines, and return a site with them.
 
         Raises:
             ConfigError: A server serves another model.

@@ -51,7 +51,7 @@ def persistent_tiers(config: KvtierConfig) -> list[tuple[TierConfig, Path]]:
 
 
 def readable(path: Path) -> list[StoredNamespace]:
-    """Return the namespaces at ``path``; an empty list if ``path`` has no namespace."""
+    """Return the namespaces at ``path``; an empty list if none can be read."""
     try:
         return find_namespaces(path)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Estimates the hits that a slot earns, by class and age; :mod:`.lhd` explains both."""
+"""Estimates the hit density of each class and age; :mod:`.lhd` defines these terms."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PARTS: Final = 64
 
 
 class HitDensity:
-    """Counts uses by class and age, and keeps a table of hit densities.
+    """Counts uses by class and age, and computes a table of hit densities.
 
     All known chunks are also counted by the part of the time in which they were used last. LRU
     would hold the chunks of the newest parts, as many as the tier has slots.
@@ -100,7 +100,7 @@ class HitDensity:
                 self._held -= count
 
     def record_uses(self, kind: int, since: int, now: int, count: int) -> None:
-        """Count the use, at ``now``, of ``count`` chunks, and remove them from their class."""
+        """Count a use of ``count`` chunks at ``now``; remove the chunks from class ``kind``."""
         self.remove(kind, since, count)
         octave = self._octaves[(now - since).bit_length()]
         self._uses[kind][octave] += count
@@ -140,12 +140,12 @@ class HitDensity:
             counts[:] = array("d", [keep * count for count in counts])
 
     def _counts(self, part: int) -> array[int]:
-        """Return the number of chunks of ``part`` for each class."""
+        """Return, for each class, the number of chunks that were last used in ``part``."""
         place = part % self._parts * KINDS
         return self._ring[place : place + KINDS]
 
     def _count_survivors(self, now: int) -> None:
-        """Count the unused chunks that reached an octave since the last call."""
+        """Count, for each octave, the unused chunks that reached it since the last call."""
         width, looked = self._width, self.renewed
         for octave, start in enumerate(self._starts):
             for part in range(max((looked - start) // width, 0), (now - start) // width):
@@ -164,7 +164,7 @@ class HitDensity:
 
 
 def _densities(gains: list[float], times: list[float]) -> list[float]:
-    """Return, for each octave, the largest ratio of gain to time of a range from there on."""
+    """Return, for each octave, the largest gain per time of all ranges that start there."""
     densities = []
     for octave in range(len(gains)):
         best = gained = spent = 0.0

@@ -84,7 +84,7 @@ class NextVictimEviction(Eviction):
 
 
 class Ghosts:
-    """A limited number of keys of chunks that left the tier. The oldest is dropped first.
+    """Remembers a limited number of keys. The oldest key is dropped first.
 
     Args:
         limit: Largest number of keys.

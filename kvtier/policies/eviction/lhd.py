@@ -1,4 +1,4 @@
-"""Least hit density: evicts the chunk that earns least, and LRU's victim where that pays.
+"""LHD: evicts the chunk with the least hit density, or LRU's victim while LRU does better.
 
 LRU keeps every chunk for the same time. This policy sorts chunks into classes, learns how many
 hits a slot earns with each class at each age, and evicts from the class that earns least. In a
@@ -87,7 +87,7 @@ _run_of = operator.attrgetter("policy")
 
 
 class Prompt:
-    """The chunks that one request used, until other requests use them.
+    """The chunks that one request used and that no other request has used since.
 
     Attributes:
         request: The request's id; an empty string if unknown.
@@ -119,7 +119,7 @@ class Prompt:
 
 
 class Run:
-    """Chunks of one class that a prompt used one after the other.
+    """Chunks of one prompt and one class that were used in succession.
 
     Attributes:
         kind: The class.
@@ -145,12 +145,12 @@ class Run:
         self.evicted_for: str | None = None
 
     def live_copies(self) -> list[ChunkCopy]:
-        """Return the copies without stale entries."""
+        """Return the copies that are still in this run."""
         return [copy for copy in self.copies[self.first :] if copy.policy is self]
 
 
 class Part(NamedTuple):
-    """Successive chunks of a prompt that were last used together.
+    """Successive chunks of a prompt that were in the same run before this use.
 
     Attributes:
         copies: The copies, leaf to root.
@@ -176,7 +176,7 @@ class Rivalry:
         self.follows_lru = False
 
     def record(self, requests: int, uses: int, won: int) -> None:
-        """Record new requests, uses, and ``won`` more leading hits than LRU has."""
+        """Count requests, uses and hits ``won`` over LRU, and set :attr:`follows_lru`."""
         self._requests += requests
         self._uses += uses
         length = self._uses / self._requests
@@ -296,18 +296,18 @@ class Lhd(Eviction):
     # -- uses -------------------------------------------------------------------------------
 
     def _arrived(self, copy: ChunkCopy, ctx: PolicyContext) -> Part:
-        """Return a new copy as a part."""
+        """Return a part of ``copy`` and the run that it was in before it was evicted."""
         source = self._forget(copy.key)
         is_hit = bool(ctx.request) and source.evicted_for == ctx.request
         return Part([copy], source, is_hit)
 
     def _forget(self, key: ChunkKey) -> Run:
-        """Forget an evicted copy; return its last run."""
+        """Forget the evicted copy of ``key``; return its last run, or ``_outside`` if none."""
         ghosts, before = self._ghosts, self._ghosts_before
         return ghosts.pop(key, None) or before.pop(key, None) or self._outside
 
     def _use(self, parts: Sequence[Part], ctx: PolicyContext) -> None:
-        """Count a use of successive ``parts`` of one prompt, leaf to root."""
+        """Record a use of ``parts``, which are successive parts of one prompt, leaf to root."""
         self._begin(parts[0].copies[0], parts[-1].copies[-1], ctx)
         prompt = self._prompt
         for copies, source, is_hit in parts:
@@ -329,7 +329,7 @@ class Lhd(Eviction):
             self._place(copies[tails:], NEW_KINDS[prompt.end.bit_length()], source)
 
     def _begin(self, leaf: ChunkCopy, root: ChunkCopy, ctx: PolicyContext) -> None:
-        """Make the prompt of the chunks from ``root`` to ``leaf`` the present one."""
+        """Find or create the prompt of ``root`` to ``leaf``, and make it the current one."""
         name, last = ctx.request, self._prompt
         if name and name == last.request and leaf.depth < last.end:
             return
@@ -348,7 +348,7 @@ class Lhd(Eviction):
             del self._open[next(iter(self._open))]
 
     def _settle(self) -> None:
-        """Count the hits of the present prompt."""
+        """Report the uses and leading hits of the current prompt to the rivalry."""
         prompt = self._prompt
         if not self._unsettled:
             return
@@ -358,7 +358,7 @@ class Lhd(Eviction):
         self._unsettled = 0
 
     def _refresh(self, prompt: Prompt, length: int) -> None:
-        """Make the chunks of ``prompt`` the youngest, because deeper ones follow.
+        """Make the chunks of ``prompt`` the youngest, because a request continues the prompt.
 
         This is not a use.
         """
@@ -379,7 +379,7 @@ class Lhd(Eviction):
         prompt.next_at = 0
 
     def _place(self, copies: Sequence[ChunkCopy], kind: int, source: Run) -> None:
-        """Count a use of ``copies`` from one run, and add them to runs of class ``kind``."""
+        """Count a use of ``copies`` from run ``source``; add them to runs of class ``kind``."""
         density = self._density
         for at in range(0, len(copies), self._span):
             piece = copies[at : at + self._span]
@@ -392,7 +392,7 @@ class Lhd(Eviction):
             self._clock += len(piece)
 
     def _append(self, copies: Sequence[ChunkCopy], kind: int, prompt: Prompt) -> None:
-        """Add ``copies``, at most a span, to ``prompt`` after those that were added last."""
+        """Add ``copies``, at most a span, to ``prompt``, after the copies added before."""
         run = prompt.runs[prompt.next_at - 1] if prompt.next_at else self._outside
         is_full = len(run.copies) + len(copies) > self._span
         # A copy that came back to the run would make its own stale entry live again.
@@ -407,7 +407,7 @@ class Lhd(Eviction):
         self._density.add(kind, run.since, len(copies))
 
     def _add_run(self, run: Run) -> None:
-        """Add ``run`` to its prompt, and as the youngest to its class."""
+        """Insert ``run`` into its prompt, and append it to the queue of its class."""
         prompt = run.prompt
         prompt.runs.insert(prompt.next_at, run)
         prompt.next_at += 1
@@ -433,14 +433,14 @@ class Lhd(Eviction):
         return [copy for copy in going if copy.policy is run]
 
     def _drop(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Remove ``copies``, the first of one run, from that run; return the run."""
+        """Remove ``copies``, the first copies of a run, from the run; return the run."""
         run: Run = copies[0].policy
         run.first = run.copies.index(copies[-1], run.first) + 1
         self._leave(run, len(copies))
         return run
 
     def _evict(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Remove ``copies``, the first of one run, and remember their keys."""
+        """Remove ``copies``, the first copies of a run, and remember their keys."""
         self._backoff = max(self._backoff - len(copies), 0)
         run = self._drop(copies)
         run.evicted_for = ctx.request
@@ -469,7 +469,7 @@ class Lhd(Eviction):
                 self._append((copy,), source.kind, prompt)
 
     def _choose(self, *, by_age: bool) -> Run | None:
-        """Return the run that earns least; None if there are no copies."""
+        """Return the run with the least hit density, or by age the oldest; None if no run."""
         chosen: Run | None = None
         oldest, least = inf, inf
         by_age = by_age or self._rivalry.follows_lru
@@ -485,7 +485,7 @@ class Lhd(Eviction):
 
 
 def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
-    """Split ``copies`` where another prompt begins; yield the parts, each leaf to root."""
+    """Split ``copies`` into chains of one prompt each; yield each chain leaf to root."""
     if not copies:
         return
     if copies[0].depth < copies[-1].depth:
@@ -506,7 +506,7 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
 
 
 def _deepest(chosen: Run) -> Run:
-    """Return the run to evict from, if ``chosen`` earns least."""
+    """Return the run to evict before ``chosen``: a run deeper in its prompt, or ``chosen``."""
     runs = chosen.prompt.runs
     if chosen.kind >= USED:
         return runs[0]
@@ -514,8 +514,8 @@ def _deepest(chosen: Run) -> Run:
 
 
 def _hash(key: ChunkKey | None) -> int:
-    """Hash a chunk; chunks of different groups that end at the same token have one hash.
+    """Return a hash of ``key``. Keys of different groups at the same token have equal hashes.
 
-    As a number it is no key that the policy remembers.
+    A policy that stores this number does not keep the key.
     """
     return 0 if key is None else hash(hash_part(key))

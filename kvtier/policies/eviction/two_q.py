@@ -20,7 +20,7 @@ __all__ = ["TwoQ"]
 
 
 class TwoQ(NextVictimEviction):
-    """The full version of 2Q: A1in has 25 % of the slots, A1out has keys for 50 %.
+    """The full version of 2Q. A1in has 25 % of the slots; A1out has 0.5 keys per slot.
 
     Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement
     Algorithm", VLDB 1994.

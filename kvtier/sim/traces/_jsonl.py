@@ -155,7 +155,7 @@ class _Record:
         self._values = values
 
     def error(self, problem: str, remedy: str) -> Exception:
-        """Return an error for this line, which the caller raises."""
+        """Return an error about this line, for the caller to raise."""
         return self._source.error(self._line, problem, remedy)
 
     def ids(self) -> list[Hashable]:
@@ -253,7 +253,7 @@ def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[
 
 
 def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
-    """Return the largest number of overlapping intervals, and the ends of the overlap.
+    """Find where most intervals overlap; return their number and the ends of the overlap.
 
     An interval includes both ends. An interval that ends before its start is empty.
     """

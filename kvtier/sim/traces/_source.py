@@ -86,7 +86,7 @@ class Source:
         self.content = _decompress(self.file, raw)
 
     def error(self, line: int, problem: str, remedy: str) -> TraceError:
-        """Return an error for ``line``, which the caller raises."""
+        """Return an error about ``line``, for the caller to raise."""
         return TraceError(self.file, line, problem, remedy)
 
 

@@ -19,7 +19,7 @@ IdArray: TypeAlias = NDArray[np.int64]
 
 
 class TraceError(KvtierError):
-    """A trace that cannot be read.
+    """A trace cannot be read.
 
     Attributes:
         line: Number of the line (or binary record) with the problem, from 1; 0 for the whole
@@ -162,7 +162,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def _infinite_prefix(trace: Trace) -> int:
-    """Return the number of prompt tokens that a cache without evictions would have."""
+    """Return the number of prompt tokens that a cache without evictions would load."""
     seen = bytearray(trace.distinct)
     saved = 0
     for chain, length in zip(trace.chains(), trace.input_tokens.tolist(), strict=True):
