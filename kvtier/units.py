@@ -229,7 +229,7 @@ def approximate_rate(bytes_per_s: float) -> str:
 
 
 def approximate_duration(seconds: float) -> str:
-    """Return ``seconds`` rounded, in one or two units.
+    """Return ``seconds`` as text, rounded to one or two units.
 
     >>> approximate_duration(0.02), approximate_duration(74), approximate_duration(90_000)
     ('20 ms', '1 min 14 s', '1 d 1 h')

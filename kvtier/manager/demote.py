@@ -136,7 +136,7 @@ class Demoter:
             self._place_listed(self._ram.list_of(clean))
 
     def _place_listed(self, listed: CopyList) -> None:
-        """Queue clean RAM copies for slower tiers; mark copies to demote later as dirty."""
+        """Queue the copies that are due for demotion now, and mark those due later as dirty."""
         queued, others = self._targets.of_new(listed)
         for target, part in queued:
             fitting = self._cut_to_backlog(part, target)

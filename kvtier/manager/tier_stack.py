@@ -102,7 +102,7 @@ class SlotStatus(Protocol):
         """
 
     def clear_failed_loads(self, slots: Sequence[int]) -> None:
-        """Forget the failed loads of ``slots``; no load in flight may use these slots."""
+        """Forget the failed loads of ``slots``. No rank may be loading from these slots."""
 
     def all_acknowledged(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return, for each slot, whether all ranks acknowledged every job issued for it."""

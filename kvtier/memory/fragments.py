@@ -156,7 +156,7 @@ class FragmentPlanner:
         return GroupCopy(copy.group, copy.blocks[order], copy.slots[order], copy.places[order])
 
     def _ranges(self, copy: GroupCopy) -> tuple[Indices, Indices, Indices]:
-        """Return the device address, host address and bytes of every page of every block."""
+        """Return the device addresses, host addresses and sizes in bytes of all pages."""
         pages = self._groups[copy.group]
         starts = copy.slots * self._geometry.slot_nbytes
         starts += copy.places * self._geometry.block_nbytes

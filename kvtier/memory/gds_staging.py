@@ -235,7 +235,7 @@ class GdsStaging:
         return self._file[1]
 
     def _read_of(self, staged: range, slots: Sequence[int], some: range) -> DirectRead:
-        """Return one read for the consecutive slots at the positions ``some`` of ``slots``."""
+        """Return one read of ``slots[some.start : some.stop]``, which are consecutive."""
         nbytes = self._slot_nbytes
         first = (staged.start + some.start) * nbytes
         into = self._memory[first : first + len(some) * nbytes]

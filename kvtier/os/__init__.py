@@ -1,1 +1,1 @@
-"""Operating system: threads for I/O, memory, limits, file ownership."""
+"""Operating system helpers: I/O threads, memory, limits and file ownership."""

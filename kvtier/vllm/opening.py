@@ -187,7 +187,7 @@ def report_fragments(nbytes: int, *, device: str, layout: str) -> None:
 def require_same_file(
     geometry: RegionGeometry, engine: EngineFacts, settings: KvtierConfig
 ) -> None:
-    """Check that the workers created the RAM tier with the same settings.
+    """Check that the workers' RAM tier has the shape that ``settings`` give.
 
     Raises:
         UnsupportedError: The shape of the RAM tier does not match ``settings``.

@@ -160,7 +160,7 @@ class MooncakeClient:
             self._disconnect()
 
     def _transfer(self, transfer: Callable[[Store], list[int]]) -> list[int]:
-        """Run ``transfer``; return its result codes when the buffers are no longer in use."""
+        """Run ``transfer``; return its result codes once the buffers are unused."""
         with self._connection() as store:
             begun_s = time.monotonic()
             codes = transfer(store)
