@@ -7,7 +7,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
+from kvtier.config import (
+    KvtierConfig,
+    NvmeTierConfig,
+    PlacementConfig,
+    RamTierConfig,
+    TransferConfig,
+)
 from kvtier.connector.metrics import Reporter
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage, open_storage
@@ -29,14 +35,17 @@ def make_config(
     ram_nbytes: int,
     nvme_nbytes: int,
 ) -> KvtierConfig:
-    """Return a configuration with every default but the sizes and the backlog.
+    """Return a configuration with every default but the sizes, the backlog and the load path.
 
     The benchmark stores faster than any disk takes it; dropping what the disk is behind with
     would make it look faster than it is.
     """
     ram = RamTierConfig(capacity_bytes=ram_nbytes)
     nvme = NvmeTierConfig(path=path, capacity_bytes=nvme_nbytes)
-    return KvtierConfig(tiers=(ram, nvme), placement=PlacementConfig(backlog_limit=1.0))
+    # The loop reads a slot when it is a hit, so all bytes must have arrived.
+    transfer = TransferConfig(load_path="staged")
+    placement = PlacementConfig(backlog_limit=1.0)
+    return KvtierConfig(tiers=(ram, nvme), placement=placement, transfer=transfer)
 
 
 def make_region(config: KvtierConfig, chunk_nbytes: int) -> HostRegion:
