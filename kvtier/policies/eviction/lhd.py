@@ -80,9 +80,9 @@ _SLACK: Final = 8
 """Number of stale entries that a run may always have."""
 _MOST_OPEN: Final = 1024
 """Largest number of prompts that may go on, about as many as an engine runs at a time."""
-_MOST_UNLINKED: Final = 64
-"""Largest number of chunks of an earlier engine that are kept like a prompt. Their parents are
-unknown until a request uses them; a prompt for each would cost time and memory."""
+_UNLINKED: Final = 64
+"""A larger batch without parents comes from an earlier engine. So many of its chunks are kept
+like a prompt: a prompt for each would cost time and memory."""
 _run_of = operator.attrgetter("policy")
 
 
@@ -323,7 +323,7 @@ class Lhd(Eviction):
             tails, end = 0, prompt.end - 1
             while tails < len(copies) and copies[tails].depth == end:
                 tails += 1
-            if tails > 1 and copies[0].parent is None:  # chunks of an earlier engine
+            if tails == _UNLINKED:  # chunks of an earlier engine
                 tails = 0
             self._place(copies[:tails], TAIL, source)
             self._place(copies[tails:], NEW_KINDS[prompt.end.bit_length()], source)
@@ -488,6 +488,9 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
     """Split ``copies`` into chains of one prompt each; yield each chain leaf to root."""
     if not copies:
         return
+    if len(copies) > _UNLINKED and all(copy.parent is None for copy in copies):
+        yield from (copies[at : at + _UNLINKED] for at in range(0, len(copies), _UNLINKED))
+        return
     if copies[0].depth < copies[-1].depth:
         depths = [copy.depth for copy in copies]
         if depths == sorted(depths):
@@ -495,11 +498,7 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
     begin = 0
     if copies[0].depth - copies[-1].depth != len(copies) - 1:
         for at, (before, copy) in enumerate(pairwise(copies), start=1):
-            if copy.parent is before.parent is None:
-                is_other = at - begin == _MOST_UNLINKED
-            else:
-                is_other = copy.depth >= before.depth and _hash(copy.key) != _hash(before.key)
-            if is_other:
+            if copy.depth >= before.depth and _hash(copy.key) != _hash(before.key):
                 yield copies[begin:at]
                 begin = at
     yield copies[begin:]
