@@ -332,16 +332,18 @@ def _find_unused(
     spaces: Sequence[StoredNamespace], older_than: str | None
 ) -> list[tuple[StoredNamespace, list[Entry]]]:
     """Return the chunks neither stored nor used for ``older_than`` (``7d``); all if None."""
+    since = None
+    if older_than is not None:
+        days = functools.partial(parse_duration, likely_unit="d")
+        since = _now() - int(quantity("--older-than", older_than, days))
     chosen = []
     with show_bars() as progress, pulse(progress, "looking"):
         for space in spaces:
             with explained(space), IndexReader(space) as reader:
-                if older_than is None:
+                if since is None:
                     entries = reader.entries("stored", -1)
                 else:
-                    days = functools.partial(parse_duration, likely_unit="d")
-                    age_s = quantity("--older-than", older_than, days)
-                    entries = reader.entries_unused_since(_now() - int(age_s))
+                    entries = reader.entries_unused_since(since)
                 chosen.append((space, entries))
     return chosen
 

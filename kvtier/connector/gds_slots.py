@@ -7,26 +7,16 @@ the hashes of all its parts are known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.memory import ControlBlock
 from kvtier.tiers.base import StorageTier
 from kvtier.tiers.part_hashes import PartHashes, PartHashKeeper
 from kvtier.types import GdsReads, SlotFileId
 
 __all__ = ["GdsSlots"]
-
-
-class _RankReports(Protocol):
-    """The ranks' reports about GDS reads and part hashes, in the control block."""
-
-    def gds_parts(self) -> int:
-        """Return the number of parts of a slot; 0 if a rank cannot do GDS reads."""
-
-    def part_hashes(self, slots: Sequence[int], generations: Sequence[int]) -> PartHashes:
-        """Return a row of part hashes for each RAM slot; rows of unknown hashes are 0."""
 
 
 class GdsSlots:
@@ -43,7 +33,7 @@ class GdsSlots:
         storage: The tier.
         keeper: The same tier, as the object that keeps the part hashes.
         file: The tier's slot file.
-        ranks: The ranks' reports in the control block.
+        ranks: The control block with the ranks' reports.
     """
 
     def __init__(
@@ -52,7 +42,7 @@ class GdsSlots:
         storage: StorageTier,
         keeper: PartHashKeeper,
         file: SlotFileId,
-        ranks: _RankReports,
+        ranks: ControlBlock,
     ) -> None:
         self.tier = tier
         self._storage = storage
