@@ -34,7 +34,7 @@ needed.
 
 **Pins.** If many copies are pinned, a scan of a class at every pick would be slow. So rejected
 copies become the youngest, and the next victims, as many as were rejected, are chosen by age
-alone.
+alone, a run at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from typing import Final, NamedTuple
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey, hash_part
-from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext, is_evictable
+from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 from kvtier.policies.eviction._hit_density import (
     AFTER,
     KINDS,
@@ -216,7 +216,7 @@ class Lhd(Eviction):
         self._most_open = min(max(capacity // 8, 8), _MOST_OPEN)
         self._span = min(max(capacity // _SPANS, 1), _MAX_SPAN)
         self._unsettled = 0  # uses of the present prompt that were not compared yet
-        self._backoff = 0
+        self._backoff = 0  # number of victims to choose by age
         self._victims: Run | None = None
 
     @override
@@ -263,34 +263,35 @@ class Lhd(Eviction):
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        going = self._peek(1)
-        spared: list[ChunkCopy] = []
-        while going and not evictable(going[0]):
-            self._drop(going)
-            spared += going
-            going = self._peek(1, by_age=True)
-        if going:
-            self._evict(going, ctx)
-        if spared:
-            self._requeue(spared)
-        self._backoff = max(self._backoff, len(spared))
-        return going[0] if going else None
+        return next(iter(self.pick_many(1, evictable, ctx)), None)
 
     @override
     def pick_many(
         self, count: int, evictable: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
         picked: list[ChunkCopy] = []
-        while (left := count - len(picked)) > 0 and (going := self._peek(left)):
-            if evictable is is_evictable and not any(copy.pins or copy.dirty for copy in going):
-                self._evict(going, ctx)
-                picked += going
-            else:
-                for _ in going:
-                    victim = self.pick(evictable, ctx)
-                    if victim is None:
-                        return picked
-                    picked.append(victim)
+        rejected: list[ChunkCopy] = []  # since the last victim
+        while (left := count - len(picked)) > 0:
+            by_age = self._backoff > 0
+            going = self._peek(min(left, self._backoff) if by_age else left, by_age=by_age)
+            if not going:
+                break
+            for may_go, part in groupby(going, evictable):
+                copies = list(part)
+                if may_go:
+                    self._evict(copies, ctx)
+                    picked += copies
+                    self._requeue(rejected)
+                    rejected = []
+                    continue
+                if not by_age:
+                    del copies[1:]
+                self._drop(copies)
+                rejected += copies
+                self._backoff = max(self._backoff, len(rejected) + 1)
+                if not by_age:
+                    break
+        self._requeue(rejected)
         return picked
 
     # -- uses -------------------------------------------------------------------------------
@@ -415,9 +416,8 @@ class Lhd(Eviction):
 
     # -- runs -------------------------------------------------------------------------------
 
-    def _peek(self, count: int, *, by_age: bool = False) -> list[ChunkCopy]:
+    def _peek(self, count: int, *, by_age: bool) -> list[ChunkCopy]:
         """Return up to ``count`` copies of one run, the next victim first."""
-        by_age = by_age or self._backoff > 0
         run = self._victims
         if by_age or run is None or not run.live or run.prompt is self._prompt:
             chosen = self._choose(by_age=by_age)
@@ -427,7 +427,7 @@ class Lhd(Eviction):
             return []
         while run.copies[run.first].policy is not run:
             run.first += 1
-        going: list[ChunkCopy] = run.copies[run.first : run.first + (1 if by_age else count)]
+        going: list[ChunkCopy] = run.copies[run.first : run.first + count]
         if run.live == len(run.copies) - run.first:
             return going
         return [copy for copy in going if copy.policy is run]
@@ -463,10 +463,10 @@ class Lhd(Eviction):
     def _requeue(self, copies: Sequence[ChunkCopy]) -> None:
         """Make ``copies``, which have left their runs, the youngest. This is not a use."""
         for source, part in groupby(copies, _run_of):
-            prompt = Prompt("", 0)
-            for copy in part:
-                self._density.remove(source.kind, source.since, 1)
-                self._append((copy,), source.kind, prompt)
+            prompt, moved = Prompt("", 0), list(part)
+            self._density.remove(source.kind, source.since, len(moved))
+            for at in range(0, len(moved), self._span):
+                self._append(moved[at : at + self._span], source.kind, prompt)
 
     def _choose(self, *, by_age: bool) -> Run | None:
         """Return the run with the least hit density, or by age the oldest; None if no run."""
