@@ -143,10 +143,15 @@ def test_a_tier_of_less_than_half_a_prompt_evicts_like_lru() -> None:
     assert rivalry.follows_lru
 
 
+def parentless(count: int) -> list[ChunkCopy]:
+    """Return the copies of a tier that was filled by an earlier engine."""
+    return [ChunkCopy(make_key(number.to_bytes(4), 0), number) for number in range(count)]
+
+
 def test_chunks_of_an_earlier_engine_need_no_prompt_each() -> None:
     count = 16_000
     policy, ctx = Lhd(count), PolicyContext()
-    copies = [ChunkCopy(make_key(number.to_bytes(4), 0), number) for number in range(count)]
+    copies = parentless(count)
     tracemalloc.start()
     try:
         policy.on_insert_many(copies, ctx)
@@ -156,6 +161,20 @@ def test_chunks_of_an_earlier_engine_need_no_prompt_each() -> None:
     assert nbytes < 100 * count
     victims = policy.pick_many(count, is_evictable, ctx)
     assert victims == copies, "in the order in which they were recovered"
+
+
+def test_unused_chunks_of_an_earlier_engine_leave_before_new_prompts() -> None:
+    capacity, length = 4096, 64
+    policy, ctx = Lhd(capacity), PolicyContext()
+    recovered = parentless(capacity)
+    policy.on_insert_many(recovered, ctx)
+    victims: set[bytes] = set()
+    for number in range(capacity // length):
+        ctx.request = str(number)
+        victims.update(copy.key for copy in policy.pick_many(length, is_evictable, ctx))
+        policy.on_insert_many(prompt(number, length), ctx)
+    left = [copy for copy in recovered if copy.key not in victims]
+    assert len(left) <= 1, "the last chunk of a new prompt may leave first"
 
 
 @pytest.mark.untraced

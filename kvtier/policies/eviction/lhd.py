@@ -81,8 +81,7 @@ _SLACK: Final = 8
 _MOST_OPEN: Final = 1024
 """Largest number of prompts that may go on, about as many as an engine runs at a time."""
 _UNLINKED: Final = 64
-"""A larger batch without parents comes from an earlier engine. So many of its chunks are kept
-like a prompt: a prompt for each would cost time and memory."""
+"""A larger batch without parents comes from an earlier engine."""
 _run_of = operator.attrgetter("policy")
 
 
@@ -225,6 +224,9 @@ class Lhd(Eviction):
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        if len(copies) > _UNLINKED and all(copy.parent is None for copy in copies):
+            self._recover(copies)
+            return
         for chain in _chains(copies):
             keys = [copy.key for copy in chain]
             ghosts, before = self._ghosts.keys(), self._ghosts_before.keys()
@@ -294,6 +296,15 @@ class Lhd(Eviction):
         self._requeue(rejected)
         return picked
 
+    def _recover(self, copies: Sequence[ChunkCopy]) -> None:
+        """Insert copies of an earlier engine, a span of them like a prompt. This is not a use.
+
+        If it were, the policy would learn that nobody uses young chunks, and evict all that
+        come later first. A prompt for each copy would cost time and memory.
+        """
+        for at in range(0, len(copies), self._span):
+            self._append(copies[at : at + self._span], NEW_KINDS[0], Prompt("", 0))
+
     # -- uses -------------------------------------------------------------------------------
 
     def _arrived(self, copy: ChunkCopy, ctx: PolicyContext) -> Part:
@@ -324,8 +335,6 @@ class Lhd(Eviction):
             tails, end = 0, prompt.end - 1
             while tails < len(copies) and copies[tails].depth == end:
                 tails += 1
-            if tails == _UNLINKED:  # chunks of an earlier engine
-                tails = 0
             self._place(copies[:tails], TAIL, source)
             self._place(copies[tails:], NEW_KINDS[prompt.end.bit_length()], source)
 
@@ -487,9 +496,6 @@ class Lhd(Eviction):
 def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
     """Split ``copies`` into chains of one prompt each; yield each chain leaf to root."""
     if not copies:
-        return
-    if len(copies) > _UNLINKED and all(copy.parent is None for copy in copies):
-        yield from (copies[at : at + _UNLINKED] for at in range(0, len(copies), _UNLINKED))
         return
     if copies[0].depth < copies[-1].depth:
         depths = [copy.depth for copy in copies]
