@@ -159,7 +159,7 @@ def test_a_store_of_an_earlier_kvtier_is_looked_into_after_the_next_start(
     layout.write_text(json.dumps(content))
     ran = shell("coverage", warm.root, "--prompts", prompts, "--model", MODEL)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.endswith("start an engine with this kvtier once\n")
+    assert ran.err.endswith("start an engine on it once\n")
     assert len(warm.start()) == 6
     warm.stop()
     assert coverage(shell, warm, prompts)["share"] == 1
