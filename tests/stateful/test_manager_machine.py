@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(eq=False)
 class WorkerOp:
-    """A store or a load the workers were told to do."""
+    """A store or a load of the workers."""
 
     keys: Sequence[ChunkKey]
     slots: Sequence[int]

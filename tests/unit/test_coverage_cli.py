@@ -50,7 +50,7 @@ def coverage(shell: Shell, store: Store, prompts: Path, *options: object) -> Any
     return answer
 
 
-def test_coverage_tells_how_far_each_prompt_hits(
+def test_coverage_reports_the_hit_of_each_prompt(
     shell: Shell, warm: Store, tmp_path: Path
 ) -> None:
     prompts = write(tmp_path / "p", [tokens(2, own=9), tokens(6), tokens(1, own=5)])

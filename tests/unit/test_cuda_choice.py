@@ -89,8 +89,8 @@ def test_one_line_says_which_way_how_fast_and_how_long_a_copy_is(
     (line,) = (each.getMessage() for each in caplog.records if each.levelname == "INFO")
     assert line == (
         "copies between GPU and RAM: stores by buffered at 48.5 GB/s (not by batch at "
-        "19.8 GB/s), loads by buffered at 48.5 GB/s (not by batch at 19.8 GB/s); a typical copy "
-        "has 16.0 KiB"
+        "19.8 GB/s), loads by buffered at 48.5 GB/s (not by batch at 19.8 GB/s); a typical "
+        "copy has 16.0 KiB"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which adapters are told apart, and of which nothing may outlive the engine."""
+"""The digests of adapters, and the adapters whose chunks must not outlive the engine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_files_that_vllm_does_not_read_are_ignored(engine: MakeEngine, tmp_path:
     assert contents.content_of(asked(path)).digest == before.digest
 
 
-def test_an_adapter_that_changes_under_the_engine_is_believed_no_more(
+def test_an_adapter_that_changes_during_the_run_is_not_trusted(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a")
@@ -149,16 +149,16 @@ def test_chunks_of_adapters_that_share_a_number_do_not_outlive_the_engine(
 ) -> None:
     """vLLM applies the one that it has loaded under that number to requests for the other."""
     paths = [write(tmp_path / name, name.encode()) for name in ("one", "two", "three")]
-    believed = [engine().content_of(asked(path)).digest for path in paths]
+    trusted = [engine().content_of(asked(path)).digest for path in paths]
     contents = engine()
-    assert contents.content_of(asked(paths[0])).digest == believed[0]
-    assert contents.content_of(asked(paths[2], number=3)).digest == believed[2]
+    assert contents.content_of(asked(paths[0])).digest == trusted[0]
+    assert contents.content_of(asked(paths[2], number=3)).digest == trusted[2]
     assert not caplog.text
     after = [contents.content_of(asked(path)).digest for path in (paths[1], paths[0])]
     assert "another adapter has the same lora_int_id" in caplog.text
-    assert len({*after, *believed}) == 5
-    assert contents.content_of(asked(paths[0], number=4)).digest not in believed
-    assert contents.content_of(asked(paths[2], number=3)).digest == believed[2]
+    assert len({*after, *trusted}) == 5
+    assert contents.content_of(asked(paths[0], number=4)).digest not in trusted
+    assert contents.content_of(asked(paths[2], number=3)).digest == trusted[2]
 
 
 def test_chunks_of_an_adapter_newer_than_the_engine_do_not_outlive_it(
@@ -316,7 +316,11 @@ def test_the_stores_of_a_step_look_at_the_files_of_an_adapter_once(
 ) -> None:
     one, two = write(tmp_path / "one"), write(tmp_path / "two")
     contents = engine()
-    known = [contents.content_of(asked(one)), contents.content_of(asked(one)), contents.content_of(asked(two, 2))]
+    known = [
+        contents.content_of(asked(one)),
+        contents.content_of(asked(one)),
+        contents.content_of(asked(two, 2)),
+    ]
     before = server.asked
     for looks in (2, 4):
         contents.begin_step()
@@ -325,7 +329,7 @@ def test_the_stores_of_a_step_look_at_the_files_of_an_adapter_once(
         assert server.asked == before + looks
 
 
-def test_files_that_change_while_the_server_stalls_are_believed_no_more(
+def test_files_that_change_while_the_server_stalls_are_not_trusted(
     engine: MakeEngine, server: StallingServer, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a")
@@ -337,7 +341,11 @@ def test_files_that_change_while_the_server_stalls_are_believed_no_more(
     other = engine().content_of(asked(path))
     server.recover()
     after = after_the_late_call(contents, path)
-    assert after.digest not in {known.digest, other.digest, engine().content_of(asked(path)).digest}
+    assert after.digest not in {
+        known.digest,
+        other.digest,
+        engine().content_of(asked(path)).digest,
+    }
 
 
 def test_a_number_of_a_late_adapter_is_shared_as_of_any_other(
@@ -345,14 +353,14 @@ def test_a_number_of_a_late_adapter_is_shared_as_of_any_other(
 ) -> None:
     """vLLM has loaded it, although kvtier does not know its content yet."""
     paths = [write(tmp_path / name, name.encode()) for name in ("one", "two")]
-    believed = [engine().content_of(asked(path)).digest for path in paths]
+    trusted = [engine().content_of(asked(path)).digest for path in paths]
     contents = engine()
     server.stall()
     for path in paths:
         contents.content_of(asked(path))
     server.recover()
     for path in paths:
-        assert after_the_late_call(contents, path).digest not in believed
+        assert after_the_late_call(contents, path).digest not in trusted
 
 
 def test_closing_does_not_wait_for_a_server_that_stalls(
