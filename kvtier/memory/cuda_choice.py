@@ -135,7 +135,9 @@ class _Trial:
         if batch is None or self._typical_nbytes >= _LONGEST_TO_STAGE_NBYTES:
             return [batch]
         buffered = self._rate(
-            BufferedMethod.name, lambda: BufferedMethod(self._driver, self._batch), stores=stores
+            BufferedMethod.name,
+            lambda: BufferedMethod(self._driver, self._batch),
+            stores=stores,
         )
         if buffered is None:
             return [batch]

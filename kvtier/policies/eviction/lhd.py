@@ -297,7 +297,7 @@ class Lhd(Eviction):
         return picked
 
     def _recover(self, copies: Sequence[ChunkCopy]) -> None:
-        """Insert the copies of an earlier engine, each span as a prompt. This is not a use.
+        """Insert the copies of an earlier engine, each span as one prompt. This is not a use.
 
         If it were, the policy would learn that nobody uses young chunks, and evict all that
         come later first. A prompt for each copy would cost time and memory.
@@ -478,7 +478,7 @@ class Lhd(Eviction):
                 self._append(moved[at : at + self._span], source.kind, prompt)
 
     def _choose(self, *, by_age: bool) -> Run | None:
-        """Return the run with the least hit density, or by age the oldest; None if no run."""
+        """Return the run with the least hit density, or the oldest run; None without runs."""
         chosen: Run | None = None
         oldest, least = inf, inf
         by_age = by_age or self._rivalry.follows_lru
