@@ -89,13 +89,6 @@ def test_a_recommendation_says_what_was_assumed(odd: Path) -> None:
         assert f"# Warning: {warning}" in text
 
 
-def test_a_conversion_says_what_was_assumed_and_keeps_it(odd: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.jsonl"
-    assert kvtier("trace", "convert", odd, "-o", copy, width=1000).endswith(LINE)
-    facts = json.loads(kvtier("trace", "info", copy, "--json"))
-    assert facts["assumed"][-1] == "tokens per id: 32 (block_tokens of the records)"
-
-
 def test_tokens_per_id_are_those_of_the_option(odd: Path) -> None:
     told = ("--tokens-per-id", 7)
     facts = json.loads(kvtier("trace", "info", odd, *told, "--json"))
