@@ -31,8 +31,8 @@ from kvtier.sim.cache import default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.fleet import ROUTINGS, simulate_fleet
 from kvtier.sim.hybrid import ONE_GROUP
+from kvtier.sim.plot import check_plot, write_plot
 from kvtier.sim.recommend import RecommendRequest, recommend
-from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import BELADY, SingleResult, TouchOrder, distinct_chunks, simulate_single
 from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.time_model import TimeModel, parse_speed
@@ -232,9 +232,6 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Picture to write: PNG, SVG or PDF.")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Page with interactive curves to write.")
-    ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes to use.")] = 1,
     format_name: FormatOption = "auto",
     tokens_per_id: TokensPerId = None,
@@ -243,7 +240,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     chunk_bytes: ChunkBytes = None,
 ) -> None:
     """Simulate every TRACE with every policy at every size."""
-    outputs = {"--csv": csv, "--plot": plot, "--html": html}
+    outputs = {"--csv": csv, "--plot": plot}
     check_outputs(outputs, traces)
     if plot is not None:
         check_plot(plot)
@@ -259,8 +256,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
             jobs=jobs,
             progress=progress,
         )
-    writers = (write_csv, write_plot, write_page)
-    for (option, path), write in zip(outputs.items(), writers, strict=True):
+    for (option, path), write in zip(outputs.items(), (write_csv, write_plot), strict=True):
         if path is not None:
             write_output(option, path, partial(write, results))
     _show_sweep(results)

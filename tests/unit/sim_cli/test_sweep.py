@@ -58,8 +58,7 @@ def test_two_traces_of_one_name_are_two(trace: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / trace.name
     other.parent.mkdir()
     kvtier("trace", "generate", "chat", "-o", other, "--sessions", 40, "--seed", 8)
-    page = tmp_path / "page.html"
-    printed = sweep(trace, other, "--html", page, "--plot", tmp_path / "two.svg")
+    printed = sweep(trace, other, "--plot", tmp_path / "two.svg")
     assert printed.count("chat: prefix hit ratio") == 2
     assert (tmp_path / "two.svg").read_text().count('id="axes_') == 2
 
@@ -69,7 +68,6 @@ def test_two_traces_of_one_name_are_two(trace: Path, tmp_path: Path) -> None:
     [
         ("--csv", "no/such/x.csv", "cannot be written: there is no directory"),
         ("--csv", "", "cannot be written: is a directory"),
-        ("--html", "no/such/x.html", "cannot be written: there is no directory"),
         ("--plot", "no/such/x.png", "cannot be written: there is no directory"),
         ("--plot", "x.docx", "no such picture format"),
         ("--plot", "x", "no such picture format"),
@@ -101,8 +99,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
         (("--csv", "link"), "--csv {}/link: is the trace itself; name another file"),
         (("--csv", "hard"), "--csv {}/hard: is the trace itself; name another file"),
         (
-            ("--csv", "x", "--html", "y/../x"),
-            "--html {}/y/../x: is the file of --csv as well; name another file",
+            ("--csv", "x.svg", "--plot", "y/../x.svg"),
+            "--plot {}/y/../x.svg: is the file of --csv as well; name another file",
         ),
     ],
 )
@@ -120,8 +118,11 @@ def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
 
 
 def test_outputs_that_keep_nothing_may_be_one(trace: Path) -> None:
+    # The picture's format comes from its name, so a link leads to the device.
+    nothing = trace.with_suffix(".svg")
+    nothing.symlink_to("/dev/null")
     grid = ("--policies", "lru", "--capacities", "5%")
-    kvtier("sim", "sweep", trace, *grid, "--csv", "/dev/null", "--html", "/dev/null")
+    kvtier("sim", "sweep", trace, *grid, "--csv", "/dev/null", "--plot", nothing)
 
 
 STUCK = """
