@@ -46,7 +46,6 @@ def odd(tmp_path: Path) -> Path:
     "command",
     [
         ("trace", "info"),
-        ("sim", "run", "--policy", "lru", "--capacity", "5"),
         ("sim", "run", *SIZE, "--config"),
     ],
 )
@@ -93,5 +92,5 @@ def test_tokens_per_id_are_those_of_the_option(odd: Path) -> None:
     told = ("--tokens-per-id", 7)
     facts = json.loads(kvtier("trace", "info", odd, *told, "--json"))
     assert facts["chunk_tokens"] == 7
-    run = ("sim", "run", odd, "--policy", "lru", "--capacity", "5", *told)
-    assert "tokens per id: 7 (given)" in kvtier(*run, width=1000)
+    grid = ("--policies", "lru", "--capacities", "5", *told)
+    assert "tokens per id: 7 (given)" in kvtier("sim", "sweep", odd, *grid, width=1000)
