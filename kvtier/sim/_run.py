@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvtier.build import build_manager, build_tiers
 from kvtier.config import KvtierConfig, SharedTierConfig
-from kvtier.connector.build import build_manager, build_tiers
 from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.sim._batching_engine import BatchingEngine, StepModel
 from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus

@@ -1,7 +1,7 @@
 """Simulates all tiers: replays a trace through the managers of live engines.
 
-As in a live engine, :mod:`kvtier.connector.build` builds the manager from the YAML file. Time
-is simulated: a time model decides when jobs end. No bytes move, so transfers never return wrong
+As in a live engine, :mod:`kvtier.build` builds the manager from the YAML file. Time is
+simulated: a time model decides when jobs end. No bytes move, so transfers never return wrong
 bytes. The manager makes the same decisions as in a live engine with the same traffic. Requests
 arrive at the times of the trace, and wait for promotions and demotions in progress.
 
