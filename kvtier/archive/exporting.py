@@ -144,12 +144,7 @@ class _Export:
             entries = self._entries(wanted, on_progress)
             while part := list(islice(entries, self._writer.chunks_per_part)):
                 parts.append(part)
-                records = [
-                    Record(
-                        each.key, each.checksum, each.last_use - first_use, self._slot_nbytes
-                    )
-                    for each in part
-                ]
+                records = [self._record(each, first_use) for each in part]
                 yield partial(self._writer.write_part, records, partial(self._fill, part))
 
         for written in run_in_order(calls(), threads=threads, name="kvtier-export"):
