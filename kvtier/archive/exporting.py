@@ -22,8 +22,8 @@ from kvtier.archive.part import Record
 from kvtier.archive.writing import ArchiveWriter, WrittenPart
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import IOV_MAX, BlockIo
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.index_reader import Entry, IndexReader
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS

@@ -16,8 +16,8 @@ from typing import Final
 from kvtier.archive.manifest import Manifest, differences
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import BlockIo
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.maintain import hold

@@ -18,6 +18,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.os.block_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import (
     TierHarness,
@@ -29,7 +30,6 @@ from kvtier.testing.tier_harness import (
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import tier as slab
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.tiers.slab.slots import SlotFile
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import Fault, FaultyIo

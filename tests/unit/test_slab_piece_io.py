@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.slab.direct_io import aligned_buffer
+from kvtier.os.block_io import aligned_buffer
 from kvtier.tiers.slab.piece_io import consecutive_ranges, select_digest
 from tests.unit.mappings import flags_of_mappings
 

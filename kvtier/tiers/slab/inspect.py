@@ -16,8 +16,8 @@ from typing import Final
 
 from kvtier.config import RANK_PLACEHOLDER
 from kvtier.errors import CacheDamagedError, ConfigError
+from kvtier.os.block_io import BlockIo
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,

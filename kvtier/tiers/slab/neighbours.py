@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kvtier.config import Remark
 from kvtier.errors import CacheDamagedError
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.base import Fields
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index_reader import count_chunks
 from kvtier.tiers.slab.inspect import WAL, StoredNamespace
 from kvtier.tiers.slab.lock import LOCK, is_tool, last_opened, passing_holder, read_holder

@@ -12,7 +12,7 @@ from typing import Final, Literal, Self
 
 from kvtier.errors import ConfigError
 from kvtier.logs import get_logger
-from kvtier.tiers.slab.direct_io import (
+from kvtier.os.block_io import (
     PAGE_NBYTES,
     BlockIo,
     aligned_buffer,

@@ -16,6 +16,7 @@ from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import CapacityError, ClosedError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
+from kvtier.os.block_io import IOV_MAX, BlockIo
 from kvtier.tiers.base import (
     Fields,
     SlotOutcomes,
@@ -30,7 +31,6 @@ from kvtier.tiers.part_hashes import (
     PartHashKeeper,
     StoredPartHashes,
 )
-from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_slab
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.location import LocationCheck

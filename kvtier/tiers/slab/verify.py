@@ -17,8 +17,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
+from kvtier.os.block_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.tiers.slab.index_reader import Entry, IndexReader
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
