@@ -17,6 +17,7 @@ from kvtier.errors import CapacityError, ClosedError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
 from kvtier.os.block_io import IOV_MAX, BlockIo
+from kvtier.slot_ranges import consecutive_ranges
 from kvtier.tiers.base import (
     Fields,
     SlotOutcomes,
@@ -38,7 +39,6 @@ from kvtier.tiers.slab.opening import OpenSlab, open_slab, release_slab
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
     PieceBuffers,
-    consecutive_ranges,
     hash_key,
     read_piece,
     select_digest,
