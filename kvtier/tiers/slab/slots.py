@@ -163,6 +163,14 @@ class SlotFile:
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
 
+    def is_in_place(self) -> bool:
+        """Return whether the path leads to this file, also if the file system cannot tell."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            return error.errno not in {errno.ENOENT, errno.ENOTDIR}
+        return (status.st_dev, status.st_ino) == self.identity()
+
     def is_removed(self) -> bool:
         """Return whether the file has no directory entry left, so that closing deletes it."""
         return not os.fstat(self._fd).st_nlink
