@@ -164,7 +164,7 @@ class SlotFile:
         return status.st_dev, status.st_ino
 
     def is_in_place(self) -> bool:
-        """Return whether the path leads to this file, also if the file system cannot tell."""
+        """Return whether the path leads to this file; True if the file system cannot tell."""
         try:
             status = self.path.stat()
         except OSError as error:
