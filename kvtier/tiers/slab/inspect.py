@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -122,10 +122,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     spaces = [StoredNamespace(each.directory, each.layout) for each in found if each.layout]
     shown = _shown(path.resolve())
     if not spaces:
-        for each in found:
-            if isinstance(each.error, PermissionError | ValueError):
-                raise _unreadable(each.directory, each.error) from each.error
-        raise ConfigError(f"no cache of an nvme tier in {shown}; {_OTHER_PATH}")
+        raise _nothing_readable(shown, found)
     chosen = [space for space in spaces if name in {None, space.name}]
     if not chosen:
         names = ", ".join(space.name for space in spaces)
@@ -162,6 +159,14 @@ def _look_at(directory: Path, io: BlockIo) -> Found:
             if nbytes_of(directory / SLOTS):
                 problem = f"it has slots and no readable {LAYOUT}"
         return Found(directory, error=error, problem=problem)
+
+
+def _nothing_readable(shown: str, found: Sequence[Found]) -> ConfigError:
+    """Return the error for a path without a readable namespace."""
+    for each in found:
+        if isinstance(each.error, PermissionError | ValueError):
+            return _unreadable(each.directory, each.error)
+    return ConfigError(f"no cache of an nvme tier in {shown}; {_OTHER_PATH}")
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
