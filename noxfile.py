@@ -185,9 +185,8 @@ def wheel(session: nox.Session) -> None:
     python = make_environment(session, work / "sim", f"{built}[sim,zstd,objects]", *tools)
     kvtier = str(pathlib.Path(python).with_name("kvtier"))
     trace = "tests/data/small_chat.jsonl"
-    session.run(
-        kvtier, "sim", "run", trace, "--policy", "lru", "--capacity", "10%", external=True
-    )
+    grid = ("--policies", "lru", "--capacities", "10%")
+    session.run(kvtier, "sim", "sweep", trace, *grid, external=True)
     session.run(python, "-m", "pytest", "-q", *WHEEL_TESTS, external=True)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.archive.locations import whole_pages
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.direct_io import aligned_buffer
+from kvtier.os.block_io import aligned_buffer
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -22,18 +22,13 @@ from kvtier.archive.part import Record
 from kvtier.archive.writing import ArchiveWriter, WrittenPart
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import IOV_MAX, BlockIo
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
+from kvtier.slot_ranges import consecutive_ranges
 from kvtier.tiers.slab.index_reader import Entry, IndexReader
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.piece_io import (
-    PieceBuffers,
-    consecutive_ranges,
-    hash_key,
-    read_piece,
-    select_digest,
-)
+from kvtier.tiers.slab.piece_io import PieceBuffers, hash_key, read_piece, select_digest
 from kvtier.tiers.slab.slots import SlotFile
 from kvtier.types import Outcome
 
@@ -144,12 +139,7 @@ class _Export:
             entries = self._entries(wanted, on_progress)
             while part := list(islice(entries, self._writer.chunks_per_part)):
                 parts.append(part)
-                records = [
-                    Record(
-                        each.key, each.checksum, each.last_use - first_use, self._slot_nbytes
-                    )
-                    for each in part
-                ]
+                records = [self._record(each, first_use) for each in part]
                 yield partial(self._writer.write_part, records, partial(self._fill, part))
 
         for written in run_in_order(calls(), threads=threads, name="kvtier-export"):

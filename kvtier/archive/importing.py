@@ -18,9 +18,9 @@ from kvtier.archive.part import PartHeader
 from kvtier.archive.reading import Archive, Damage, PartReader
 from kvtier.archive.target import Target, open_target
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import IOV_MAX
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import IOV_MAX
-from kvtier.tiers.slab.piece_io import consecutive_ranges
+from kvtier.slot_ranges import consecutive_ranges
 from kvtier.tiers.slab.slots import SlotFile
 
 __all__ = ["Imported", "import_chunks"]

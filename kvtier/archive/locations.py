@@ -20,8 +20,8 @@ from typing_extensions import override
 from kvtier.archive.manifest import MANIFEST
 from kvtier.archive.part import PART_SUFFIX
 from kvtier.errors import ConfigError
+from kvtier.os.block_io import PAGE_NBYTES, BlockIo, write_fully
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, write_fully
 
 __all__ = ["Directory", "Location", "has_archive", "whole_pages"]
 

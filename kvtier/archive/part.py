@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple, Self
 import xxhash
 
 from kvtier.keys import ChunkKey
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES
+from kvtier.os.block_io import PAGE_NBYTES
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.types import LayoutFingerprint
 

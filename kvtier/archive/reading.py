@@ -29,8 +29,8 @@ from kvtier.archive.part import (
 )
 from kvtier.errors import ConfigError
 from kvtier.keys import short_key
+from kvtier.os.block_io import aligned_buffer
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import aligned_buffer
 from kvtier.tiers.slab.piece_io import hash_key, select_digest
 
 __all__ = [

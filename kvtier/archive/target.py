@@ -16,13 +16,12 @@ from typing import Final
 from kvtier.archive.manifest import Manifest, differences
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import BlockIo
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase
-from kvtier.tiers.slab.inspect import StoredNamespace
+from kvtier.tiers.slab.inspect import StoredNamespace, find_directories
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import LAYOUT, SLOTS, Layout, Namespace, nbytes_of, open_root
-from kvtier.tiers.slab.neighbours import find_directories
 from kvtier.tiers.slab.piece_io import hash_key
 from kvtier.tiers.slab.schema import LATEST, damage_raised
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec, no_room

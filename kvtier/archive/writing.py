@@ -25,8 +25,8 @@ from kvtier.archive.part import PART_SUFFIX, PartHeader, Record
 from kvtier.archive.reading import read_header, read_manifest
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import aligned_buffer
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import aligned_buffer
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.tiers.slab.piece_io import hash_key
 

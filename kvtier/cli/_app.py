@@ -38,7 +38,7 @@ _COMMANDS: Final = {
     "replay": ("_replay:replay", "Replay TRACE through real tiers, beside a simulation."),
     "cache": ("_cache:cache", "Inspect, clean and ship the cache of an NVMe tier."),
     "sim": ("_sim:sim_app", "Simulate traces against policies and configurations."),
-    "trace": ("_trace:trace_app", "Describe, convert and generate traces."),
+    "trace": ("_trace:trace_app", "Describe and generate traces."),
 }
 """Function or group of each command, as ``module:attribute``, and the command's summary."""
 

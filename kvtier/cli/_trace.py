@@ -1,4 +1,4 @@
-"""The command ``kvtier trace`` describes, converts and generates traces.
+"""The command ``kvtier trace`` describes and generates traces.
 
 The module also writes the output files of other commands.
 """
@@ -20,7 +20,6 @@ from kvtier.printable import printable
 from kvtier.sim.traces import (
     FORMAT_NAMES,
     GENERATORS,
-    WRITERS,
     Trace,
     TraceFormat,
     describe,
@@ -41,7 +40,7 @@ __all__ = [
     "write_output",
 ]
 
-trace_app = Commands(help="Describe, convert and generate traces.")
+trace_app = Commands(help="Describe and generate traces.")
 
 TraceFile = Annotated[
     Path,
@@ -62,12 +61,6 @@ TokensPerId = Annotated[
         metavar="N",
         help="Tokens per chunk id; by default as in the records.",
     ),
-]
-Output = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="File to write or replace.")
-]
-OutputFormat = Annotated[
-    str, typer.Option("--to", metavar="NAME", help=f"Format to write: {', '.join(WRITERS)}.")
 ]
 
 
@@ -103,34 +96,15 @@ def info(
     show_assumptions(loaded)
 
 
-@trace_app.command()
-def convert(
-    trace: TraceFile,
-    *,
-    output: Output,
-    format_name: FormatOption = "auto",
-    tokens_per_id: TokensPerId = None,
-    to: OutputFormat = "mooncake",
-) -> None:
-    """Write TRACE in another format.
-
-    Chunks are renumbered in order of appearance. The formats keys and oracle lose the
-    boundaries between requests.
-    """
-    choice("--to", to, WRITERS)
-    check_outputs({"--output": output}, [trace])
-    loaded = read(trace, format_name, tokens_per_id)
-    _write(loaded, output, to)
-    show_assumptions(loaded)
-
-
 @trace_app.command("generate")
-def generate_trace(  # noqa: PLR0913 - each is an option of the command
+def generate_trace(
     workload: Annotated[
         str, typer.Argument(metavar="WORKLOAD", help=f"One of: {', '.join(GENERATORS)}.")
     ],
     *,
-    output: Output,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write or replace.")
+    ],
     sessions: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of sessions.")
     ] = 1000,
@@ -144,7 +118,6 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
         int, typer.Option(min=1, metavar="N", help="Tokens of one chunk.")
     ] = 512,
     seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal traces.")] = 0,
-    to: OutputFormat = "mooncake",
 ) -> None:
     """Generate the traffic of sessions that start at random.
 
@@ -152,16 +125,11 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     shared prompts). The manual's page on the command line lists the distributions.
     """
     choice("WORKLOAD", workload, GENERATORS)
-    choice("--to", to, WRITERS)
     check_outputs({"--output": output}, [])
     trace = generate(
         workload, sessions=sessions, per_s=per_s, chunk_tokens=chunk_tokens, seed=seed
     )
-    _write(trace, output, to)
-
-
-def _write(trace: Trace, output: Path, to: str) -> None:
-    write_output("--output", output, partial(write_trace, trace, format_name=to))
+    write_output("--output", output, partial(write_trace, trace))
     name = printable(str(output))
     typer.echo(f"{name}: {trace.requests:,} requests, {trace.refs:,} references")
 

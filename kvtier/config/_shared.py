@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
 
-from kvtier.config._fields import Duration, FilePath, Label, Size, refusal
+from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Label, Size, refusal
 from kvtier.config._tiers import LocalDirectory, TierConfig
 
 __all__ = [
@@ -143,6 +144,14 @@ class SharedDirTierConfig(SharedTierConfig):
     """Absolute path of the directory. kvtier creates the directory if the parent exists."""
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` (if possible), `require` (else an error), `off`."""
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_the_same_for_all_ranks(cls, path: Path) -> Path:
+        if RANK_PLACEHOLDER in str(path):
+            problem = f"{RANK_PLACEHOLDER} in the path of a shared tier"
+            raise refusal(problem, "all engines share one directory: leave it out")
+        return path
 
     @override
     def local_directory(self) -> LocalDirectory | None:

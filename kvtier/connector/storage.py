@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from itertools import combinations
 from typing import Final
 
+from kvtier.build import build_manager, build_tiers
 from kvtier.config import KvtierConfig
-from kvtier.connector.build import build_manager, build_tiers
 from kvtier.connector.deadline import Deadline
 from kvtier.connector.figures import StoreInfo
 from kvtier.connector.gds_slots import GdsSlots

@@ -281,7 +281,7 @@ def _check_classes(config: KvtierConfig) -> Iterator[Finding]:
     """Check that policies and tiers from other packages can be imported and are complete."""
     # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
     if _has_custom_policies(config):
-        from kvtier.connector.build import check_policies  # noqa: PLC0415
+        from kvtier.build import check_policies  # noqa: PLC0415
 
         yield from _problems_of(check_policies, config)
     if not all(tier.kind in TIERS.built_in for tier in config.tiers):

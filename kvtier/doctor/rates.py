@@ -34,7 +34,7 @@ from typing_extensions import override
 from kvtier.config import KvtierConfig, LocalDirectory
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, aligned_buffer
+from kvtier.os.block_io import PAGE_NBYTES, BlockIo, aligned_buffer
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.units import approximate_rate, approximate_size
 

@@ -16,8 +16,8 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
 These modules share the :mod:`~kvtier.manager.tier_stack`, which has the tiers
 (:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`) and the
 :mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt.
-:mod:`kvtier.connector.build` makes a manager from a configuration. The modules here do not read
-the configuration.
+:mod:`kvtier.build` makes a manager from a configuration. The modules here do not read the
+configuration.
 """
 
 from __future__ import annotations

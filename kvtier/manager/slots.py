@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from kvtier.slot_ranges import consecutive_ranges
+
 __all__ = ["SlotAllocator"]
 
 _TRIED = 8
@@ -162,15 +164,5 @@ def _extents(slots: Iterable[int]) -> list[tuple[int, int]]:
     ordered = sorted(slots)
     if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
         return [(ordered[0], ordered[-1] + 1)]  # usual for a prefix
-    extents: list[tuple[int, int]] = []
-    start = end = -1
-    for slot in ordered:
-        if slot == end:
-            end += 1
-            continue
-        if end >= 0:
-            extents.append((start, end))
-        start, end = slot, slot + 1
-    if end >= 0:
-        extents.append((start, end))
-    return extents
+    parts = consecutive_ranges(ordered)
+    return [(ordered[part.start], ordered[part.stop - 1] + 1) for part in parts]

@@ -30,6 +30,7 @@ from kvtier.memory.direct_files import DirectFile, DirectFiles, DirectRead, open
 from kvtier.memory.part_hashes import HashPlanner, StoreHasher, hash_on_host, open_hasher
 from kvtier.memory.slot_layout import RankShare, RegionGeometry
 from kvtier.memory.streams import CopyStream, Driver, Fence
+from kvtier.slot_ranges import consecutive_ranges
 from kvtier.types import SlotFileId
 from kvtier.units import approximate_size
 
@@ -148,7 +149,7 @@ class GdsStaging:
         opened = self._open(file)
         if self._extents is not None:
             return self._read_parts(opened, staged, slots, self._extents, groups)
-        ranges = _consecutive_ranges(slots)
+        ranges = [range(part.start, part.stop) for part in consecutive_ranges(slots)]
         errors = opened.read([self._read_of(staged, slots, some) for some in ranges])
         found: list[str] = []
         for some, error in zip(ranges, errors, strict=True):
@@ -264,10 +265,3 @@ def _require_long_ranges(kv: KVBlocks) -> None:
             f"a rank's part of a page has {approximate_size(shortest)}, which is too short to "
             "read: start vLLM with VLLM_KV_CACHE_LAYOUT=BHLNC or a larger --block-size"
         )
-
-
-def _consecutive_ranges(slots: Sequence[int]) -> list[range]:
-    """Split ``slots`` into ranges of consecutive slots; return the positions of each range."""
-    edges = np.flatnonzero(np.diff(np.asarray(slots, np.int64)) != 1) + 1
-    starts = [0, *edges.tolist()]
-    return [range(*ends) for ends in zip(starts, [*starts[1:], len(slots)], strict=True)]

@@ -1,66 +1,58 @@
-"""Simulates all tiers: replays a trace through the manager of a live engine.
+"""Simulates all tiers: replays a trace through the managers of live engines.
 
-As in a live engine, :mod:`kvtier.connector.build` builds the manager from the YAML file. Time
-is simulated: a time model decides when jobs end. No bytes move, so transfers never return wrong
+As in a live engine, :mod:`kvtier.build` builds the manager from the YAML file. Time is
+simulated: a time model decides when jobs end. No bytes move, so transfers never return wrong
 bytes. The manager makes the same decisions as in a live engine with the same traffic. Requests
 arrive at the times of the trace, and wait for promotions and demotions in progress.
+
+Several engines have equal configurations and speeds, and each has local tiers of its own. They
+find each other's chunks in a shared tier.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.config import (
-    KvtierConfig,
-    SharedTierConfig,
-    check_chunk_fits,
-    slot_nbytes,
-)
-from kvtier.connector.build import build_manager, build_tiers
-from kvtier.manager import TieredOffloadingManager, TierState
-from kvtier.sim._batching_engine import BatchingEngine, StepModel
-from kvtier.sim._engine import Engine, ModelRequest, ReliableSlotStatus
-from kvtier.sim._sequential_engine import SequentialEngine, serve_fleet
-from kvtier.sim.shared_cache import SharedCache, SharedClient
-from kvtier.sim.single import Progress, chunk_keys
-from kvtier.sim.time_model import TierSpeed, TimeModel, TransferModel, default_speed
+from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.sim._batching_engine import StepModel
+from kvtier.sim._run import Run, run_engines
+from kvtier.sim.routing import ROUTINGS
+from kvtier.sim.shared_cache import Meter, SharedTraffic
+from kvtier.sim.single import BELADY, Progress, simulate_single
+from kvtier.sim.time_model import TierSpeed, TimeModel, default_speed
 from kvtier.sim.traces import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "BuiltEngine",
     "CacheResult",
-    "Simulation",
-    "SimulationResult",
+    "EngineResult",
+    "Rate",
+    "SharedResult",
     "StepModel",
     "TierResult",
-    "TierTraffic",
     "default_time_model",
     "simulate_cache",
-    "simulate_engines",
     "wait_quantiles",
 ]
-
-_Engine = TypeVar("_Engine", bound=Engine[Any])
 
 _DAY_S = 86_400.0
 _BUSY = 0.7
 _WINDOW = 0.1
 """Length of the window for the peak load, as a share of the trace's duration."""
-_GALLOPING = frozenset({"object", "shared_dir"})
-"""Kinds of shared tiers that send a question in rounds; others ask about all keys at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class TierTraffic:
+class TierResult:
     """The figures of one tier. The names of the fields are a stable interface.
+
+    Each figure is a sum over the engines, but a shared tier counts once.
 
     Attributes:
         capacity_chunks: Largest number of chunks in the tier.
@@ -69,6 +61,10 @@ class TierTraffic:
         chunks_written: Number of chunks stored or demoted into the tier, without promotions.
         chunks_promoted: Number of chunks promoted from the tier to RAM.
         evictions: Number of chunks evicted from the tier.
+        bytes_written_per_day: Number of bytes written per day at the trace's request rate; None
+            for RAM, or if the trace has no duration.
+        dwpd: Drive writes per day for a drive as large as the tier, on average over the
+            engines; None for a shared tier, or if ``bytes_written_per_day`` is None.
     """
 
     name: str
@@ -80,35 +76,86 @@ class TierTraffic:
     chunks_written: int
     chunks_promoted: int
     evictions: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierResult(TierTraffic):
-    """The figures of one simulated tier, with the wear of its medium.
-
-    Attributes:
-        bytes_written_per_day: Number of bytes written per day at the trace's request rate; None
-            for RAM, or if the trace has no duration.
-        dwpd: Drive writes per day for a drive as large as the tier; None for a shared tier, or
-            if ``bytes_written_per_day`` is None.
-    """
-
     bytes_written_per_day: float | None
     dwpd: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class SimulationResult:
-    """The figures of one engine or of a fleet. The names of the fields are a stable interface.
+class Rate:
+    """The mean and the peak of an amount per second.
+
+    Attributes:
+        mean: The mean over the trace's duration; None if the duration is 0.
+        peak: The amount per second in the busiest minute.
+    """
+
+    mean: float | None
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """The figures of one engine. The names of the fields are a stable interface.
+
+    Attributes:
+        prompt_tokens: Number of tokens of all prompts.
+        saved_tokens: Number of prompt tokens loaded from any tier.
+        hit_tokens: Number of tokens of whole chunks loaded from each tier, by the tier's name.
+        shared: The engine's calls to the shared tier; None without a shared tier.
+    """
+
+    requests: int
+    prompt_tokens: int
+    saved_tokens: int
+    hit_tokens: Mapping[str, int]
+    shared: SharedTraffic | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedResult:
+    """The figures of the shared tier. The names of the fields are a stable interface.
+
+    Attributes:
+        traffic: The calls of all engines together.
+        chunks_at_end: Number of chunks in the shared tier after the last put.
+        belady_hit_ratio: Hits as a share of all references, in a single cache of the shared
+            tier's size. This cache serves every request and evicts by Belady's optimal rule.
+        belady_prefix_hit_ratio: Prompt tokens in leading hits of the same cache, as a share of
+            all prompt tokens.
+    """
+
+    traffic: SharedTraffic
+    questions_per_s: Rate
+    read_bytes_per_s: Rate
+    written_bytes_per_s: Rate
+    chunks_at_end: int
+    belady_hit_ratio: float
+    belady_prefix_hit_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheResult:
+    """The figures of a simulation of all tiers. The names of the fields are a stable interface.
 
     Attributes:
         refs: Number of chunk references.
         chunk_bytes: Size in bytes of a chunk, without padding to whole pages.
         load_path: Path of loads from slower tiers: ``direct`` or ``staged``.
+        routing: The rule by which requests were sent to engines.
+        tiers: One result per tier, fastest first.
         total_hit_ratio: Chunks loaded from any tier, as a share of all chunk references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, as a share of all prompt tokens.
+        writes_per_ref: Number of chunks written to slower tiers, per chunk reference.
+        promotions_per_ref: Number of promoted chunks, per chunk reference.
         ttft_s: Seconds from arrival to the first token: quantiles ``p50``, ``p90`` and ``p99``.
-        ttft_no_cache_s: The same quantiles for an engine that computes every prompt.
+        ttft_no_cache_s: The same quantiles for engines that compute every prompt.
+        peak_load_no_cache: Number of prompt tokens that arrive in the busiest tenth of the
+            trace's time, divided by the number that the engines can compute in this tenth.
+            Above 1, the queue of engines without a cache grows, and waiting dominates the times
+            to the first token.
+        time_model: The speeds of every engine.
+        engines: One result per engine.
+        shared: The figures of the shared tier; None without a shared tier.
         seconds: Real duration of the simulation.
         refs_per_second: ``refs / seconds``.
     """
@@ -120,33 +167,20 @@ class SimulationResult:
     chunk_bytes: int
     chunk_tokens: int
     load_path: str
+    routing: str
+    tiers: Sequence[TierResult]
     total_hit_ratio: float
     prefix_hit_ratio: float
-    ttft_s: dict[str, float]
-    ttft_no_cache_s: dict[str, float]
-    time_model: TimeModel
-    seconds: float
-    refs_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class CacheResult(SimulationResult):
-    """The figures of one engine on a trace. The names of the fields are a stable interface.
-
-    Attributes:
-        tiers: One result per tier, fastest first.
-        writes_per_ref: Number of chunks written to slower tiers, per chunk reference.
-        promotions_per_ref: Number of promoted chunks, per chunk reference.
-        peak_load_no_cache: Number of prompt tokens that arrive in the busiest tenth of the
-            trace's time, divided by the number that the engine can compute in this tenth. Above
-            1, the queue of an engine without a cache grows, and waiting dominates the times to
-            the first token.
-    """
-
-    tiers: Sequence[TierResult]
     writes_per_ref: float
     promotions_per_ref: float
+    ttft_s: dict[str, float]
+    ttft_no_cache_s: dict[str, float]
     peak_load_no_cache: float
+    time_model: TimeModel
+    engines: Sequence[EngineResult]
+    shared: SharedResult | None
+    seconds: float
+    refs_per_second: float
 
 
 def default_time_model(
@@ -171,86 +205,27 @@ def default_time_model(
     )
 
 
-def simulate_cache(
+def simulate_cache(  # noqa: PLR0913 - one keyword for each part
     trace: Trace,
     config: KvtierConfig,
     *,
     chunk_bytes: int,
     model: TimeModel | None = None,
     progress: Progress | None = None,
-) -> CacheResult:
-    """Replay ``trace`` through the tiers of ``config``.
-
-    The simulation uses no directories. With a :class:`StepModel`, the simulated engine computes
-    in steps. :func:`simulate_engines` documents the parameters and errors.
-    """
-    run = simulate_engines(
-        trace,
-        config,
-        [0] * trace.requests,
-        chunk_bytes=chunk_bytes,
-        model=model or default_time_model(config, trace),
-        progress=progress,
-    )
-    (traffic,) = run.traffic
-    results = _tier_results(config, traffic, trace, slot_nbytes(chunk_bytes))
-    slower = results[1:]
-    return CacheResult(
-        **run.figures,
-        tiers=results,
-        writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
-        promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
-        peak_load_no_cache=_peak_load(trace, run.figures["time_model"]),
-    )
-
-
-class BuiltEngine(NamedTuple, Generic[_Engine]):
-    """A simulated engine, its manager, tiers, and client of the shared tier if there is one."""
-
-    engine: _Engine
-    manager: TieredOffloadingManager
-    tiers: Sequence[TierState]
-    shared: SharedClient | None
-
-
-class Simulation(NamedTuple):
-    """The result of :func:`simulate_engines`: the engines and their figures.
-
-    Attributes:
-        fleet: The engines.
-        service: The service behind the shared tier; None without a shared tier.
-        traffic: The figures of each engine's tiers. A shared tier has the service's figures.
-        saved: Number of prompt tokens that each engine loaded.
-        figures: The fields of a :class:`SimulationResult`.
-    """
-
-    fleet: Sequence[BuiltEngine[Any]]
-    service: SharedCache | None
-    traffic: Sequence[Sequence[TierTraffic]]
-    saved: Sequence[int]
-    figures: dict[str, Any]
-
-
-def simulate_engines(  # noqa: PLR0913 - one keyword for each part
-    trace: Trace,
-    config: KvtierConfig,
-    routes: Sequence[int],
-    *,
-    chunk_bytes: int,
-    model: TimeModel,
-    progress: Progress | None,
     engines: int = 1,
-) -> Simulation:
-    """Replay ``trace`` through engines with equal configurations and speeds.
+    routing: str = "round-robin",
+) -> CacheResult:
+    """Replay ``trace`` through engines with the tiers of ``config``; use no directories.
 
     Args:
         trace: The trace.
         config: The configuration of every engine.
-        routes: Index of each request's engine.
         chunk_bytes: Size in bytes of one chunk of the trace, summed over all ranks.
-        model: The speeds of every engine.
+        model: The speeds of every engine; with a :class:`StepModel`, the one engine computes in
+            steps.
         progress: Called at intervals with the share of finished requests, 0 to 1.
         engines: Number of engines; with a :class:`StepModel`, one.
+        routing: One of :data:`~kvtier.sim.routing.ROUTINGS`.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or a policy is not installed.
@@ -258,141 +233,56 @@ def simulate_engines(  # noqa: PLR0913 - one keyword for each part
     """
     begun = time.perf_counter()
     check_chunk_fits(config, chunk_bytes)
+    model = model or default_time_model(config, trace, engines=engines)
+    routes = ROUTINGS[routing](trace, engines)
     slot_bytes = slot_nbytes(chunk_bytes)
-    last = config.tiers[-1]
-    service = SharedCache(last.capacity_bytes // slot_bytes) if last.is_shared else None
-
-    def build(engine_type: type[_Engine]) -> BuiltEngine[_Engine]:
-        return _build_engine(engine_type, trace, config, model, slot_bytes, service)
-
-    fleet: Sequence[BuiltEngine[Any]]
-    if isinstance(model, StepModel):
-        fleet = [build(BatchingEngine)]
-        served = fleet[0].engine.serve(_model_requests(trace))
-    else:
-        fleet = [build(SequentialEngine) for _ in range(engines)]
-        arrivals = zip(routes, _model_requests(trace), strict=True)
-        served = serve_fleet([built.engine for built in fleet], arrivals)
-    waits, saved = _collect_waits(trace, fleet, routes, served, progress)
-    if service is not None:
-        service.end_all_puts()
-    hits = sum(tier.counters.hits for built in fleet for tier in built.tiers)
-    seconds = time.perf_counter() - begun
-    figures = {
-        "trace": trace.name,
-        "trace_sha256": trace.sha256,
-        "requests": trace.requests,
-        "refs": trace.refs,
-        "chunk_bytes": chunk_bytes,
-        "chunk_tokens": trace.chunk_tokens,
-        "load_path": config.transfer.load_path,
-        "total_hit_ratio": hits / trace.refs,
-        "prefix_hit_ratio": sum(saved) / max(int(trace.input_tokens.sum()), 1),
-        "ttft_s": wait_quantiles(waits),
-        "ttft_no_cache_s": wait_quantiles(_waits_without_cache(trace, model, routes, engines)),
-        "time_model": model,
-        "seconds": seconds,
-        "refs_per_second": trace.refs / seconds,
-    }
-    traffic = [_tier_traffic(config, built, trace.refs) for built in fleet]
-    return Simulation(fleet, service, traffic, saved, figures)
-
-
-def _build_engine(
-    engine_type: type[_Engine],
-    trace: Trace,
-    config: KvtierConfig,
-    model: TimeModel,
-    slot_bytes: int,
-    service: SharedCache | None,
-) -> BuiltEngine[_Engine]:
-    """Build a simulated engine with empty local tiers.
-
-    The load path of ``config`` is resolved, so it is not ``auto``. ``service`` is behind the
-    shared tier, if there is one.
-    """
-    tiers = build_tiers(
+    run = run_engines(
+        trace,
         config,
-        [
-            # The manager's slots of a shared tier only note which chunks the tier has.
-            tier.known_chunks
-            if isinstance(tier, SharedTierConfig)
-            else tier.capacity_bytes // slot_bytes
-            for tier in config.tiers
-        ],
-    )
-    slot_status = ReliableSlotStatus()
-    manager = build_manager(
-        config,
-        tiers,
-        slot_nbytes=slot_bytes,
-        chunk_tokens=trace.chunk_tokens,
-        slot_status=slot_status,
-        record_events=False,
-        track_reuse=False,
-    )
-    last = config.tiers[-1]
-    shared = (
-        None
-        if service is None
-        else SharedClient(service, last.name, gallops=last.kind in _GALLOPING)
-    )
-    engine = engine_type(
-        manager,
+        routes,
+        engines=engines,
+        slot_bytes=slot_bytes,
         model=model,
-        transfers=TransferModel(
-            model, ram=config.tiers[0].name, slot_nbytes=slot_bytes, shared=shared
-        ),
-        slot_status=slot_status,
-        chunk_tokens=trace.chunk_tokens,
-        retain_s=config.placement.retain_s or 0.0,
+        progress=progress,
     )
-    return BuiltEngine(engine, manager, tiers, shared)
+    seconds = time.perf_counter() - begun
+    tiers = [
+        _tier_result(trace, config, run, index, slot_bytes)
+        for index in range(len(config.tiers))
+    ]
+    return CacheResult(
+        trace=trace.name,
+        trace_sha256=trace.sha256,
+        requests=trace.requests,
+        refs=trace.refs,
+        chunk_bytes=chunk_bytes,
+        chunk_tokens=trace.chunk_tokens,
+        load_path=config.transfer.load_path,
+        routing=routing,
+        tiers=tiers,
+        total_hit_ratio=sum(tier.hits for tier in tiers) / trace.refs,
+        prefix_hit_ratio=sum(run.saved_tokens) / max(int(trace.input_tokens.sum()), 1),
+        writes_per_ref=sum(tier.chunks_written for tier in tiers[1:]) / trace.refs,
+        promotions_per_ref=sum(tier.chunks_promoted for tier in tiers[1:]) / trace.refs,
+        ttft_s=wait_quantiles(run.waits_s),
+        ttft_no_cache_s=wait_quantiles(_waits_without_cache(trace, model, routes, engines)),
+        peak_load_no_cache=_peak_load(trace, model, engines),
+        time_model=model,
+        engines=_engine_results(trace, run, routes),
+        shared=_shared_result(trace, run, slot_bytes),
+        seconds=seconds,
+        refs_per_second=trace.refs / seconds,
+    )
 
 
-def _model_requests(trace: Trace) -> Iterator[ModelRequest]:
-    """Yield the requests of ``trace`` in order of arrival."""
-    key_of = chunk_keys(trace.distinct).__getitem__
-    arrivals = trace.timestamps_s.tolist()
-    tokens = trace.input_tokens.tolist()
-    outputs = np.maximum(trace.output_tokens, 1).tolist()
-    sessions = trace.session_names()
-    for number, chain in enumerate(trace.chains()):
-        # A chunk that occurs twice in a prompt is stored once.
-        chunks = list(map(key_of, dict.fromkeys(chain)))
-        yield ModelRequest(
-            number,
-            arrivals[number],
-            tokens[number],
-            chunks,
-            session=sessions[number],
-            output_tokens=outputs[number],
-        )
+def wait_quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
+    """Return the quantiles ``p50``, ``p90`` and ``p99`` of ``waits``, in seconds."""
+    levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: float(np.quantile(waits, share)) for name, share in levels.items()}
 
 
-def _collect_waits(
-    trace: Trace,
-    fleet: Sequence[BuiltEngine[Any]],
-    routes: Sequence[int],
-    served: Iterable[ModelRequest],
-    progress: Progress | None,
-) -> tuple[NDArray[np.float64], list[int]]:
-    """Return each request's seconds to the first token, and the tokens each engine loaded."""
-    waits = np.zeros(trace.requests)
-    saved = [0] * len(fleet)
-    for done, request in enumerate(served, start=1):
-        at = routes[request.number]
-        for error in fleet[at].manager.policy_errors:
-            raise error
-        waits[request.number] = request.first_token_s - request.arrival_s
-        saved[at] += min(request.hits * trace.chunk_tokens, request.tokens)
-        if progress is not None and not done % 256:
-            progress(done / trace.requests)
-    return waits, saved
-
-
-def _peak_load(trace: Trace, model: TimeModel) -> float:
-    """Return the load of the busiest window: arriving tokens / tokens the engine can compute.
+def _peak_load(trace: Trace, model: TimeModel, engines: int) -> float:
+    """Return the load of the busiest window: arriving tokens / tokens that can be computed.
 
     The busiest window ends with an arrival. The load of a trace without duration is 0.
     """
@@ -403,7 +293,7 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
     tokens = np.concatenate(([0], np.cumsum(trace.input_tokens)))
     begins = np.searchsorted(arrivals, arrivals - window_s, side="right")
     peak = int((tokens[1:] - tokens[begins]).max())
-    return peak / (window_s * model.prefill_tokens_per_s)
+    return peak / (window_s * model.prefill_tokens_per_s * engines)
 
 
 def _waits_without_cache(
@@ -420,52 +310,84 @@ def _waits_without_cache(
     return waits
 
 
-def _tier_traffic(
-    config: KvtierConfig, built: BuiltEngine[Any], refs: int
-) -> list[TierTraffic]:
-    """Return the figures of an engine's tiers after ``refs`` chunk references."""
-    promoted = sum(tier.counters.promoted for tier in built.tiers)
-    traffic = [
-        TierTraffic(
-            name=tier.name,
-            kind=options.kind,
-            eviction=options.eviction,
-            capacity_chunks=tier.slots.capacity,
-            hits=tier.counters.hits,
-            hit_ratio=tier.counters.hits / refs,
-            chunks_written=tier.counters.stored - (0 if tier.index else promoted),
-            chunks_promoted=tier.counters.promoted,
-            evictions=tier.counters.evicted,
+def _tier_result(
+    trace: Trace, config: KvtierConfig, run: Run, index: int, slot_bytes: int
+) -> TierResult:
+    options = config.tiers[index]
+    capacity, written, evicted = _traffic(run, index, is_shared=options.is_shared)
+    counters = [engine.tiers[index].counters for engine in run.engines]
+    hits = sum(each.hits for each in counters)
+    per_day = dwpd = None
+    if index and trace.duration_s:
+        per_day = written * slot_bytes / trace.duration_s * _DAY_S
+        if not options.is_shared:
+            dwpd = per_day / (options.capacity_bytes * len(run.engines))
+    return TierResult(
+        name=options.name,
+        kind=options.kind,
+        eviction="lru" if options.is_shared else options.eviction,
+        capacity_chunks=capacity,
+        hits=hits,
+        hit_ratio=hits / trace.refs,
+        chunks_written=written,
+        chunks_promoted=sum(each.promoted for each in counters),
+        evictions=evicted,
+        bytes_written_per_day=per_day,
+        dwpd=dwpd,
+    )
+
+
+def _traffic(run: Run, index: int, *, is_shared: bool) -> tuple[int, int, int]:
+    """Return a tier's capacity, writes and evictions, in chunks."""
+    if is_shared and run.service is not None:
+        return run.service.capacity, run.service.written.total, run.service.evicted
+    tiers = [engine.tiers[index] for engine in run.engines]
+    written = sum(tier.counters.stored for tier in tiers)
+    if index == 0:  # without the chunks that were promoted to RAM
+        written -= sum(one.counters.promoted for each in run.engines for one in each.tiers)
+    capacity = sum(tier.slots.capacity for tier in tiers)
+    return capacity, written, sum(tier.counters.evicted for tier in tiers)
+
+
+def _engine_results(trace: Trace, run: Run, routes: Sequence[int]) -> list[EngineResult]:
+    engines = len(run.engines)
+    requests = np.bincount(routes, minlength=engines).tolist()
+    tokens = np.bincount(routes, trace.input_tokens, minlength=engines).tolist()
+    return [
+        EngineResult(
+            requests=requests[at],
+            prompt_tokens=int(tokens[at]),
+            saved_tokens=run.saved_tokens[at],
+            hit_tokens={
+                tier.name: tier.counters.hits * trace.chunk_tokens for tier in built.tiers
+            },
+            shared=None if built.shared is None else built.shared.traffic,
         )
-        for options, tier in zip(config.tiers, built.tiers, strict=True)
+        for at, built in enumerate(run.engines)
     ]
-    if (shared := built.shared) is not None:
-        traffic[-1] = replace(
-            traffic[-1],
-            eviction="lru",
-            capacity_chunks=shared.cache.capacity,
-            chunks_written=shared.traffic.chunks_written,
-            evictions=shared.cache.evicted,
-        )
-    return traffic
 
 
-def _tier_results(
-    config: KvtierConfig, traffic: Sequence[TierTraffic], trace: Trace, slot_bytes: int
-) -> list[TierResult]:
-    results = []
-    for index, (options, tier) in enumerate(zip(config.tiers, traffic, strict=True)):
-        per_day = None
-        if index and trace.duration_s:
-            per_day = tier.chunks_written * slot_bytes / trace.duration_s * _DAY_S
-        dwpd = None
-        if per_day is not None and not options.is_shared:
-            dwpd = per_day / options.capacity_bytes
-        results.append(TierResult(**asdict(tier), bytes_written_per_day=per_day, dwpd=dwpd))
-    return results
+def _shared_result(trace: Trace, run: Run, slot_bytes: int) -> SharedResult | None:
+    """Return the figures of the shared tier, if there is one."""
+    if (service := run.service) is None:
+        return None
 
+    def rate(meter: Meter, unit: int = 1) -> Rate:
+        mean = meter.total * unit / trace.duration_s if trace.duration_s else None
+        return Rate(mean, meter.peak_per_s(trace.duration_s) * unit)
 
-def wait_quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
-    """Return the quantiles ``p50``, ``p90`` and ``p99`` of ``waits``, in seconds."""
-    levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    return {name: float(np.quantile(waits, share)) for name, share in levels.items()}
+    best = simulate_single(trace, policy=BELADY, capacity=service.capacity)
+    traffic = [built.shared.traffic for built in run.engines if built.shared is not None]
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in traffic)
+        for field in fields(SharedTraffic)
+    }
+    return SharedResult(
+        traffic=SharedTraffic(**sums),
+        questions_per_s=rate(service.asked),
+        read_bytes_per_s=rate(service.read, slot_bytes),
+        written_bytes_per_s=rate(service.written, slot_bytes),
+        chunks_at_end=len(service),
+        belady_hit_ratio=best.block_hit_ratio,
+        belady_prefix_hit_ratio=best.prefix_hit_ratio,
+    )

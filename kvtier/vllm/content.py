@@ -23,7 +23,7 @@ from kvtier.config import variables
 from kvtier.errors import UnsupportedError
 from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.refusals import refuse_worker
-from kvtier.vllm.versions import SUPPORTED
+from kvtier.vllm.versions import supported
 
 __all__ = ["kv_content", "kv_meaning"]
 
@@ -141,7 +141,7 @@ def kv_content(
         return " ".join([str(config.model_config.dtype), *digests])
     except (AttributeError, ImportError, KeyError) as error:
         raise UnsupportedError(
-            f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
+            f"this vLLM does not say what its KV cache holds ({error!r}): {supported()}"
         ) from error
 
 

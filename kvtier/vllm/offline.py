@@ -31,7 +31,7 @@ from kvtier.printable import printable
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.engine import kv_dtype
-from kvtier.vllm.versions import SUPPORTED
+from kvtier.vllm.versions import supported
 
 __all__ = ["OfflineEngine", "OfflineSetup"]
 
@@ -201,7 +201,7 @@ class OfflineEngine:
         if not isinstance(connector, KVTierConnector):
             raise UnsupportedError(
                 f"vLLM runs a {type(connector).__name__} in place of kvtier's connector: "
-                f"{SUPPORTED}"
+                f"{supported()}"
             )
         self._cache = connector.cache
         figures = self._cache.statistics()
@@ -295,7 +295,7 @@ def _make_parser() -> Any:  # noqa: ANN401 - vLLM's
         with contextlib.suppress(ImportError):
             make = importlib.import_module(name).make_arg_parser
             return make(FlexibleArgumentParser(add_help=False))
-    raise UnsupportedError(f"this vLLM has none of {', '.join(_PARSERS)}: {SUPPORTED}")
+    raise UnsupportedError(f"this vLLM has none of {', '.join(_PARSERS)}: {supported()}")
 
 
 def _one_line(error: Exception) -> str:

@@ -12,10 +12,9 @@ release  what it added, and what kvtier does without it
 0.32     ``CacheHitSource``: before, vLLM's own metrics do not tell where hits came from
 =======  ================================================================================
 
-Every new release changes these files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
-``[tool.kvtier.vllm]``, the releases that nox runs), ``versions.py`` (``NEWEST``),
-``docs/reference/versions.md``, and the release that ``Containerfile`` and ``.ci/gpu_wheels``
-install. Which other files change depends on what vLLM changed:
+Every new release changes two files: ``pyproject.toml`` (the bounds of the extra ``vllm``, and
+``[tool.kvtier.vllm]``, the releases that nox runs) and ``docs/reference/versions.md``. Which
+other files change depends on what vLLM changed:
 
 ==========================  ============================================================
 vLLM changed                file
@@ -43,24 +42,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any, Final
 
 from kvtier.errors import UnsupportedError
 
 __all__ = [
-    "NEWEST",
-    "OLDEST",
-    "SUPPORTED",
     "hit_sources",
     "refuse_missing_names",
     "require_supported_vllm",
+    "supported",
 ]
 
-OLDEST: Final = "0.30"
-NEWEST: Final = "0.33"
-SUPPORTED: Final = f"kvtier works with vLLM {OLDEST} to {NEWEST}"
-"""The range of supported releases, as text. A test checks that pyproject.toml and the page on
-versions have the same range."""
 _CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 _NEEDED: Final[Mapping[str, Sequence[str]]] = {
     f"{_CONNECTORS}.base": (
@@ -77,6 +70,13 @@ _NEEDED: Final[Mapping[str, Sequence[str]]] = {
     "vllm.v1.core.sched.output": ("KVConnectorBlockState", "SchedulerOutput"),
     "vllm.v1.kv_cache_interface": ("KVCacheConfig", "KVCacheTensor"),
 }
+
+
+def supported() -> str:
+    """Return the range of supported releases as text, from the extra ``vllm`` of kvtier."""
+    (vllm,) = (each for each in metadata.requires("kvtier") or () if each.startswith("vllm"))
+    bounds = vllm.removeprefix("vllm").partition(";")[0].split(",")
+    return f"kvtier works with vLLM {','.join(sorted(bounds, reverse=True))}"
 
 
 def require_supported_vllm(connector: type[Any]) -> None:
@@ -114,7 +114,7 @@ def refuse_missing_names() -> Iterator[None]:
 
 
 def _unsupported(problems: Sequence[str]) -> UnsupportedError:
-    return UnsupportedError(f"this vLLM {'; it '.join(problems)}: {SUPPORTED}")
+    return UnsupportedError(f"this vLLM {'; it '.join(problems)}: {supported()}")
 
 
 def _unusable(module: str | None, error: ImportError) -> str:

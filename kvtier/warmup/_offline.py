@@ -31,6 +31,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager.hits import GroupReach
 from kvtier.os.iopool import IoPool
+from kvtier.os.memory import open_anonymous
 from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.vllm.identity import declared_identity
@@ -377,7 +378,7 @@ def _write_settings(
     )
     changes = {"tiers": tiers, "placement": placement, "trace": TraceConfig(), "shadow": ()}
     changed = config.model_copy(update=changes)
-    fd = os.memfd_create("kvtier-warmup.yaml")  # in memory: a kill leaves no file
+    fd = open_anonymous("kvtier-warmup.yaml")  # in memory: a kill leaves no file
     resources.callback(os.close, fd)
     os.write(fd, changed.model_dump_json(by_alias=True, exclude_none=True).encode())
     return vllm_transfer_config(f"/proc/{os.getpid()}/fd/{fd}", changed)

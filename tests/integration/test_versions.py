@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvtier.errors import UnsupportedError
 from kvtier.vllm import KVTierConnector
-from kvtier.vllm.versions import SUPPORTED, hit_sources, require_supported_vllm
+from kvtier.vllm.versions import hit_sources, require_supported_vllm, supported
 
 
 def test_the_installed_vllm_is_supported() -> None:
@@ -26,7 +26,7 @@ def test_a_missing_name_is_named_with_the_versions_that_work(
     with pytest.raises(UnsupportedError) as caught:
         require_supported_vllm(KVTierConnector)
     assert str(caught.value) == (
-        f"this vLLM has no KVConnectorTransferResults in {base.__name__}: {SUPPORTED}"
+        f"this vLLM has no KVConnectorTransferResults in {base.__name__}: {supported()}"
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.os.block_io import BlockIo
 
 __all__ = ["Fault", "FaultyIo"]
 

@@ -30,9 +30,9 @@ from typing_extensions import override
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import BlockIo, aligned_buffer
 from kvtier.tiers.base import SlotOutcomes, TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.direct_io import BlockIo, aligned_buffer
 from kvtier.types import Outcome, Purpose
 
 __all__ = ["DiskFault", "FaultPlan", "FaultyTier", "FaultyTierConfig", "Injection", "install"]

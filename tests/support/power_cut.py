@@ -45,7 +45,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.os.block_io import BlockIo
 from tests.support.disk_state import DirectoryState, DiskState, FileState, IndexFiles, PowerCut
 
 __all__ = ["PowerCutDisk"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.keys import short_key
-from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab.index_reader import IndexReader
 from kvtier.tiers.slab.inspect import find_namespaces
 from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat

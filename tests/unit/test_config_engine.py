@@ -27,14 +27,16 @@ from kvtier.tiers.slab.inspect import find_namespaces
 PLACEHOLDER = "{data_parallel_rank}"
 
 
-def tiers_of(path: Path | str, *, nvme: str = "2MiB", record: Path | str = "") -> KvtierConfig:
+def tiers_of(
+    path: Path | str, *, kind: str = "nvme", nvme: str = "2MiB", record: Path | str = ""
+) -> KvtierConfig:
     """Return a configuration whose path is on line 5, and its recording's on line 8."""
     trace = f"trace:\n  record: {record}\n" if record else ""
     text = f"""\
 tiers:
   - kind: ram
     capacity: 1MiB
-  - kind: nvme
+  - kind: {kind}
     path: {path}
     capacity: {nvme}
 {trace}"""
@@ -99,6 +101,15 @@ def test_a_wrong_placeholder_is_refused_with_the_right_one(path: str) -> None:
     assert str(caught.value) == (
         f"a.yaml:5: tiers[1].path = {path}: a brace outside {PLACEHOLDER}, the only "
         "placeholder; write that, or a path without braces"
+    )
+
+
+def test_a_shared_directory_of_one_rank_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiers_of(f"/kv/{PLACEHOLDER}", kind="shared_dir")
+    assert str(caught.value) == (
+        f"a.yaml:5: tiers[1].path = /kv/{PLACEHOLDER}: {PLACEHOLDER} in the path of a shared "
+        "tier; all engines share one directory: leave it out"
     )
 
 

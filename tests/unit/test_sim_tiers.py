@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import build
+from kvtier.build import build_manager, build_tiers
 from kvtier.config import KvtierConfig, parse_config
-from kvtier.connector import build
-from kvtier.connector.build import build_manager, build_tiers
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState

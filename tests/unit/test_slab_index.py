@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from kvtier.errors import ConfigError
 from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short_key
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab import group_commit, index, schema
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import Change, IndexDatabase, Row
 from kvtier.tiers.slab.removals import MarkPattern, RemovalReason, pack_marks

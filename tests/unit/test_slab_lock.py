@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.cli import _cache
 from kvtier.errors import CacheLockedError, ConfigError
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab import index_reader, inspect, maintain
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import holder_of
 from kvtier.tiers.slab.lock import Patience, acquire
 from kvtier.tiers.slab.namespace import open_root

@@ -10,8 +10,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.slab.direct_io import aligned_buffer
-from kvtier.tiers.slab.piece_io import consecutive_ranges, select_digest
+from kvtier.os.block_io import aligned_buffer
+from kvtier.slot_ranges import consecutive_ranges
+from kvtier.tiers.slab.piece_io import select_digest
 from tests.unit.mappings import flags_of_mappings
 
 SLOTS = st.lists(st.integers(0, 40), max_size=40).map(sorted)

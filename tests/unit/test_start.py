@@ -11,7 +11,7 @@ import pytest
 from kvtier.config import KvtierConfig, NvmeTierConfig, RamTierConfig, parse_config
 from kvtier.doctor import Examination, Status, examine
 from kvtier.errors import CacheDamagedError, ConfigError
-from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab.inspect import find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from tests.unit.other_user import give_away

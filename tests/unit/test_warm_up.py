@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import signal
 import sqlite3
 import tempfile
@@ -554,6 +555,14 @@ def test_the_engine_sends_everything_to_the_disk_and_records_nothing(
     placement = seen[0].placement
     assert (placement.write, placement.admit, placement.load_if) == ("through", "all", "always")
     assert (seen[0].trace.record, seen[0].shadow) == (None, ())
+
+
+def test_a_python_without_memfd_create_warms_up_too(
+    site: Site, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    site.write([ids(10)])
+    assert report_of(site.job(world)).is_complete
 
 
 def test_without_a_persistent_tier_there_is_nothing_to_warm(site: Site, world: World) -> None:

@@ -6,11 +6,13 @@ from array import array
 from operator import add
 from typing import Final
 
-__all__ = ["AFTER", "KINDS", "NEW_KINDS", "TAIL", "USED", "HitDensity"]
+__all__ = ["AFTER", "KINDS", "NEW_KINDS", "RECOVERED", "TAIL", "USED", "HitDensity"]
 
-TAIL: Final = 0
+RECOVERED: Final = 0
+"""The class of chunks of an earlier engine. Their ages are unknown, so their density is 0."""
+TAIL: Final = 1
 """The class of the last new chunk of a prompt."""
-_NEW: Final = 1
+_NEW: Final = 2
 _LENGTHS: Final = 5
 USED: Final = _NEW + _LENGTHS
 """The class of chunks that were used once more. Higher classes were used more often."""
@@ -27,7 +29,8 @@ _BELOW: Final = [
     list(range(USED)),
     *([kind - 1] for kind in range(USED + 1, KINDS)),
 ]
-"""For each class, the classes whose density is a lower bound; bounds are transitive."""
+"""For each class from ``TAIL`` on, the classes whose density is a lower bound; bounds are
+transitive."""
 
 _PRIOR: Final = 16.0
 _FIRST: Final = 4
@@ -120,15 +123,16 @@ class HitDensity:
             time * (sum(uses) + time / (start + length)) / (max(sum(times), 0.0) + time)
             for time, uses, times, start, length in zip(
                 prior_times,
-                zip(*self._uses, strict=True),
-                zip(*self._times, strict=True),
+                zip(*self._uses[TAIL:], strict=True),
+                zip(*self._times[TAIL:], strict=True),
                 self._starts,
                 self._lengths,
                 strict=True,
             )
         ]
-        self.table = []
-        for all_uses, all_times, below in zip(self._uses, self._times, _BELOW, strict=True):
+        self.table = [array("d", bytes(8 * _BITS))]
+        known = zip(self._uses[TAIL:], self._times[TAIL:], _BELOW, strict=True)
+        for all_uses, all_times, below in known:
             gains = list(map(add, all_uses, prior_uses))
             row = _densities(gains, list(map(add, all_times, prior_times)))
             row = [row[octave] for octave in self._octaves]

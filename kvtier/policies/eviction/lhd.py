@@ -10,6 +10,9 @@ chunks are classed by the length of their prompt, in powers of four. A prompt's 
 hardly ever used again, because the next turn continues in the middle of it, so last chunks are
 a class of their own.
 
+**Recovery.** What an engine stored before its restart is older than all that comes next. So it
+leaves first, as in LRU, until it is used.
+
 **Density.** An age is the number of uses of all chunks since a chunk's last use; an octave is a
 range of ages from one power of two to the next. The uses in an octave, divided by the chunks
 that reached it and its length, are the hazard. The *hit density* is the largest mean hazard of
@@ -54,6 +57,7 @@ from kvtier.policies.eviction._hit_density import (
     AFTER,
     KINDS,
     NEW_KINDS,
+    RECOVERED,
     TAIL,
     USED,
     HitDensity,
@@ -297,13 +301,9 @@ class Lhd(Eviction):
         return picked
 
     def _recover(self, copies: Sequence[ChunkCopy]) -> None:
-        """Insert the copies of an earlier engine, each span as one prompt. This is not a use.
-
-        If it were, the policy would learn that nobody uses young chunks, and evict all that
-        come later first. A prompt for each copy would cost time and memory.
-        """
+        """Insert copies of an earlier engine. A prompt for each would cost time and memory."""
         for at in range(0, len(copies), self._span):
-            self._append(copies[at : at + self._span], NEW_KINDS[0], Prompt("", 0))
+            self._append(copies[at : at + self._span], RECOVERED, Prompt("", 0))
 
     # -- uses -------------------------------------------------------------------------------
 

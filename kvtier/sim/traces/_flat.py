@@ -16,7 +16,7 @@ from kvtier.sim.traces._trace import Trace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RECORD", "RECORD_NBYTES", "read_keys", "read_oracle"]
+__all__ = ["RECORD_NBYTES", "read_keys", "read_oracle"]
 
 RECORD: Final = np.dtype([("time_s", "<u4"), ("id", "<u8"), ("nbytes", "<u4"), ("next", "<i8")])
 """The layout of an ``oracleGeneral`` record."""

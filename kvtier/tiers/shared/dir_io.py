@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.os.block_io import BlockIo
 
 __all__ = ["DirIo", "FileEntry"]
 

@@ -32,8 +32,8 @@ import xxhash
 from kvtier.config import SharedDirTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.logs import get_logger
+from kvtier.os.block_io import PAGE_NBYTES, aligned_buffer, opened, write_fully
 from kvtier.tiers.shared.dir_io import DirIo
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES, aligned_buffer, opened, write_fully
 
 __all__ = ["MARKER", "TEMPORARY", "VALUE", "DirLayout"]
 

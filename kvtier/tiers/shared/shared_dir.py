@@ -29,13 +29,7 @@ from typing_extensions import override
 from kvtier.config import SharedDirTierConfig, SharedTierConfig
 from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.logs import get_logger
-from kvtier.os.timed_calls import call_within
-from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
-from kvtier.tiers.shared.dir_io import DirIo
-from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
-from kvtier.tiers.shared.dir_room import DirRoom
-from kvtier.tiers.shared.gallop import find_leading
-from kvtier.tiers.slab.direct_io import (
+from kvtier.os.block_io import (
     PAGE_NBYTES,
     aligned_buffer,
     is_aligned,
@@ -43,6 +37,12 @@ from kvtier.tiers.slab.direct_io import (
     read_fully,
     write_fully,
 )
+from kvtier.os.timed_calls import call_within
+from kvtier.tiers.shared.base import SharedContext, SharedTier, Value
+from kvtier.tiers.shared.dir_io import DirIo
+from kvtier.tiers.shared.dir_layout import TEMPORARY, DirLayout
+from kvtier.tiers.shared.dir_room import DirRoom
+from kvtier.tiers.shared.gallop import find_leading
 from kvtier.types import Outcome, Purpose
 
 __all__ = ["SharedDirTier"]

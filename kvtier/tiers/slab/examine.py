@@ -13,20 +13,19 @@ from typing import Final
 
 from kvtier.config import NvmeTierConfig, Remark, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.base import Fields, TierExamination
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index_reader import find_other_version
-from kvtier.tiers.slab.inspect import StoredNamespace, present_holder, root_locked
+from kvtier.tiers.slab.inspect import (
+    Found,
+    StoredNamespace,
+    find_directories,
+    present_holder,
+    root_locked,
+)
 from kvtier.tiers.slab.lock import Patience, is_tool
 from kvtier.tiers.slab.namespace import INDEX, nbytes_of
-from kvtier.tiers.slab.neighbours import (
-    Found,
-    Neighbour,
-    State,
-    describe,
-    find_directories,
-    unusable,
-)
+from kvtier.tiers.slab.neighbours import Neighbour, State, describe, unusable
 from kvtier.tiers.slab.start_plan import (
     Opening,
     describe_difference,

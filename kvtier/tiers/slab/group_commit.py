@@ -42,19 +42,10 @@ class GroupCommit:
         database: The open index; until :meth:`stop` only this object's thread uses it.
         name: The tier's name, for messages and the thread's name.
         clock: First value of the logical clock that orders rows and uses.
-        on_commit: Called after each commit in this object's thread; must not raise.
     """
 
-    def __init__(
-        self,
-        database: IndexDatabase,
-        *,
-        name: str,
-        clock: int,
-        on_commit: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, database: IndexDatabase, *, name: str, clock: int) -> None:
         self._database = database
-        self._on_commit = on_commit
         self._name = name
         self._clock = clock
         self._pending = Change()
@@ -179,7 +170,6 @@ class GroupCommit:
                 change = self._take()
                 waiters, self._waiters = self._waiters, []
             self._commit(change, waiters)
-            self._on_commit()
 
     def _records_wait_s(self) -> float | None:
         """Return how many seconds pending records may wait; None without records."""

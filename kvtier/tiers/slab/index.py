@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
 from kvtier.keys import ChunkKey
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab import part_hash_table
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.removals import PackedMarks, RemovalReason, make_rows, pack_marks
 from kvtier.tiers.slab.schema import (
     CREATE_RETAINED,

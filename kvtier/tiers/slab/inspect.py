@@ -9,21 +9,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvtier.config import RANK_PLACEHOLDER
 from kvtier.errors import CacheDamagedError, ConfigError
+from kvtier.os.block_io import BlockIo
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,
     LAYOUT,
     SLOTS,
     Layout,
+    LayoutVersionError,
+    find_foreign_file,
     has_namespace_name,
     nbytes_of,
     require_layout,
@@ -31,7 +33,9 @@ from kvtier.tiers.slab.namespace import (
 
 __all__ = [
     "WAL",
+    "Found",
     "StoredNamespace",
+    "find_directories",
     "find_namespaces",
     "holder_of",
     "index_nbytes",
@@ -41,6 +45,7 @@ __all__ = [
 
 WAL: Final = f"{INDEX}-wal"
 _AT_ONCE: Final = Patience(timeout_s=0)
+_OTHER_PATH: Final = "give the path of an nvme tier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,42 @@ class StoredNamespace:
         return not self.index_path.exists() and not (self.directory / SLOTS).exists()
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A directory that may be a namespace.
+
+    Attributes:
+        layout: The namespace's layout; None if it has no layout of this version.
+        error: The reason for a missing layout.
+        problem: The reason why this user cannot use a directory that looks like a namespace;
+            empty if there is none.
+    """
+
+    directory: Path
+    layout: Layout | None = None
+    error: Exception | None = None
+    problem: str = ""
+
+    @property
+    def is_other_version(self) -> bool:
+        """Whether another version of kvtier made the namespace."""
+        return isinstance(self.error, LayoutVersionError)
+
+    @property
+    def is_namespace(self) -> bool:
+        """Whether this is a usable namespace of any version."""
+        if self.problem:
+            return False
+        if self.layout is None:
+            return self.is_other_version
+        return self.layout.fingerprint.namespace() == self.directory.name
+
+
+def find_directories(root: Path, io: BlockIo) -> list[Found]:
+    """Return the directories in ``root`` that have names like those of namespaces."""
+    return [_look_at(path, io) for path in root.iterdir() if has_namespace_name(path)]
+
+
 def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
     """Return the namespaces in ``path``, or only the one called ``name``.
 
@@ -74,31 +115,19 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     Raises:
         ConfigError: No namespace was found; the message says which path to give instead.
     """
-    with _readable(path):
-        candidates = _candidates(path)
-    path = path.resolve()
-    found = _with_layouts(candidates)
-    if not found:
-        raise ConfigError(
-            f"no cache of an nvme tier in {_shown(path)}; give the path of an nvme tier"
-        )
-    chosen = [space for space in found if name in {None, space.name}]
-    if not chosen:
-        names = ", ".join(space.name for space in found)
-        raise ConfigError(f"{_shown(path)} has no namespace {name}; it has {names}")
-    return chosen
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Convert errors of reading ``path`` in the body into ConfigErrors with a remedy."""
     try:
-        yield
-    except PermissionError as error:
-        raise ConfigError(_not_ours_to_read(path, error)) from error
+        found = [_look_at(each, BlockIo()) for each in _candidates(path)]
     except OSError as error:
-        remedy = "give the path of an nvme tier"
-        raise ConfigError(f"{_shown(path)}: {error.strerror}; {remedy}") from error
+        raise _unreadable(path, error) from error
+    spaces = [StoredNamespace(each.directory, each.layout) for each in found if each.layout]
+    shown = _shown(path.resolve())
+    if not spaces:
+        raise _nothing_readable(shown, found)
+    chosen = [space for space in spaces if name in {None, space.name}]
+    if not chosen:
+        names = ", ".join(space.name for space in spaces)
+        raise ConfigError(f"{shown} has no namespace {name}; it has {names}")
+    return chosen
 
 
 def _candidates(path: Path) -> list[Path]:
@@ -107,34 +136,47 @@ def _candidates(path: Path) -> list[Path]:
         rank = (
             f", with a number for {RANK_PLACEHOLDER}" if RANK_PLACEHOLDER in str(path) else ""
         )
-        raise ConfigError(f"{_shown(path)} {what}; give the path of an nvme tier{rank}")
+        raise ConfigError(f"{_shown(path)} {what}; {_OTHER_PATH}{rank}")
     path = path.resolve()  # "." has no parent otherwise
     if (path / LAYOUT).exists():
         return [path]
     return sorted(filter(has_namespace_name, path.iterdir()))
 
 
-def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
-    """Return the namespaces among ``directories``; raise a ConfigError if none can be read."""
-    found, problem = [], ""
-    cause: Exception | None = None
-    for directory in directories:
+def _look_at(directory: Path, io: BlockIo) -> Found:
+    layout, other_version = None, None
+    try:
         try:
-            found.append(StoredNamespace(directory, require_layout(directory, BlockIo())))
-        except PermissionError as error:
-            problem, cause = _not_ours_to_read(directory, error), error
-        except ValueError as error:
-            remedy = "copy it again, use the kvtier that wrote it, or move the directory away"
-            problem, cause = f"{_shown(directory / LAYOUT)}: {error}; {remedy}", error
-        except (OSError, CacheDamagedError):
-            continue  # foreign, with the name of a namespace
-    if problem and not found:
-        raise ConfigError(problem) from cause
-    return found
+            layout = require_layout(directory, io)
+        except LayoutVersionError as error:
+            other_version = error
+        return Found(directory, layout, other_version, find_foreign_file(directory))
+    except PermissionError as error:
+        return Found(directory, error=error, problem="this user may not look into it")
+    except (OSError, ValueError, CacheDamagedError) as error:
+        problem = ""
+        with contextlib.suppress(OSError):  # it is a file or a broken link
+            if nbytes_of(directory / SLOTS):
+                problem = f"it has slots and no readable {LAYOUT}"
+        return Found(directory, error=error, problem=problem)
 
 
-def _not_ours_to_read(directory: Path, error: PermissionError) -> str:
-    return f"{_shown(directory)}: {error.strerror}; run this as the user that runs the engine"
+def _nothing_readable(shown: str, found: Sequence[Found]) -> ConfigError:
+    """Return the error for a path without a readable namespace."""
+    for each in found:
+        if isinstance(each.error, PermissionError | ValueError):
+            return _unreadable(each.directory, each.error)
+    return ConfigError(f"no cache of an nvme tier in {shown}; {_OTHER_PATH}")
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+    """Return the error for a path, or for a namespace, that cannot be read."""
+    if isinstance(error, ValueError):
+        remedy = "copy it again, use the kvtier that wrote it, or move the directory away"
+        return ConfigError(f"{_shown(path / LAYOUT)}: {error}; {remedy}")
+    denied = isinstance(error, PermissionError)
+    remedy = "run this as the user that runs the engine" if denied else _OTHER_PATH
+    return ConfigError(f"{_shown(path)}: {error.strerror}; {remedy}")
 
 
 def _shown(path: Path) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import CacheLockedError
-from kvtier.tiers.slab.direct_io import BlockIo, opened, write_fully
+from kvtier.os.block_io import BlockIo, opened, write_fully
 
 __all__ = [
     "LOCK",

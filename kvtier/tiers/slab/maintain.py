@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase, LazyRecords
 from kvtier.tiers.slab.index_reader import Entry
 from kvtier.tiers.slab.inspect import StoredNamespace, holder_of, index_nbytes, root_locked

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
+from kvtier.os.block_io import BlockIo, opened, write_fully
 from kvtier.os.ownership import find_exposure, find_foreign_owner, find_writable
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo, opened, write_fully
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, acquire, name_holder, try_acquire
 from kvtier.types import LayoutFingerprint
 

@@ -1,4 +1,4 @@
-"""Find and describe the namespaces in a cache directory, for engines and commands.
+"""Describe the namespaces in a cache directory, for engines and commands.
 
 A starting engine locks the namespaces that it finds, but ``kvtier check`` locks none. So this
 module only reads files, and its callers check the locks.
@@ -13,26 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config import Remark
-from kvtier.errors import CacheDamagedError
 from kvtier.tiers.base import Fields
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index_reader import count_chunks
-from kvtier.tiers.slab.inspect import WAL, StoredNamespace
+from kvtier.tiers.slab.inspect import WAL, Found, StoredNamespace
 from kvtier.tiers.slab.lock import LOCK, is_tool, last_opened, passing_holder, read_holder
-from kvtier.tiers.slab.namespace import (
-    INDEX,
-    LAYOUT,
-    SLOTS,
-    Layout,
-    LayoutVersionError,
-    find_foreign_file,
-    has_namespace_name,
-    nbytes_of,
-    require_layout,
-)
+from kvtier.tiers.slab.namespace import INDEX, SLOTS, Layout, nbytes_of
 from kvtier.units import approximate_duration, approximate_size
 
-__all__ = ["Found", "Neighbour", "State", "describe", "find_directories", "unusable"]
+__all__ = ["Neighbour", "State", "describe", "unusable"]
 
 
 class State(enum.Enum):
@@ -47,31 +35,6 @@ class State(enum.Enum):
     OTHER_VERSION = "other version"
     """Another version of kvtier made the namespace, so an engine keeps it. No process has the
     namespace open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A directory with a name like that of a namespace.
-
-    Attributes:
-        layout: The namespace's layout; None if it has no layout of this version.
-        problem: The reason why this user cannot use a directory that looks like a namespace;
-            empty if there is none.
-    """
-
-    directory: Path
-    layout: Layout | None = None
-    is_other_version: bool = False
-    problem: str = ""
-
-    @property
-    def is_namespace(self) -> bool:
-        """Whether this is a usable namespace of any version."""
-        if self.problem:
-            return False
-        if self.layout is None:
-            return self.is_other_version
-        return self.layout.fingerprint.namespace() == self.directory.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +78,6 @@ class Neighbour:
         return f"the cache of model {self.model} in {self.directory} ({held}, used {age} ago)"
 
 
-def find_directories(root: Path, io: BlockIo) -> list[Found]:
-    """Return the directories in ``root`` that have names like those of namespaces."""
-    return [_look_at(path, io) for path in root.iterdir() if has_namespace_name(path)]
-
-
 def describe(found: Found, *, is_locked: bool, patient: bool = True) -> Neighbour:
     """Return the known facts about a namespace; count its chunks only if it is idle.
 
@@ -158,23 +116,6 @@ def unusable(found: Sequence[Found]) -> Iterator[Remark]:
                 "room is not counted against the capacity"
             )
             yield Remark("path", problem, "remove it, or let this user read it")
-
-
-def _look_at(directory: Path, io: BlockIo) -> Found:
-    layout, is_other_version = None, False
-    try:
-        try:
-            layout = require_layout(directory, io)
-        except LayoutVersionError:
-            is_other_version = True
-        return Found(directory, layout, is_other_version, find_foreign_file(directory))
-    except PermissionError:
-        return Found(directory, problem="this user may not look into it")
-    except (OSError, ValueError, CacheDamagedError):
-        with contextlib.suppress(OSError):  # it is a file or a broken link
-            if nbytes_of(directory / SLOTS):
-                return Found(directory, problem=f"it has slots and no readable {LAYOUT}")
-        return Found(directory)
 
 
 def _times_of_use(directory: Path) -> Iterator[float]:

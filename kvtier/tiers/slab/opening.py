@@ -22,12 +22,13 @@ from typing import Final
 from kvtier.config import NvmeTierConfig, Remark
 from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError, TierUnavailableError
 from kvtier.logs import get_logger
+from kvtier.os.block_io import PAGE_NBYTES, BlockIo
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
 from kvtier.tiers.slab.index import IndexDatabase
+from kvtier.tiers.slab.inspect import Found, find_directories
 from kvtier.tiers.slab.lock import PATIENCE
 from kvtier.tiers.slab.namespace import SLOTS, Layout, Namespace, open_root
-from kvtier.tiers.slab.neighbours import Found, Neighbour, describe, find_directories, unusable
+from kvtier.tiers.slab.neighbours import Neighbour, describe, unusable
 from kvtier.tiers.slab.removals import RemovalReason
 from kvtier.tiers.slab.schema import (
     IndexDamagedError,

@@ -13,7 +13,7 @@ faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +26,6 @@ __all__ = [
     "Digest",
     "MovedPiece",
     "PieceBuffers",
-    "consecutive_ranges",
     "hash_key",
     "read_piece",
     "select_digest",
@@ -78,19 +77,6 @@ class MovedPiece:
             [*self.digests, *other.digests],
             self.error or other.error,
         )
-
-
-def consecutive_ranges(slots: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield slices that split ``slots`` into ranges of up to ``most`` consecutive slots.
-
-    >>> list(consecutive_ranges([3, 4, 5, 9], most=2))
-    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
-    """
-    start = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or end - start == most or slots[end] != slots[end - 1] + 1:
-            yield slice(start, end)
-            start = end
 
 
 def read_piece(

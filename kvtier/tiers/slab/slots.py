@@ -12,7 +12,7 @@ from typing import Final, Literal, Self
 
 from kvtier.errors import ConfigError
 from kvtier.logs import get_logger
-from kvtier.tiers.slab.direct_io import (
+from kvtier.os.block_io import (
     PAGE_NBYTES,
     BlockIo,
     aligned_buffer,
@@ -162,6 +162,14 @@ class SlotFile:
         """Return the device number and the inode number of the file."""
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
+
+    def is_in_place(self) -> bool:
+        """Return whether the path leads to this file; True if the file system cannot tell."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            return error.errno not in {errno.ENOENT, errno.ENOTDIR}
+        return (status.st_dev, status.st_ino) == self.identity()
 
     def is_removed(self) -> bool:
         """Return whether the file has no directory entry left, so that closing deletes it."""

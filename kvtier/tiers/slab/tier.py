@@ -16,6 +16,8 @@ from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import CapacityError, ClosedError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
+from kvtier.os.block_io import IOV_MAX, BlockIo
+from kvtier.slot_ranges import consecutive_ranges
 from kvtier.tiers.base import (
     Fields,
     SlotOutcomes,
@@ -30,15 +32,12 @@ from kvtier.tiers.part_hashes import (
     PartHashKeeper,
     StoredPartHashes,
 )
-from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.examine import examine_slab
 from kvtier.tiers.slab.group_commit import GroupCommit
-from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import OpenSlab, open_slab, release_slab
 from kvtier.tiers.slab.piece_io import (
     MovedPiece,
     PieceBuffers,
-    consecutive_ranges,
     hash_key,
     read_piece,
     select_digest,
@@ -144,15 +143,8 @@ class SlabTier(StorageTier, PartHashKeeper):
         self._retained = rows.retained
         outdated = rows.outdated.tolist()
         self._part_hashes = self._load_part_hashes(context.hash_parts)
-        files = (store.namespace.slots_path, store.namespace.index_path)
-        self._location = LocationCheck(options.name, files, store.file.is_removed)
         # Last, because it starts a thread, which a later failure would leave running.
-        self._index = GroupCommit(
-            store.database,
-            name=options.name,
-            clock=rows.clock,
-            on_commit=self._location.check_if_due,
-        )
+        self._index = GroupCommit(store.database, name=options.name, clock=rows.clock)
         if outdated:
             self._index.delete_nowait(outdated)
 
@@ -328,7 +320,6 @@ class SlabTier(StorageTier, PartHashKeeper):
 
     async def _abandon_index(self, cause: sqlite3.Error) -> None:
         """Rename an index that cannot be cleared, so that a restart ignores it."""
-        self._location.leave_out(self._store.namespace.index_path)
         call = self._store.namespace.set_index_aside
         try:
             aside = await self._pool.run(call, priority=int(Purpose.DEMOTE))
@@ -360,11 +351,21 @@ class SlabTier(StorageTier, PartHashKeeper):
     def _release(self) -> None:
         try:
             self._index.stop()
-            self._location.check()
+            self._warn_if_moved()
             release_slab(self._store)
         except (OSError, sqlite3.Error) as error:
             # The payloads and all committed rows are safe.
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)
+
+    def _warn_if_moved(self) -> None:
+        file = self._store.file
+        if not file.is_in_place():
+            logger.warning(
+                "tier %s: %s was moved, replaced or removed while in use: the next engine does "
+                "not find its chunks unless it is put back",
+                self.name,
+                file.path,
+            )
 
     async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
         """Sync the slot file; record the written chunks as FAILED if a sync failed."""

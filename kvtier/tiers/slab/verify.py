@@ -17,18 +17,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
+from kvtier.os.block_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.os.ordered_calls import run_in_order
-from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
+from kvtier.slot_ranges import consecutive_ranges
 from kvtier.tiers.slab.index_reader import Entry, IndexReader
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.piece_io import (
-    PieceBuffers,
-    consecutive_ranges,
-    hash_key,
-    read_piece,
-    select_digest,
-)
+from kvtier.tiers.slab.piece_io import PieceBuffers, hash_key, read_piece, select_digest
 from kvtier.tiers.slab.slots import SlotFile
 from kvtier.types import Outcome
 

@@ -26,11 +26,11 @@ from typing import Final, NamedTuple
 
 from kvtier.archive.buffers import views_of
 from kvtier.config import NvmeTierConfig
+from kvtier.os.block_io import aligned_buffer
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.direct_io import aligned_buffer
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from kvtier.units import approximate_rate, approximate_size
 

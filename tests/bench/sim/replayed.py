@@ -72,7 +72,7 @@ def predictions(directory: Path) -> Iterator[Prediction]:
 def _parts(scratch: Path) -> Iterator[_Part]:
     made = scratch / "chat.jsonl"
     trace = generate("chat", sessions=40, per_s=1.0, chunk_tokens=256, seed=1)
-    write_trace(trace, made, format_name="mooncake")
+    write_trace(trace, made)
     speedup = str(trace.duration_s / 40)
     yield _Part("made chats", made, ("--chunk-bytes", "256KiB", "--speedup", speedup))
     real = TRACES / "mooncake_conversation.jsonl"

@@ -6,45 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.unit.sim_cli.commands import kvtier, refusal
-from tests.unit.sim_traces import TRACES, needs_traces
 
-SINGLE_KEYS = [
-    "trace",
-    "policy",
-    "touch_order",
-    "groups",
-    "capacity_chunks",
-    "refs",
-    "hits",
-    "block_hit_ratio",
-    "prefix_hit_ratio",
-    "lead_chunks",
-    "stranded_hits",
-    "seconds",
-    "refs_per_second",
-    "assumed",
-    "warnings",
-]
 TIER_KEYS = {"hits", "hit_ratio", "chunks_written", "chunks_promoted", "evictions"}
 RUN_KEYS = {"tiers", "total_hit_ratio", "writes_per_ref", "promotions_per_ref"}
 LEVELS = {"p50", "p90", "p99"}
-
-
-def test_one_policy_prints_one_object(trace: Path) -> None:
-    arguments = ("sim", "run", trace, "--policy", "lru", "--capacity", "5%", "--json")
-    printed: dict[str, Any] = json.loads(kvtier(*arguments))
-    assert list(printed) == SINGLE_KEYS
-    assert printed["trace"] == "chat"
-    assert printed["policy"] == "lru"
-    assert printed["touch_order"] == "reverse"
-    facts = json.loads(kvtier("trace", "info", trace, "--json"))
-    assert printed["refs"] == facts["refs"]
-    assert printed["capacity_chunks"] == int(facts["distinct"] * 0.05 + 0.5)
-    assert printed["block_hit_ratio"] == printed["hits"] / printed["refs"]
-    assert 0 < printed["prefix_hit_ratio"] < facts["infinite_prefix_hit_ratio"]
 
 
 def test_all_tiers_are_printed_and_what_requests_wait(trace: Path, config: Path) -> None:
@@ -61,7 +27,6 @@ def test_all_tiers_are_printed_and_what_requests_wait(trace: Path, config: Path)
 
 
 def test_tables_are_for_people(trace: Path, config: Path) -> None:
-    assert "prefix hit ratio" in kvtier("sim", "run", trace, "--policy", "arc", "--capacity", 9)
     table = kvtier("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     assert "time to first token p50" in table
     assert "written per day" in table
@@ -117,68 +82,6 @@ def test_chunks_of_all_tiers_are_the_trace_s(trace: Path, config: Path) -> None:
     config.write_text(config.read_text() + "engine: {blocks_per_chunk: 4}\n")
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     assert "assumed: chunks of 1.00 MiB (512 tokens, of the trace); " in kvtier(*run)
-
-
-@needs_traces
-@pytest.mark.parametrize(
-    ("policy", "order", "capacity", "hits"),
-    [
-        ("lru", "forward", "5%", 56_382),
-        ("lru", "reverse", "9140", 56_447),
-        ("fifo", "forward", "10%", 73_806),
-    ],
-)
-def test_hits_on_the_conversation_trace_are_the_references(
-    policy: str, order: str, capacity: str, hits: int
-) -> None:
-    path = TRACES / "mooncake_conversation.jsonl"
-    arguments = ("--policy", policy, "--capacity", capacity, "--touch-order", order, "--json")
-    assert json.loads(kvtier("sim", "run", path, *arguments))["hits"] == hits
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ((), "give either --policy or --config"),
-        (("--policy", "lru", "--config", "x.yaml"), "give either --policy or --config"),
-        (("--policy", "lru"), "--capacity is missing"),
-        (("--policy", "lru", "--capacity", "0%"), "capacity 0%: holds no chunk"),
-        (("--policy", "best", "--capacity", "5%"), "best"),
-        (("--policy", "lruu", "--capacity", "5%"), "did you mean lru?"),
-        (("--policy", "lru", "--capacity", "5 GB/s"), "capacity 5 GB/s"),
-        (("--policy", "lru", "--capacity", "5%", "--touch-order", "up"), "--touch-order up"),
-        (("--policy", "lru", "--capacity", "5%", "--format", "csv"), "--format csv"),
-        (("--policy", "lru", "--capacity", "5%", "--chunk-bytes", "0"), "--chunk-bytes 0"),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(
-    trace: Path, arguments: tuple[str, ...], problem: str
-) -> None:
-    text = refusal("sim", "run", trace, *arguments)
-    assert problem in text
-    assert "\n" not in text
-
-
-POLICY = ("--policy", "lru", "--capacity", "5%")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "kind"),
-    [
-        ("--capacity", "5%", "--config"),
-        ("--touch-order", "policy", "--config"),
-        ("--groups", "prefix,state", "--config"),
-        ("--prefill-rate", "5000", "--policy"),
-        ("--tier-speed", "ram=1GB/s,1GB/s,1ms", "--policy"),
-    ],
-)
-def test_an_option_of_the_other_kind_of_run_is_refused(
-    trace: Path, config: Path, option: str, value: str, kind: str
-) -> None:
-    run = ("--config", config) if kind == "--config" else POLICY
-    text = refusal("sim", "run", trace, *run, option, value)
-    assert text.startswith(f"{option} has no effect with {kind}; remove it, or ")
-    assert "\n" not in text
 
 
 def test_a_speed_of_a_tier_that_is_not_there_is_refused(trace: Path, config: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Literal
 import pytest
 
 from kvtier.config import NvmeTierConfig
+from kvtier.os.block_io import BlockIo
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.direct_io import BlockIo
 from tests.unit.slab_namespace.opening import SLOT, Opener, close, fingerprint
 
 

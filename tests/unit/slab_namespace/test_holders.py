@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CacheDamagedError, CacheLockedError, ConfigError
+from kvtier.os.block_io import BlockIo
 from kvtier.tiers.slab import tier as slab
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import find_namespaces, holder_of
 from kvtier.tiers.slab.lock import Patience
 from kvtier.tiers.slab.maintain import hold

@@ -1,8 +1,8 @@
-"""System calls on the slab's files, and the alignment rules of O_DIRECT.
+"""System calls on files, and the alignment rules of O_DIRECT.
 
 With O_DIRECT the file offset, the length and the address in memory must all be multiples of the
-device's block size. Slots and their offsets are multiples of 4096 bytes. Buffers are checked
-before each call, and copied through an aligned buffer if necessary.
+device's block size. Slots and their offsets are multiples of 4096 bytes. Callers check buffers
+before each call, and copy through an aligned buffer if necessary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IOV_MAX: Final = 1024
 
 
 class BlockIo:
-    """The system calls of the slab tier, one method each. A test can make any call fail.
+    """System calls on files, one method each. A test can make any call fail.
 
     Every method raises :class:`OSError`.
     """

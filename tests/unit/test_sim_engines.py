@@ -1,4 +1,4 @@
-"""A simulated fleet: what engines share, and what the shared tier carries."""
+"""Several simulated engines: what they share, and what the shared tier carries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.config import KvtierConfig, parse_config
-from kvtier.sim.cache import StepModel, simulate_cache
-from kvtier.sim.fleet import FleetResult, SharedResult, simulate_fleet
+from kvtier.sim.cache import CacheResult, SharedResult, StepModel, simulate_cache
 from kvtier.sim.shared_cache import Meter, SharedCache, SharedClient
 from kvtier.sim.single import chunk_keys, simulate_single
 from kvtier.sim.time_model import TierSpeed, TimeModel, TransferModel
@@ -36,9 +35,11 @@ CHAINS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, m
 )
 
 
-def tiers_of(ram: int, shared: int = 0) -> KvtierConfig:
+def tiers_of(ram: int, shared: int = 0, *, nvme: int = 0) -> KvtierConfig:
     """Return a configuration of tiers of that many chunks."""
     lines = ["tiers:", f"  - {{kind: ram, capacity: {ram}MiB, eviction: lru}}"]
+    if nvme:
+        lines.append(f"  - {{kind: nvme, path: /nowhere/at/all, capacity: {nvme}MiB}}")
     if shared:
         lines.append(
             f"  - {{kind: shared_dir, path: /nowhere/at/all, capacity: {shared}MiB, "
@@ -47,20 +48,20 @@ def tiers_of(ram: int, shared: int = 0) -> KvtierConfig:
     return parse_config("\n".join(lines), source="test")
 
 
-def fleet_of(
+def simulate(
     trace: Trace,
     config: KvtierConfig,
     engines: int,
     *,
     routing: str = "round-robin",
     model: TimeModel | None = MODEL,
-) -> FleetResult:
-    return simulate_fleet(
+) -> CacheResult:
+    return simulate_cache(
         trace, config, engines=engines, routing=routing, chunk_bytes=CHUNK, model=model
     )
 
 
-def shared_of(result: FleetResult) -> SharedResult:
+def shared_of(result: CacheResult) -> SharedResult:
     assert result.shared is not None
     return result.shared
 
@@ -79,8 +80,8 @@ def figures(result: Any) -> dict[str, Any]:
 
 def test_chunks_that_one_engine_stores_are_hits_of_another() -> None:
     trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=100.0)
-    result = fleet_of(trace, tiers_of(20, 100), 2)
-    assert result.hit_tokens == {"ram": 0, "shared_dir": 3 * 16}
+    result = simulate(trace, tiers_of(20, 100), 2)
+    assert [tier.hits for tier in result.tiers] == [0, 3]
     assert [engine.hit_tokens["shared_dir"] for engine in result.engines] == [0, 3 * 16]
     assert [engine.saved_tokens for engine in result.engines] == [0, 3 * 16]
     assert asdict(shared_of(result).traffic) == {
@@ -99,25 +100,33 @@ def test_chunks_that_one_engine_stores_are_hits_of_another() -> None:
 
 def test_engines_without_a_shared_tier_share_nothing() -> None:
     trace = trace_of([[0, 1, 2]] * 4, every_s=100.0)
-    result = fleet_of(trace, tiers_of(20), 2)
+    result = simulate(trace, tiers_of(20), 2)
     assert result.shared is None
     assert [engine.requests for engine in result.engines] == [2, 2]
     assert [engine.hit_tokens["ram"] for engine in result.engines] == [3 * 16] * 2
     assert result.tiers[0].capacity_chunks == 2 * 20
 
 
+def test_wear_and_load_are_those_of_one_engine_on_average() -> None:
+    trace = trace_of([[0], [1], [2]], every_s=43_200.0)
+    one, two = (simulate(trace, tiers_of(9, nvme=50), engines) for engines in (1, 2))
+    assert one.tiers[1].bytes_written_per_day == two.tiers[1].bytes_written_per_day == 3 * CHUNK
+    assert (one.tiers[1].dwpd, two.tiers[1].dwpd) == (3 / 50, 3 / 100)
+    assert two.peak_load_no_cache == one.peak_load_no_cache / 2
+
+
 def test_a_chunk_that_another_engine_put_meanwhile_is_not_put_again() -> None:
     # Each prompt takes 48 ms. The second engine asks before the first one has put its chunks,
     # and is done after that.
     trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=0.02)
-    traffic = shared_of(fleet_of(trace, tiers_of(20, 100), 2)).traffic
+    traffic = shared_of(simulate(trace, tiers_of(20, 100), 2)).traffic
     assert (traffic.chunks_written, traffic.chunks_already_there) == (3, 3)
 
 
 def test_an_answer_that_comes_too_late_is_no_hit() -> None:
     slow = replace(MODEL, speeds={**MODEL.speeds, "shared_dir": TierSpeed(1e9, 1e9, 0.06)})
     trace = trace_of([[0, 1, 2], [0, 1, 2]], every_s=100.0)
-    result = fleet_of(trace, tiers_of(20, 100), 2, model=slow)
+    result = simulate(trace, tiers_of(20, 100), 2, model=slow)
     assert result.total_hit_ratio == 0
     assert result.ttft_s["p50"] == pytest.approx(0.048 + 0.05)
 
@@ -131,33 +140,18 @@ def test_an_engine_that_computes_in_steps_asks_the_shared_tier_too() -> None:
 
 
 @pytest.mark.untraced
-@given(chains=CHAINS.filter(any), capacity=st.integers(1, 30), every_s=st.sampled_from([0, 9]))
-def test_a_fleet_of_one_is_the_single_engine(
-    chains: list[list[int]], capacity: int, every_s: float
-) -> None:
-    trace = trace_of(chains, every_s=every_s)
-    config = tiers_of(14, capacity)
-    single = figures(simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL))
-    fleet = figures(fleet_of(trace, config, 1))
-    for one, other in zip(single["tiers"], fleet["tiers"], strict=True):
-        assert one.items() >= other.items()
-    for name in ("total_hit_ratio", "prefix_hit_ratio", "ttft_s", "ttft_no_cache_s"):
-        assert single[name] == fleet[name]
-
-
-@pytest.mark.untraced
 @given(chains=CHAINS.filter(any), capacity=st.integers(1, 30), engines=st.integers(1, 4))
 def test_a_run_can_be_repeated_and_keeps_within_the_capacity(
     chains: list[list[int]], capacity: int, engines: int
 ) -> None:
     trace = trace_of(chains, every_s=0.05)
     config = tiers_of(14, capacity)
-    result = fleet_of(trace, config, engines)
+    result = simulate(trace, config, engines)
     shared = shared_of(result)
     assert shared.chunks_at_end <= capacity
     assert shared.traffic.chunks_read <= shared.traffic.keys_asked
     assert sum(engine.requests for engine in result.engines) == trace.requests
-    assert figures(result) == figures(fleet_of(trace, config, engines))
+    assert figures(result) == figures(simulate(trace, config, engines))
 
 
 @pytest.mark.untraced
@@ -166,15 +160,15 @@ def test_belady_at_the_shared_size_is_no_worse_than_lru(
     chains: list[list[int]], capacity: int
 ) -> None:
     trace = trace_of(chains)
-    best = shared_of(fleet_of(trace, tiers_of(14, capacity), 2)).belady_hit_ratio
+    best = shared_of(simulate(trace, tiers_of(14, capacity), 2)).belady_hit_ratio
     lru = simulate_single(trace, policy="lru", capacity=capacity, touch_order="forward")
     assert best >= lru.block_hit_ratio
 
 
 def test_a_shared_tier_finds_what_private_tiers_of_many_engines_miss() -> None:
     trace = generate("chat", sessions=60, per_s=0.2, chunk_tokens=64, seed=1)
-    alone = fleet_of(trace, tiers_of(200), 4, model=None)
-    together = fleet_of(trace, tiers_of(200, 4000), 4, model=None)
+    alone = simulate(trace, tiers_of(200), 4, model=None)
+    together = simulate(trace, tiers_of(200, 4000), 4, model=None)
     assert together.prefix_hit_ratio > 1.5 * alone.prefix_hit_ratio
     assert together.ttft_s["p50"] < alone.ttft_s["p50"]
 
@@ -187,14 +181,14 @@ def test_routing_by_prefix_keeps_a_conversation_on_its_engine() -> None:
         [root * 100 + depth for depth in range(size)] for size in (2, 3) for root in (1, 2)
     ]
     trace = trace_of([[100], *turns], every_s=100.0)
-    result = fleet_of(trace, tiers_of(20), 2, routing="prefix")
+    result = simulate(trace, tiers_of(20), 2, routing="prefix")
     assert [engine.requests for engine in result.engines] == [3, 2]
-    assert result.hit_tokens["ram"] == (1 + 2 + 2) * 16
+    assert result.tiers[0].hits == 1 + 2 + 2
 
 
 def test_routing_by_prefix_spreads_prompts_that_share_only_their_beginning() -> None:
     trace = trace_of([[0, 10 * root, 10 * root + 1] for root in range(1, 7)])
-    result = fleet_of(trace, tiers_of(20), 3, routing="prefix")
+    result = simulate(trace, tiers_of(20), 3, routing="prefix")
     assert [engine.requests for engine in result.engines] == [2, 2, 2]
 
 
@@ -280,7 +274,7 @@ def test_the_busiest_minute_is_the_peak() -> None:
 
 def test_the_peak_of_a_trace_of_seconds_is_no_lower_than_its_mean() -> None:
     trace = trace_of([[root * 10, root * 10 + 1] for root in range(11)], every_s=1.0)
-    asked = shared_of(fleet_of(trace, tiers_of(20, 100), 1)).questions_per_s
+    asked = shared_of(simulate(trace, tiers_of(20, 100), 1)).questions_per_s
     assert asked.mean == pytest.approx(1.1)
     assert asked.peak == pytest.approx(1.1)
 
@@ -288,7 +282,7 @@ def test_the_peak_of_a_trace_of_seconds_is_no_lower_than_its_mean() -> None:
 def test_puts_that_outlast_the_trace_count_at_the_end() -> None:
     slow = replace(MODEL, speeds={**MODEL.speeds, "shared_dir": TierSpeed(1e9, 1e3, 0.002)})
     trace = trace_of([[0, 1, 2]], every_s=100.0)
-    shared = shared_of(fleet_of(trace, tiers_of(20, 100), 1, model=slow))
+    shared = shared_of(simulate(trace, tiers_of(20, 100), 1, model=slow))
     assert shared.chunks_at_end == shared.traffic.chunks_written == 3
 
 

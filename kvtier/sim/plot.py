@@ -1,11 +1,9 @@
-"""Writes the results of a sweep as an image or as a self-contained HTML page."""
+"""Plots the results of a sweep."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib import import_module, resources
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +11,7 @@ from kvtier.errors import ConfigError
 from kvtier.sim.single import BELADY
 from kvtier.sim.sweep import SweepResult
 
-__all__ = ["check_plot", "write_page", "write_plot"]
+__all__ = ["check_plot", "write_plot"]
 
 
 _PICTURES: Final = (".png", ".svg", ".pdf")
@@ -81,11 +79,3 @@ def _size(row: SweepResult) -> str:
     """Return the size in percent of distinct chunks, or the percentage that the user wrote."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
-
-
-def write_page(results: Sequence[SweepResult], path: Path) -> None:
-    """Write a self-contained HTML page with interactive curves and the table."""
-    template = resources.files("kvtier.sim").joinpath("sweep.html").read_text("utf-8")
-    rows = json.dumps([asdict(result) for result in results])
-    # A name in a trace's file must not end the page's script element.
-    path.write_text(template.replace("/*ROWS*/[]", rows.replace("<", "\\u003c")), "utf-8")
