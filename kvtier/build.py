@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig, SharedTierConfig
-from kvtier.manager import GdsSource
-from kvtier.manager.cost_model import CostModel
-from kvtier.manager.hits import GroupReach
-from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import ManagerLimits, SlotStatus
-from kvtier.manager.tiered import TieredOffloadingManager
+from kvtier.manager import (
+    CostModel,
+    GdsSource,
+    GroupReach,
+    ManagerLimits,
+    SlotStatus,
+    TieredOffloadingManager,
+    TierState,
+)
 from kvtier.policies import (
     Admission,
     Eviction,
@@ -111,9 +113,8 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         cost_model=CostModel(
             tiers=len(tiers),
             chunk_nbytes=slot_nbytes,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=0 if placement.load_if == "always" else chunk_tokens,
             recompute_s_per_token=placement.recompute_per_token_s,
-            margin=math.inf if placement.load_if == "always" else 1.0,
         ),
         groups=groups,
         counting_group=counting_group,

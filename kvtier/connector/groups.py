@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
-from kvtier.manager.hits import GroupReach, Reach
+from kvtier.manager import GroupReach, Reach
 
 __all__ = [
     "CacheGroup",

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 
 __all__ = [
     "AllocatedBlocks",

@@ -11,7 +11,7 @@ from kvtier.connector.groups import GroupLayout
 from kvtier.connector.protocols import EngineRequest, RequestContext
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, make_key
-from kvtier.manager.hits import Prompt
+from kvtier.manager import Prompt
 from kvtier.types import JobId
 
 __all__ = ["OfferQueue", "TrackedRequest", "chunk_positions"]

@@ -45,8 +45,7 @@ from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import ChunkKey, group_filter
 from kvtier.logs import get_logger
-from kvtier.manager import LoadPlan
-from kvtier.manager.hits import Reach
+from kvtier.manager import LoadPlan, Reach
 from kvtier.types import JobId
 
 __all__ = ["NOTHING_TO_DO", "ConnectorScheduler"]

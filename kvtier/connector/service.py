@@ -32,10 +32,10 @@ from kvtier.manager import (
     NO_SLOT,
     NOTHING_TO_STORE,
     LoadPlan,
+    Prompt,
     ResidencyEvent,
     StorePlan,
 )
-from kvtier.manager.hits import Prompt
 from kvtier.types import Outcome
 
 __all__ = ["CacheService"]

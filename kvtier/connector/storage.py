@@ -20,8 +20,7 @@ from kvtier.connector.gds_slots import GdsSlots
 from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
-from kvtier.manager import TieredOffloadingManager
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach, TieredOffloadingManager
 from kvtier.memory import HostRegion
 from kvtier.os.iopool import IoPool, start_thread
 from kvtier.os.memory import paused_garbage_collection

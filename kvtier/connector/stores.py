@@ -26,7 +26,7 @@ from kvtier.connector.metadata import BlockSpec
 from kvtier.connector.protocols import AllocatedBlocks, BoundaryState, EngineRequest
 from kvtier.connector.requests import TrackedRequest
 from kvtier.keys import ChunkKey
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 
 __all__ = ["Offer", "StoreRules", "computed_tokens"]
 

@@ -18,8 +18,8 @@ from kvtier.coverage._hashing import DEFAULT_ALGORITHM, BlockHasher, Scope
 from kvtier.coverage._prompts import Prompt
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, counting_group, make_key, strip_adapter
-from kvtier.manager import hits
-from kvtier.manager.hits import GroupReach, HitRules, Reach
+from kvtier.manager import GroupReach, HitRules, Reach
+from kvtier.manager import Prompt as HitPrompt
 from kvtier.tiers.slab.explain import explained
 from kvtier.tiers.slab.index_reader import IndexReader
 from kvtier.tiers.slab.inspect import StoredNamespace
@@ -260,7 +260,7 @@ class CoverageReader:
         limit = max(len(prompt.tokens) - 1, 0)
         best = limit - limit % self._hits.alignment_tokens
         found = _Found(listed, present.tolist())
-        hit = self._hits.longest(hits.Prompt(keys, 0, limit), found)
+        hit = self._hits.longest(HitPrompt(keys, 0, limit), found)
         wanted = self._wanted(keys, best)
         missing = ~present[wanted]
         return PromptCoverage(

@@ -7,7 +7,8 @@ An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind 
   which request. :mod:`~kvtier.manager.grants` pins chunks for waiting requests and owns the pin
   budget. :mod:`~kvtier.manager.cost_model` decides whether a load is faster than computing. The
   expected times come from :mod:`~kvtier.manager.estimates`.
-* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan the workers' jobs.
+* :mod:`~kvtier.manager.store`, :mod:`~kvtier.manager.load` and :mod:`~kvtier.manager.direct`
+  plan the workers' jobs.
 * :mod:`~kvtier.manager.demote` decides which chunks are copied to slower tiers.
 * :mod:`~kvtier.manager.storage_jobs` plans the jobs of promotions and demotions.
 * :mod:`~kvtier.manager.retention` keeps chunks until a deadline.
@@ -17,15 +18,16 @@ These modules share the :mod:`~kvtier.manager.tier_stack`, which has the tiers
 (:mod:`~kvtier.manager.tier` and :mod:`~kvtier.manager.slots`) and the
 :mod:`~kvtier.manager.reports`. ``copies`` orders the chunks of a prompt.
 :mod:`kvtier.build` makes a manager from a configuration. The modules here do not read the
-configuration.
+configuration. Code outside imports from this package, not from its modules.
 """
 
 from __future__ import annotations
 
-from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
-from kvtier.manager.estimates import LoadCost, prompt_tokens
+from kvtier.manager.cost_model import CostModel, LoadChoice, SkipCause
+from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.manager.load import NO_LOAD, NO_SLOT, LoadPlan
-from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierCounters, TierSnapshot
+from kvtier.manager.reports import ManagerSnapshot, ResidencyEvent, TierSnapshot
 from kvtier.manager.store import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import NO_GENERATION, GdsSource, ManagerLimits, SlotStatus
@@ -36,19 +38,20 @@ __all__ = [
     "NO_GENERATION",
     "NO_LOAD",
     "NO_SLOT",
-    "CostFigures",
     "CostModel",
     "GdsSource",
+    "GroupReach",
+    "HitRules",
     "LoadChoice",
-    "LoadCost",
     "LoadPlan",
     "ManagerLimits",
     "ManagerSnapshot",
+    "Prompt",
+    "Reach",
     "ResidencyEvent",
     "SkipCause",
     "SlotStatus",
     "StorePlan",
-    "TierCounters",
     "TierSnapshot",
     "TierState",
     "TieredOffloadingManager",

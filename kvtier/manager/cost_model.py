@@ -6,13 +6,13 @@ before chunks are promoted for a request, their load time is compared with the c
 their tokens. :mod:`kvtier.manager.estimates` estimates both times from measurements.
 
 **Choice of the head.** A *head* is the first chunks of a hit. The chosen head minimizes its
-load time minus ``margin`` times its compute time. The other chunks of the hit are the *tail*. A
-loaded head saves the computation of its tokens even if the tail is not loaded; a tail without
-its head saves nothing. Chunks in RAM need no load time, but are useless without all chunks
-before them. The times of several tiers are added although loads may overlap. With a sum, a tier
-that slows down never makes the chosen head longer; with a maximum it could. A head is cut so
-that the load from each tier ends well before the deadline, because chunks that arrive after the
-deadline are useless.
+load time minus its compute time. The other chunks of the hit are the *tail*. A loaded head
+saves the computation of its tokens even if the tail is not loaded; a tail without its head
+saves nothing. Chunks in RAM need no load time, but are useless without all chunks before them.
+The times of several tiers are added although loads may overlap. With a sum, a tier that slows
+down never makes the chosen head longer; with a maximum it could. A head is cut so that the load
+from each tier ends well before the deadline, because chunks that arrive after the deadline are
+useless.
 
 **Unknown costs.** Before the first measurement of a tier, its chunks are loaded, because the
 deadline bounds the cost. A *sample* is a load that measures a tier again while the tier has no
@@ -114,7 +114,6 @@ class CostModel:
         chunk_tokens: Number of tokens that need no computation when a chunk is loaded; 0 to
             load every chunk.
         recompute_s_per_token: Seconds to compute a token; None to measure this time.
-        margin: Longest load time, as a multiple of the compute time; infinite for no limit.
 
     Attributes:
         last: The latest decision to skip or cut a load; None if there is none.
@@ -127,13 +126,11 @@ class CostModel:
         chunk_nbytes: int,
         chunk_tokens: int,
         recompute_s_per_token: float | None = None,
-        margin: float = 1.0,
     ) -> None:
         self._chunk_nbytes = chunk_nbytes
         self._sample_chunks = max(_SAMPLE_NBYTES // chunk_nbytes, 1)
         self._chunk_tokens = chunk_tokens
         self._fixed_s_per_token = recompute_s_per_token
-        self._margin = margin
         self._loads = [LoadEstimate() for _ in range(tiers)]
         self._queued_nbytes = [0] * tiers
         self._jobs: dict[JobId, tuple[int, int, int]] = {}
@@ -213,7 +210,7 @@ class CostModel:
             The decision to skip or cut the load; None to load all chunks.
         """
         s_per_token = self.recompute_s_per_token
-        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+        if s_per_token is None or not self._chunk_tokens:
             return None
         tiers = {tier for tier in sources if tier}
         costs = {tier: cost for tier in tiers if (cost := self._loads[tier].cost()) is not None}
@@ -225,7 +222,6 @@ class CostModel:
             is_divisible=counted == len(sources),
             chunk_nbytes=self._chunk_nbytes,
             recompute_s=tokens_per_chunk * s_per_token * self._computing.sharing_factor(now),
-            margin=self._margin,
             costs=costs,
             queued_nbytes=self._queued_nbytes,
             max_load_s=self._max_load_s,
@@ -252,14 +248,14 @@ class CostModel:
             now: Seconds on a monotonic clock.
         """
         s_per_token = self.recompute_s_per_token
-        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+        if s_per_token is None or not self._chunk_tokens:
             return True
         estimate, queued_nbytes = self._loads[tier], self._queued_nbytes[tier]
         cost, optimistic = estimate.cost(), estimate.optimistic_cost(now)
         if cost is None or optimistic is None:
             return True
         saved_s = self._chunk_tokens * counted / chunks * s_per_token
-        saved_s *= self._margin * self._computing.sharing_factor(now)
+        saved_s *= self._computing.sharing_factor(now)
 
         def pays(cost: LoadCost) -> bool:
             chunk_s, start_s = cost.s_per_byte * self._chunk_nbytes, cost.seconds(queued_nbytes)
@@ -343,7 +339,6 @@ class _Candidate:
         is_divisible: Whether the first chunks of the prefix are useful without the rest.
         chunk_nbytes: Number of bytes moved per chunk.
         recompute_s: Seconds to compute a chunk.
-        margin: Longest load time, as a multiple of the compute time.
         costs: Cost of a load from each measured slower tier.
         queued_nbytes: Number of bytes in each tier's queue before this load.
         max_load_s: Largest number of seconds that a load from one tier may take.
@@ -353,7 +348,6 @@ class _Candidate:
     is_divisible: bool
     chunk_nbytes: int
     recompute_s: float
-    margin: float
     costs: Mapping[int, LoadCost]
     queued_nbytes: Sequence[int]
     max_load_s: float
@@ -364,7 +358,6 @@ class _Candidate:
         """Return how many leading chunks to load to save the most time within the deadline."""
         if max_load_s is None:
             max_load_s = self.max_load_s
-        saved_s = self.margin * self.recompute_s
         load_s = 0.0
         best, best_s = 0, 0.0
         chunk_s = {tier: cost.s_per_byte * self.chunk_nbytes for tier, cost in costs.items()}
@@ -380,7 +373,7 @@ class _Candidate:
                 if total_s > max_load_s:
                     break
                 load_s += more_s
-            net_s = load_s - length * saved_s
+            net_s = load_s - length * self.recompute_s
             if net_s < best_s and (self.is_divisible or length == len(self.sources)):
                 best, best_s = length, net_s
         return best

@@ -291,14 +291,13 @@ class _Targets:
     def admitted(self, copies: Sequence[ChunkCopy], target: int) -> Sequence[ChunkCopy]:
         """Return the ``copies`` that may enter tier ``target``.
 
-        The placement decides first. Each condition sees only the copies admitted so far.
+        Each condition sees only the copies that the earlier conditions admitted.
         """
         stack = self._stack
-        admits = [condition.admits_many for condition in stack.conditions]
-        for admits_many in (stack.placement.admit_many, *admits):
+        for condition in stack.conditions:
             if not copies:
                 break
-            answers = admits_many(copies, target, stack.ctx)
+            answers = condition.admits_many(copies, target, stack.ctx)
             if not all(answers):
                 copies = list(compress(copies, answers))
         return copies
@@ -340,8 +339,9 @@ class _DemotionJobs:
             is_eviction: Whether the copies are victims of ``source``, in eviction order.
 
         Returns:
-            The number of leading copies for which a job was planned. The caller must have
-            pinned each copy once. The job removes this pin at its end.
+            The number of leading copies for which a job was planned. At its end, the job
+            removes one pin of each of them. Pin the copies before this call, but victims after
+            it, because the call evicts victims only while they have no pin.
         """
         target = self._stack.tiers[index]
         chunks = len(listed.copies)
@@ -369,8 +369,8 @@ class _DemotionJobs:
         queue = self._stack.limits.queue - self.in_flight[index]
         if not target.slots.capacity:
             return queue
-        moving = self._jobs.slots_to_free(index)
-        return min(queue, target.slots.free if moving else target.available)
+        is_moving = self._jobs.is_moving_from(index)
+        return min(queue, target.slots.free if is_moving else target.available)
 
     def apply(self, record: JobRecord, result: TransferResult) -> Sequence[ChunkCopy]:
         """Apply the result of a demotion job; return the copies that arrived."""

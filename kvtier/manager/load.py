@@ -4,11 +4,7 @@ Loads are recorded per request, not per chunk. A chunk may be dropped, stored ag
 for another request, while workers still read its former slot for the first request. So each
 load must release exactly its own pins.
 
-**Direct loads** (:mod:`kvtier.manager.promote`). Before the RAM slots are filled, the plan
-tells the workers the slot of each chunk and the generation that the slot will have. A worker
-copies each chunk as soon as the slot has that generation. So a chunk moves from the disk to the
-device within one job of the worker, without a scheduling step in between. A copy of the chunk
-stays in RAM.
+Chunks that RAM lacks are loaded directly: :mod:`kvtier.manager.direct` plans such a load.
 
 **Hits.** Hits are counted when a load ends, because the chunks that arrived are known only
 then. The hits are the chunks before the first failed chunk, because the engine computes all
@@ -25,12 +21,11 @@ from typing import Final, NamedTuple
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants, RequestState
-from kvtier.manager.promote import Promoter
-from kvtier.manager.tier_stack import NO_GENERATION, TierStack
+from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import GdsReads, Outcome
 
-__all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader"]
+__all__ = ["NO_LOAD", "NO_SLOT", "LoadPlan", "Loader", "PendingLoad", "load_of"]
 
 NO_SLOT: Final = -1
 """Slot number of a chunk that has no slot in a :class:`LoadPlan`; its load fails."""
@@ -63,7 +58,7 @@ class LoadPlan(NamedTuple):
 
 
 @dataclass(slots=True)
-class _PendingLoad:
+class PendingLoad:
     """A load in flight.
 
     Attributes:
@@ -73,10 +68,10 @@ class _PendingLoad:
         generations: Generation of each copy.
         origins: Index of the tier that each copy's bytes come from.
         lead: Number of keys that precede the first key without a copy.
-        direct: Number of RAM slots that the load fills from slower tiers.
+        request: The request; None if ``begin_request`` was not called for it.
+        fills: Number of RAM slots that the load fills from slower tiers.
         coming: Copies that were still being written when the load was planned, or were too late
             for another load in flight.
-        request: The request; None if ``begin_request`` was not called for it.
         reads: Copies that workers read from their tier, by the position of their key.
     """
 
@@ -86,48 +81,63 @@ class _PendingLoad:
     generations: Sequence[int]
     origins: Sequence[int]
     lead: int
-    direct: int = 0
+    request: RequestState | None
+    fills: int = 0
     coming: Collection[ChunkCopy] = ()
-    request: RequestState | None = None
     reads: Mapping[int, ChunkCopy] = field(default_factory=dict)
 
 
 class Loader:
-    """Plans loads and completes them."""
+    """Plans loads of resident chunks, and completes all loads."""
 
-    def __init__(
-        self,
-        stack: TierStack,
-        *,
-        grants: Grants,
-        promoter: Promoter,
-        demoter: Demoter,
-    ) -> None:
+    def __init__(self, stack: TierStack, grants: Grants, demoter: Demoter) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._grants = grants
-        self._promoter = promoter
         self._demoter = demoter
-        self._loads: dict[str, dict[int, _PendingLoad]] = {}
+        self._loads: dict[str, dict[int, PendingLoad]] = {}
         self._begun = 0
 
     def __bool__(self) -> bool:
         return bool(self._loads)
 
     def prepare(
-        self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
+        self,
+        keys: Sequence[ChunkKey],
+        copies: Sequence[ChunkCopy],
+        req_id: str,
+        request: RequestState | None,
     ) -> LoadPlan:
-        """Plan a load and pin its copies; see :meth:`TieredOffloadingManager.prepare_load`."""
-        copies = self._ram.resident(keys)
-        if len(copies) < len(keys):
-            return self._prepare_direct(keys, copies, req_id, request)
+        """Plan a load of ``keys`` and pin ``copies``, their resident copies in RAM."""
         if request is None or not self._grants.transfer(request, copies):
             self._ram.pin(copies)
-        self._use(copies)
-        load = _load_of(keys, copies)
-        load_id = self._begin(load, req_id, request, copies)
-        self._stack.slot_status.issue(load.slots)
+        self.use(copies)
+        load = load_of(keys, copies, request)
+        load_id = self.begin(load, req_id, copies)
         return LoadPlan(load.slots, load.generations, load.origins, load_id=load_id)
+
+    def use(self, copies: Sequence[ChunkCopy]) -> None:
+        """Count a use of resident ``copies``."""
+        self._ram.count_hits(copies)
+        self._ram.touch(copies, self._stack.ctx)
+        self._demoter.record_use(copies)
+
+    def begin(self, load: PendingLoad, req_id: str, copies: Sequence[ChunkCopy]) -> int:
+        """Record a planned load and return its id.
+
+        Args:
+            load: The load; its copies are pinned.
+            req_id: The request.
+            copies: The copies that the load uses, in the order of the keys.
+        """
+        load_id = self._begun
+        self._begun += 1
+        self._loads.setdefault(req_id, {})[load_id] = load
+        self._grants.begin_load(load.request, load.fills)
+        if load.request is not None:
+            load.request.extend(copies)
+        self._stack.slot_status.issue(load.slots)
+        return load_id
 
     def complete(
         self, req_id: str, load_id: int | None, failed_reads: Mapping[int, Outcome]
@@ -140,7 +150,7 @@ class Loader:
         if not loads:
             del self._loads[req_id]
         copies = load.copies
-        self._grants.end_load(load.direct)
+        self._grants.end_load(load.fills)
         loaded = self._stack.slot_status.loaded(load.slots, load.generations)
         if not all(loaded):
             failed = [not ok for ok in loaded]
@@ -181,29 +191,6 @@ class Loader:
         self._loads.clear()
         return copies
 
-    def _use(self, copies: Sequence[ChunkCopy]) -> None:
-        """Count a use of resident ``copies``."""
-        self._ram.count_hits(copies)
-        self._ram.touch(copies, self._stack.ctx)
-        self._demoter.record_use(copies)
-
-    def _begin(
-        self,
-        load: _PendingLoad,
-        req_id: str,
-        request: RequestState | None,
-        copies: Sequence[ChunkCopy],
-    ) -> int:
-        """Record a planned load and return its id; ``copies`` are in the order of the keys."""
-        load_id = self._begun
-        self._begun += 1
-        load.request = request
-        self._loads.setdefault(req_id, {})[load_id] = load
-        self._grants.begin_load(request, load.direct)
-        if request is not None:
-            request.extend(copies)
-        return load_id
-
     def _count_hits(
         self, keys: Sequence[ChunkKey], origins: Sequence[int], loaded: Sequence[bool]
     ) -> None:
@@ -227,7 +214,7 @@ class Loader:
             tier.counters.prompt_hits += counted.count(tier.index)
 
     def _by_key(
-        self, load: _PendingLoad, loaded: Sequence[bool], failed: Container[int]
+        self, load: PendingLoad, loaded: Sequence[bool], failed: Container[int]
     ) -> tuple[Sequence[ChunkKey], Sequence[int], Sequence[bool]]:
         """Return the arguments of :meth:`_count_hits` for a completed load.
 
@@ -251,58 +238,7 @@ class Loader:
         ]
         return load.keys, [origin for origin, _ in answers], [ok for _, ok in answers]
 
-    # -- direct loads -----------------------------------------------------------------------
-
-    def _prepare_direct(
-        self,
-        keys: Sequence[ChunkKey],
-        resident: Sequence[ChunkCopy],
-        req_id: str,
-        request: RequestState | None,
-    ) -> LoadPlan:
-        """Plan a direct load of ``keys``; ``resident`` are the copies that RAM has already.
-
-        Raises:
-            KeyError: Loads are not direct.
-        """
-        stack = self._stack
-        if not stack.limits.direct_loads:
-            whole = {copy.key for copy in resident}
-            raise KeyError(next(key for key in keys if key not in whole))
-        self._ram.pin(resident)  # so that they are not evicted for the missing chunks
-        self._use(resident)
-        promoted, in_ram, reads = self._promoter.begin_direct_load(keys, request)
-        copies = [copy for copy in in_ram if copy is not None]
-        load = _load_of(keys, copies, direct=promoted)
-        load.reads = {at: copy for at, copy in enumerate(reads) if copy is not None}
-        load.coming = {copy for copy in copies if copy.state != _RESIDENT}
-        self._ram.pin(load.coming)
-        self._ram.count_hits(load.coming)
-        plan = LoadPlan(load.slots, load.generations, load.origins)
-        if None in in_ram:
-            plan = self._plan_with_reads(_plan_with_gaps(in_ram), load.reads)
-        chosen = [copy or read for copy, read in zip(in_ram, reads, strict=True)]
-        if None in chosen:
-            load.lead = chosen.index(None)
-        present = [copy for copy in chosen if copy is not None]
-        load_id = self._begin(load, req_id, request, present)
-        stack.slot_status.issue(load.slots)
-        if load.lead < len(keys) and request is not None:
-            self._grants.fail(request)
-        return plan._replace(wait_s=stack.limits.load_timeout_s, load_id=load_id)
-
-    def _plan_with_reads(self, plan: LoadPlan, reads: Mapping[int, ChunkCopy]) -> LoadPlan:
-        """Return ``plan`` with added GDS reads for chunks that have no RAM slot."""
-        gds = self._stack.gds
-        if gds is None or not reads:
-            return plan
-        origins = [
-            gds.tier if at in reads else origin for at, origin in enumerate(plan.origins)
-        ]
-        slots = [copy.slot for copy in reads.values()]
-        return plan._replace(origins=origins, gds=gds.plan_reads(list(reads), slots))
-
-    def _end_reads(self, load: _PendingLoad, failed: Mapping[int, Outcome]) -> None:
+    def _end_reads(self, load: PendingLoad, failed: Mapping[int, Outcome]) -> None:
         """Unpin the copies that a load's GDS reads used; record failures and uses."""
         gds = self._stack.gds
         assert gds is not None
@@ -328,7 +264,7 @@ class Loader:
             for copy, origin in zip(copies, origins, strict=True)
         )
 
-    def _drop_failed(self, load: _PendingLoad, failed: Iterable[ChunkCopy]) -> None:
+    def _drop_failed(self, load: PendingLoad, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load, so that no other request gets them.
 
         A copy that was on its way when ``load`` was planned was only late. Such a copy may
@@ -364,25 +300,16 @@ class Loader:
         return shared
 
 
-def _load_of(
-    keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], *, direct: int = 0
-) -> _PendingLoad:
-    """Return a load of ``keys``; ``copies`` has one copy of each key, in the same order."""
-    return _PendingLoad(
+def load_of(
+    keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], request: RequestState | None
+) -> PendingLoad:
+    """Return a load of ``keys`` that uses the RAM ``copies``."""
+    return PendingLoad(
         keys,
         copies,
         [copy.slot for copy in copies],
         [copy.generation for copy in copies],
         [copy.origin for copy in copies],
         lead=len(keys),
-        direct=direct,
-    )
-
-
-def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:
-    """Return a plan in which chunks without a copy have no slot and fail to load."""
-    return LoadPlan(
-        [copy.slot if copy else NO_SLOT for copy in chosen],
-        [copy.generation if copy else NO_GENERATION for copy in chosen],
-        [copy.origin if copy else 0 for copy in chosen],
+        request=request,
     )

@@ -1,9 +1,8 @@
 """Finds how much of a waiting request can be loaded.
 
-The engine looks up a waiting request once per step. The first lookup searches all tiers. Then
-the :class:`~kvtier.manager.promote.Promoter` decides whether the request can load its hit at
-once, or is deferred until the chunks are promoted. Lookups of a deferred request search only
-RAM.
+The engine looks up a waiting request once per step. The first lookup searches all tiers. If
+:mod:`kvtier.manager.direct` can reserve the slots of a load, the request loads its hit at once.
+Otherwise it is deferred until the chunks are promoted; its later lookups search only RAM.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.direct import DirectLoads
 from kvtier.manager.grants import (
     DEFERRED,
     Grants,
@@ -18,8 +18,7 @@ from kvtier.manager.grants import (
     RequestState,
     SharedAccess,
 )
-from kvtier.manager.hits import HitRules, Presence, Prompt
-from kvtier.manager.promote import Promoter
+from kvtier.manager.hits import HitRules, Prompt
 from kvtier.manager.questions import Questions
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
@@ -38,7 +37,7 @@ class HitLookup:
         stack: The tiers.
         rules: The chunks that a hit needs.
         grants: Records the lookups.
-        promoter: Prepares the load of a hit.
+        direct: Reserves the slots of loads.
         questions: Asks the shared tier, if there is one.
     """
 
@@ -47,14 +46,14 @@ class HitLookup:
         stack: TierStack,
         rules: HitRules,
         grants: Grants,
-        promoter: Promoter,
+        direct: DirectLoads,
         questions: Questions,
     ) -> None:
         self._stack = stack
         self._ram = stack.ram
         self._rules = rules
         self._grants = grants
-        self._promoter = promoter
+        self._direct = direct
         self._questions = questions
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
@@ -79,7 +78,7 @@ class HitLookup:
         if request.phase == LookupPhase.FAILED:
             return None
         self._grants.record_lookup(request)
-        presence, readable = self._presence_for(request)
+        presence = self._presence_for(request)
         if request.phase == LookupPhase.OPEN:
             self._stack.record_wanted((key,))
         if not presence.has(key):
@@ -87,14 +86,14 @@ class HitLookup:
             return None
         copy = self._ram.copies.get(key)
         if copy is None:
-            found = first_resident(readable, key)
+            found = first_resident(presence.readable or (), key)
             return None if found is None else found[0].index
         self._ram.restore((copy,), self._stack.ctx)
         return 0 if copy.state == _RESIDENT else 1
 
     def _search(self, request: RequestState, prompt: Prompt) -> int | None:
         """Search the tiers, or ask the shared tier first; see :meth:`lookup`."""
-        presence, readable = self._presence_for(request)
+        presence = self._presence_for(request)
         if (
             self._stack.shared is not None
             and request.shared == SharedAccess.UNKNOWN
@@ -107,16 +106,18 @@ class HitLookup:
         if end == prompt.local_tokens:
             return 0
         needed = self._rules.needed(prompt, end)
-        can_load = self._promoter.prepare(request, needed, readable)
-        return end - prompt.local_tokens if can_load else None
+        if self._direct.reserve(request, needed):
+            return end - prompt.local_tokens
+        self._grants.enqueue(request, needed)
+        return None
 
-    def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
-        """Return which chunks ``request`` may load, and which slower tiers it may read."""
+    def _presence_for(self, request: RequestState) -> _Presence:
+        """Return which chunks ``request`` may load."""
         allowed = request.terms.load_tiers
         if request.phase == LookupPhase.SETTLED:
-            return _Presence(self._stack, None, allowed), ()
+            return _Presence(self._stack, None, allowed)
         readable = self._stack.readable(allowed, with_shared=request.reads_shared)
-        return _Presence(self._stack, readable, allowed), readable
+        return _Presence(self._stack, readable, allowed)
 
     def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
         """Record a lookup of each group's first chunk after the hit, and count a miss.
@@ -157,22 +158,22 @@ class _Presence:
     ) -> None:
         self._stack = stack
         self._ram = stack.ram
-        self._readable = readable
+        self.readable = readable
         self._allowed = allowed
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         if self._allowed is not None:
             return next((at for at, key in enumerate(keys) if not self.has(key)), len(keys))
-        if self._readable is None:
+        if self.readable is None:
             return len(self._ram.leading(keys))
-        return len(self._stack.find_leading(keys, self._readable)[0])
+        return len(self._stack.find_leading(keys, self.readable)[0])
 
     def has(self, key: ChunkKey) -> bool:
         if self._allowed is not None and not self._stack.is_from(key, self._allowed):
             return False
         copy = self._ram.copies.get(key)
-        if self._readable is None:
+        if self.readable is None:
             return copy is not None and copy.state == _RESIDENT
         if copy is not None:
             return copy.state != _LATE
-        return first_resident(self._readable, key) is not None
+        return first_resident(self.readable, key) is not None

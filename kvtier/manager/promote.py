@@ -1,15 +1,9 @@
 """Promotes chunks of slower tiers to RAM for waiting requests.
 
-:mod:`kvtier.manager.lookup` finds a hit; :meth:`Promoter.prepare` decides how its chunks reach
-RAM. The placement policy then decides whether the slower tier keeps its copies
-(:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
-
-**Direct.** The request can load at once if RAM slots can be reserved for the missing chunks.
-The plan of the load, in the same step, allocates the slots and plans the jobs that fill them.
-
-**Staged.** Otherwise the request is looked up at every step until its chunks are in RAM. The
-chunks must stay in RAM until the load. Otherwise one promotion could evict the chunks of
-another, and a prefix larger than RAM would be promoted again and again but never loaded. So:
+A request whose hit cannot be loaded at once (:mod:`kvtier.manager.direct`) is looked up at
+every step until its chunks are in RAM. The chunks must stay in RAM until the load. Otherwise
+one promotion could evict the chunks of another, and a prefix larger than RAM would be promoted
+again and again but never loaded. So:
 
 * A request is queued once, with all chunks of its hit. The chunks are granted together at the
   end of a step (:mod:`kvtier.manager.grants`): resident copies are pinned, and missing chunks
@@ -21,11 +15,14 @@ another, and a prefix larger than RAM would be promoted again and again but neve
   because the first chunks of one group are useless without the other groups.
 * When all chunks of a request have arrived or failed, the request is settled: its lookups
   search only RAM. So every request gets a result within a bounded number of lookups.
+
+The placement policy decides whether the slower tier keeps its copies
+(:meth:`Placement.promote <kvtier.policies.Placement.promote>`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -35,18 +32,16 @@ from kvtier.manager.cost_model import LoadChoice
 from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.storage_jobs import JobRecord, StorageJobs
 from kvtier.manager.tier import TierState
-from kvtier.manager.tier_stack import TierStack, first_resident
+from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState, Promotion
-from kvtier.types import JobId, Outcome, TransferResult
+from kvtier.types import JobId, TransferResult
 
-__all__ = ["DirectLoad", "Promoter"]
+__all__ = ["Hit", "Promoter"]
 
 _RESIDENT = CopyState.RESIDENT
-_WRITING = CopyState.WRITING
-_DONE = Outcome.DONE
 
 
-class _Hit(NamedTuple):
+class Hit(NamedTuple):
     """The chunks of a hit, in the order of the request's load.
 
     Attributes:
@@ -74,15 +69,15 @@ class _Hit(NamedTuple):
         """Number of slots of the pin budget that a grant of the chunks would use."""
         return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
 
-    def head(self, chunks: int) -> _Hit:
+    def head(self, chunks: int) -> Hit:
         """Return the hit, cut to its first ``chunks`` chunks."""
-        return _Hit(self.copies[:chunks], self.tiers[:chunks])
+        return Hit(self.copies[:chunks], self.tiers[:chunks])
 
     def in_ram(self) -> list[ChunkCopy]:
         """Return the copies that are in RAM."""
         return [copy for copy, tier in zip(*self, strict=True) if not tier]
 
-    def affordable(self, budget: int) -> _Hit:
+    def affordable(self, budget: int) -> Hit:
         """Return the leading chunks of the hit that cost at most ``budget`` slots.
 
         With several groups, the first chunks of one group are useless alone. The result then
@@ -91,7 +86,7 @@ class _Hit(NamedTuple):
         hit = self
         if not self.is_single_group:
             copies = self.in_ram()
-            hit = _Hit(copies, [0] * len(copies))
+            hit = Hit(copies, [0] * len(copies))
         for end, (copy, tier) in enumerate(zip(*hit, strict=True)):
             if tier or not copy.grants:
                 budget -= 1
@@ -116,20 +111,6 @@ class _Hit(NamedTuple):
         return behind
 
 
-class DirectLoad(NamedTuple):
-    """The copies that a direct load uses.
-
-    Attributes:
-        promoted: Number of chunks whose promotion was planned with the load.
-        in_ram: The RAM copy of each chunk, resident or on its way; None if there is none.
-        reads: The copy of each chunk that workers read from its tier; None for other chunks.
-    """
-
-    promoted: int
-    in_ram: Sequence[ChunkCopy | None]
-    reads: Sequence[ChunkCopy | None]
-
-
 class Promoter:
     """Pins chunks for queued requests, plans promotion jobs and applies their results."""
 
@@ -138,102 +119,6 @@ class Promoter:
         self._ram = stack.ram
         self._jobs = jobs
         self._grants = grants
-
-    def prepare(
-        self, request: RequestState, keys: Sequence[ChunkKey], readable: Sequence[TierState]
-    ) -> bool:
-        """Prepare a load of ``keys`` in this step, or queue the request for promotion.
-
-        Args:
-            request: The request.
-            keys: The chunks of the request's hit, in the order of the load.
-            readable: The slower tiers that the request may read.
-
-        Returns:
-            True if the request can load now; the slots are reserved until the step ends. False
-            if the request was queued.
-        """
-        stack, ram = self._stack, self._ram
-        copies = ram.leading(keys)
-        if len(copies) == len(keys):
-            ram.restore(copies, stack.ctx)
-            self._grants.reserve_reads(request, copies)
-            return True
-        hit = _Hit(*stack.find_leading(keys, readable))
-        stack.record_wanted([copy.key for copy in compress(*hit)])
-        in_ram = hit.in_ram()
-        ram.restore(in_ram, stack.ctx)
-        fills = len(hit.copies) - len(in_ram)
-        if stack.gds is not None:
-            fills -= sum(self._gds_readable(*hit))
-        if self._is_direct(hit, in_ram) and self._grants.reserve(request, fills, in_ram):
-            return True
-        self._grants.enqueue(request, [copy.key for copy in hit.copies])
-        return False
-
-    def begin_direct_load(
-        self, keys: Sequence[ChunkKey], request: RequestState | None
-    ) -> DirectLoad:
-        """Begin a direct load of ``keys``.
-
-        Chunks that workers can read from their tier are pinned there. For the other chunks that
-        RAM lacks, promotion jobs are planned if RAM has available slots for all of them.
-
-        Args:
-            keys: The chunks of the load; the resident copies in RAM are pinned.
-            request: The request; None if ``begin_request`` was not called for it.
-        """
-        stack, members = self._stack, self._ram.copies
-        absent = [key for key in keys if key not in members]
-        sources, tiers = self._find_slower(absent, request)
-        reads: dict[ChunkKey, ChunkCopy] = {}
-        if stack.gds is not None:
-            by_gds = self._gds_readable(sources, tiers)
-            reads = {copy.key: copy for copy in compress(sources, by_gds)}
-            self._begin_reads(stack.tiers[stack.gds.tier], reads.values())
-            others = [not is_read for is_read in by_gds]
-            sources, tiers = list(compress(sources, others)), list(compress(tiers, others))
-        promoted = len(sources) if len(sources) <= self._ram.available else 0
-        if promoted:
-            self._plan(sources, tiers)
-        in_ram = list(map(_loadable, map(members.get, keys)))
-        return DirectLoad(promoted, in_ram, [reads.get(key) for key in keys])
-
-    def _find_slower(
-        self, keys: Sequence[ChunkKey], request: RequestState | None
-    ) -> tuple[Sequence[ChunkCopy], Sequence[int]]:
-        """Return the copies of ``keys`` in slower tiers, and the tier index of each copy."""
-        readable = self._readable(request)
-        if len(readable) == 1:
-            copies = readable[0].resident(keys)
-            return copies, [readable[0].index] * len(copies)
-        found = [at for key in keys if (at := first_resident(readable, key)) is not None]
-        return [copy for _, copy in found], [tier.index for tier, _ in found]
-
-    def _gds_readable(
-        self, copies: Sequence[ChunkCopy], tiers: Sequence[int]
-    ) -> Sequence[bool]:
-        """Return, for each copy, whether workers can read the copy straight from its tier.
-
-        Args:
-            copies: Resident copies.
-            tiers: Index of the tier of each copy.
-        """
-        gds = self._stack.gds
-        answers = [False] * len(copies)
-        if gds is None or gds.tier not in tiers:
-            return answers
-        positions = [at for at, tier in enumerate(tiers) if tier == gds.tier]
-        readable = gds.readable([copies[at].slot for at in positions])
-        for at, answer in zip(positions, readable, strict=True):
-            answers[at] = answer
-        return answers
-
-    def _begin_reads(self, tier: TierState, copies: Collection[ChunkCopy]) -> None:
-        """Pin copies that workers will read from ``tier``; count hits there and RAM misses."""
-        tier.pin(copies)
-        tier.count_hits(copies)
-        self._ram.counters.misses += len(copies)
 
     def end_step(self) -> None:
         """Grant queued requests their chunks within the budget, in the order of the queue."""
@@ -267,8 +152,10 @@ class Promoter:
             if not record.is_late:  # else the job was counted at its deadline
                 tier.counters.record_failure(outcome, reading=True)
         stack.publish(ram, arrived)
-        moved = self._drop_moved(record, result)
         unread = {source for source, _, _ in failures}
+        moved = [source for source in record.moved if source not in unread]
+        for source in moved:
+            stack.drop(tier, source)
         read = [
             source
             for source in record.sources.copies
@@ -277,24 +164,11 @@ class Promoter:
         tier.touch(read, stack.ctx)
         self._grants.record_arrived(arrived)
         tier.counters.promoted += len(arrived)
-        return moved
+        return [ram.copies[source.key] for source in moved]
 
     # -- deciding ---------------------------------------------------------------------------
 
-    def _is_direct(self, hit: _Hit, in_ram: Sequence[ChunkCopy]) -> bool:
-        """Return whether ``hit`` may be loaded before its chunks are in RAM.
-
-        Args:
-            hit: A hit with chunks in slower tiers or on their way to RAM.
-            in_ram: The copies of ``hit`` in RAM.
-        """
-        if not self._stack.limits.direct_loads:
-            return False
-        if any(copy.state != _RESIDENT for copy in in_ram):
-            return False
-        return self._worthwhile(hit)[1] is None
-
-    def _worthwhile(self, hit: _Hit) -> tuple[_Hit, LoadChoice | None]:
+    def worthwhile(self, hit: Hit) -> tuple[Hit, LoadChoice | None]:
         """Return the chunks of ``hit`` to load, and the decision of the cost model.
 
         The decision is None if all chunks are to be loaded.
@@ -306,7 +180,7 @@ class Promoter:
         choice = stack.cost_model.choose(hit.tiers, counted=counted, now=stack.ctx.now)
         return (hit, None) if choice is None else (hit.head(choice.kept), choice)
 
-    def _readable(self, request: RequestState | None) -> Sequence[TierState]:
+    def readable(self, request: RequestState | None) -> Sequence[TierState]:
         """Return the slower tiers that ``request`` may read."""
         if request is None:
             return self._stack.readable(None, with_shared=False)
@@ -322,8 +196,8 @@ class Promoter:
             may_wait: Whether the request may wait. If not, the chunks that fit now are granted.
         """
         stack, grants = self._stack, self._grants
-        readable = self._readable(request)
-        hit, choice = self._worthwhile(_Hit(*stack.find_leading(request.wanted, readable)))
+        readable = self.readable(request)
+        hit, choice = self.worthwhile(Hit(*stack.find_leading(request.wanted, readable)))
         cost = hit.cost
         may_wait = may_wait and cost <= grants.budget
         if not grants.fits(request, cost):
@@ -341,7 +215,7 @@ class Promoter:
         grants.await_arrival(request)
         return True
 
-    def _promote(self, request: RequestState, hit: _Hit, *, may_wait: bool) -> int | None:
+    def _promote(self, request: RequestState, hit: Hit, *, may_wait: bool) -> int | None:
         """Plan jobs that promote ``hit``, or only its first chunks if slots are few.
 
         Returns:
@@ -360,13 +234,13 @@ class Promoter:
         if not sources:
             return 0
         tiers = [tier for tier in hit.tiers if tier][: len(sources)]
-        for job_id, copies in self._plan(sources, tiers):
+        for job_id, copies in self.plan(sources, tiers):
             self._grants.grant(request, copies, job_id)
         return len(sources)
 
     # -- jobs -------------------------------------------------------------------------------
 
-    def _plan(
+    def plan(
         self, sources: Sequence[ChunkCopy], tiers: Sequence[int]
     ) -> list[tuple[JobId, Sequence[ChunkCopy]]]:
         """Allocate RAM slots for chunks, evicting if needed, and plan the jobs that fill them.
@@ -396,7 +270,7 @@ class Promoter:
         return jobs
 
     def _choose_moved(self, index: int, sources: Sequence[ChunkCopy]) -> set[ChunkCopy]:
-        """Ask the placement policy how to promote ``sources``; return the sources to drop."""
+        """Ask the placement policy how to promote ``sources``; return the sources to move."""
         ways = self._stack.placement.promote_many(sources, index, self._stack.ctx)
         if Promotion.MOVE not in ways:
             return set()
@@ -414,28 +288,3 @@ class Promoter:
         for copy in record.destinations:
             if self._ram.expire(copy):
                 self._grants.record_missing(copy)
-
-    def _drop_moved(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Drop the source copies of moved chunks; return the RAM copies of these chunks."""
-        moved: list[ChunkCopy] = []
-        if not record.moved:
-            return moved
-        tier = self._stack.tiers[record.source]
-        for source, copy, outcome in zip(
-            record.sources.copies, record.destinations, result.outcomes, strict=True
-        ):
-            if source in record.moved and outcome is _DONE:
-                moved.append(copy)
-                self._stack.drop(tier, source)
-        return moved
-
-
-def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
-    """Return ``copy`` if it is resident or being promoted, else None.
-
-    A direct load cannot use a copy that a worker is storing, because a failed store is not
-    reported to waiting workers.
-    """
-    if copy is None or copy.state == _RESIDENT:
-        return copy
-    return copy if copy.state == _WRITING and copy.origin else None

@@ -44,7 +44,7 @@ class TierCounters:
     misses: int = 0
     """Requests with a missing chunk, each counted once; in RAM also each promoted chunk."""
     stored: int = 0
-    """Chunks that became resident, from any source."""
+    """Chunks written to this tier by a store, a promotion or a demotion."""
     evicted: int = 0
     """Chunks evicted to free slots."""
     followed: int = 0

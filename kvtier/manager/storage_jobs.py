@@ -42,7 +42,7 @@ class JobRecord:
         destinations: The copies written, each pinned by this job.
         epoch: The cache epoch of the job. After a reset the job's result only frees slots.
         is_late: Whether the job's deadline has passed.
-        moved: The sources to drop once their bytes arrive.
+        moved: The sources to drop once their bytes arrive, in the order of ``sources``.
         is_eviction: Whether the sources are victims, in eviction order.
     """
 
@@ -52,7 +52,7 @@ class JobRecord:
     destinations: Sequence[ChunkCopy]
     epoch: int
     is_late: bool = False
-    moved: Collection[ChunkCopy] = ()
+    moved: Sequence[ChunkCopy] = ()
     is_eviction: bool = False
 
     @property
@@ -103,12 +103,11 @@ class StorageJobs:
             if record.is_late and record.is_promotion
         )
 
-    def slots_to_free(self, tier: int) -> int:
-        """Return how many slots of ``tier`` become free when promotions in flight end."""
-        return sum(
-            len(record.moved)
+    def is_moving_from(self, tier: int) -> bool:
+        """Return whether promotions in flight, not late, move chunks out of ``tier``."""
+        return any(
+            record.moved and record.source == tier and not record.is_late
             for record in self._records.values()
-            if record.source == tier and not record.is_late
         )
 
     def plan(
@@ -152,7 +151,7 @@ class StorageJobs:
                 sources=part,
                 destinations=copies,
                 epoch=stack.epoch,
-                moved={copy for copy in part.copies if copy in moved} if moved else (),
+                moved=[copy for copy in part.copies if copy in moved] if moved else (),
                 is_eviction=is_eviction,
             )
             planned.append((self._add(record, targets), copies))

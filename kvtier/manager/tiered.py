@@ -22,6 +22,7 @@ from types import MappingProxyType
 from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
+from kvtier.manager.direct import DirectLoads
 from kvtier.manager.grants import (
     DEFERRED,
     Grants,
@@ -56,7 +57,7 @@ class TieredOffloadingManager:
         tiers: The tiers, fastest first; index 0 is RAM.
         placement: Decides what moves between tiers.
         conditions: The conditions on writes to slower tiers, in order. Each condition sees only
-            the chunks that the placement and the earlier conditions admitted.
+            the chunks that the earlier conditions admitted.
         limits: Bounds to keep.
         slot_status: The workers' reports about RAM slots.
         record_events: Whether the caller calls :meth:`take_events`.
@@ -102,11 +103,10 @@ class TieredOffloadingManager:
         self._promoter = Promoter(stack, self._jobs, self._grants)
         rules = HitRules(groups)
         self._questions = Questions(stack, self._jobs, rules)
-        self._lookup = HitLookup(stack, rules, self._grants, self._promoter, self._questions)
+        self._loader = Loader(stack, self._grants, self._demoter)
+        self._direct = DirectLoads(stack, self._grants, self._promoter, self._loader)
+        self._lookup = HitLookup(stack, rules, self._grants, self._direct, self._questions)
         self._storer = Storer(stack, self._grants, self._demoter)
-        self._loader = Loader(
-            stack, grants=self._grants, promoter=self._promoter, demoter=self._demoter
-        )
         self._quarantine = Quarantine(stack, self._jobs)
         self._requests: dict[str, RequestState] = {}
 
@@ -186,8 +186,11 @@ class TieredOffloadingManager:
         if request is not None:
             request.has_kv = True
         terms = NO_TERMS if request is None else request.terms
+        copies = self._stack.ram.resident(keys)
         with self._stack.naming_request(req_id, terms):
-            return self._loader.prepare(keys, req_id, request)
+            if len(copies) == len(keys):
+                return self._loader.prepare(keys, copies, req_id, request)
+            return self._direct.prepare(keys, copies, req_id, request)
 
     def complete_load(
         self,

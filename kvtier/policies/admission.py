@@ -44,10 +44,11 @@ class Admission(ABC):
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``.
 
-        The manager calls this method right before ``copy`` is written, after the placement and
-        the earlier conditions have admitted ``copy``. The manager may call again for the same
-        chunk: after a refusal, if no slot was free, or if ``tier`` evicted the chunk. Each
-        write of a chunk to RAM has its own ``copy.generation``; a copy in a slower tier has 0.
+        The manager calls this method right before ``copy`` is written, after the earlier
+        conditions have admitted ``copy``. The manager may call again for the same chunk: after
+        a refusal, if no slot was free, or if ``tier`` evicted the chunk. Each write of a chunk
+        to RAM has its own ``copy.generation``; a copy in a slower tier has 0. A refused victim
+        is still evicted.
 
         Args:
             copy: The source, in RAM or in a slower tier.

@@ -325,8 +325,8 @@ class Placement(ABC):
     placement must be bounded.
 
     A placement does not make three decisions. :class:`Eviction` picks the victims of a full
-    tier. ``copy.terms`` excludes tiers for a request. The settings ``admit`` and
-    ``write_budget_per_day`` apply after :meth:`admit`.
+    tier. ``copy.terms`` excludes tiers for a request. An :class:`~kvtier.policies.Admission`
+    may refuse a chunk that the placement sends to a tier.
 
     Args:
         tiers: Number of tiers, RAM included.
@@ -362,32 +362,11 @@ class Placement(ABC):
             Indices of slower tiers, each once; empty if RAM suffices.
         """
 
-    def admit(
-        self,
-        copy: ChunkCopy,  # noqa: ARG002 - a default that works
-        tier: int,  # noqa: ARG002
-        ctx: PolicyContext,  # noqa: ARG002
-    ) -> bool:
-        """Return whether ``copy`` may enter ``tier``. A refused victim is still evicted.
-
-        The manager calls this method after :meth:`place` or :meth:`demote` returned ``tier``,
-        right before ``copy`` is sent. The default implementation admits all copies.
-        """
-        return True
-
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
         """Return the answer of :meth:`place` for each of ``copies``."""
         return [self.place(copy, ctx) for copy in copies]
-
-    def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
-    ) -> Sequence[bool]:
-        """Return the answer of :meth:`admit` for each of ``copies``."""
-        if type(self).admit is Placement.admit:
-            return [True] * len(copies)
-        return [self.admit(copy, tier, ctx) for copy in copies]
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:

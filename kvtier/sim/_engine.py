@@ -25,8 +25,7 @@ from itertools import count
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import NO_SLOT, LoadPlan, TieredOffloadingManager
-from kvtier.manager.hits import Prompt
+from kvtier.manager import NO_SLOT, LoadPlan, Prompt, TieredOffloadingManager
 from kvtier.policies.base import session_terms
 from kvtier.sim.time_model import TimeModel, TransferModel
 from kvtier.types import Job, Outcome, Purpose, TransferResult

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
+from kvtier.manager import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies.base import (
     ChunkCopy,
     CopyState,

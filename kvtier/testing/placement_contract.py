@@ -53,7 +53,6 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = query.copies, query.tier
         return [
             [tuple(places) for places in policy.place_many(copies, ctx)],
-            list(policy.admit_many(copies, tier, ctx)),
             list(policy.promote_many(copies, tier, ctx)),
             list(policy.demote_many(copies, tier - 1, ctx)),
         ]
@@ -66,7 +65,6 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = query.copies, query.tier
         return [
             [tuple(policy.place(copy, ctx)) for copy in copies],
-            [policy.admit(copy, tier, ctx) for copy in copies],
             [policy.promote(copy, tier, ctx) for copy in copies],
             [policy.demote(copy, tier - 1, ctx) for copy in copies],
         ]
@@ -93,15 +91,12 @@ class PlacementContract(DecisionContract[Placement, object]):
                 with noting(tiers=tiers, source=source):
                     self._check_targets(tiers, source)
 
-    def test_a_promotion_is_a_promotion_and_an_admission_yes_or_no(self) -> None:
+    def test_a_promotion_is_a_promotion(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
         for query in make_queries(60):
             query.apply_to(ctx)
-            copies, tier = query.copies, query.tier
-            ways = placement.promote_many(copies, tier, ctx)
+            ways = placement.promote_many(query.copies, query.tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
-            answers = placement.admit_many(copies, tier, ctx)
-            assert all(isinstance(answer, bool) for answer in answers)
 
     def test_what_holds_for_all_chunks_never_changes(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()

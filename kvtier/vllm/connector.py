@@ -39,7 +39,7 @@ from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import UnsupportedError
 from kvtier.logs import get_logger
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, read_vllm_config

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.connector.groups import CacheGroup
 from kvtier.keys import counting_group
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 
 __all__ = ["EngineFacts", "data_parallel_rank", "kv_dtype", "read_vllm_config"]
 

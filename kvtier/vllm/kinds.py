@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.connector.groups import CacheGroup
 from kvtier.errors import UnsupportedError
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec

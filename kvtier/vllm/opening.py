@@ -23,7 +23,7 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.logs import get_logger
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copiers import open_gds
 from kvtier.memory.copy import KVBlocks

@@ -51,8 +51,7 @@ from kvtier.connector.metrics import METRICS, Kind, Metric, Reporter
 from kvtier.connector.service import CacheService
 from kvtier.errors import UnsupportedError
 from kvtier.logs import get_logger
-from kvtier.manager import NOTHING_TO_STORE
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import NOTHING_TO_STORE, GroupReach
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.memory.slot_layout import RankShare

@@ -29,7 +29,7 @@ from kvtier.config import (
 from kvtier.coverage import KeyRules, Prompt, PromptLine, Stores, check_prompt, to_prompt
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.os.iopool import IoPool
 from kvtier.os.memory import open_anonymous
 from kvtier.tiers.base import Fields

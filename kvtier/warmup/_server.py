@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.coverage import KeyRules, Prompt, PromptLine, Stores, check_prompt
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.printable import printable
 from kvtier.warmup._stores import readable
 

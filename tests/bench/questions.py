@@ -26,7 +26,7 @@ from kvtier.config import KvtierConfig, load_config
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.keys import ChunkKey, make_key
-from kvtier.manager.hits import GroupReach, Prompt
+from kvtier.manager import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import LayoutFingerprint
 

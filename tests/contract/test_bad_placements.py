@@ -122,28 +122,6 @@ class SaysWhere(Plain):
         return 0  # type: ignore[return-value]
 
 
-class SaysHowOften(Plain):
-    """Answers with a number where yes or no is due."""
-
-    @override
-    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
-        return copy.hits  # type: ignore[return-value]
-
-
-class AdmitsBatches(Plain):
-    """Refuses single chunks only."""
-
-    @override
-    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
-        return copy.hits > 0
-
-    @override
-    def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
-    ) -> Sequence[bool]:
-        return [True] * len(copies)
-
-
 class AnswersForOne(Plain):
     """Gives one answer for all."""
 
@@ -247,7 +225,7 @@ class LooksBack(LogsDepths):
 PLACES = "test_places_are_slower_tiers_once_each"
 TARGETS = "test_victims_are_demoted_to_declared_targets"
 CONSTANT = "test_what_holds_for_all_chunks_never_changes"
-TYPES = "test_a_promotion_is_a_promotion_and_an_admission_yes_or_no"
+TYPES = "test_a_promotion_is_a_promotion"
 BOUNDED = "test_its_memory_is_bounded_and_has_no_copy"
 NO_GROWTH = "test_the_work_per_chunk_does_not_grow"
 
@@ -273,8 +251,6 @@ BAD_PLACEMENTS: list[tuple[type[Placement], str]] = [
     (ChangesTargets, CONSTANT),
     (ChangesUses, CONSTANT),
     (SaysWhere, TYPES),
-    (SaysHowOften, TYPES),
-    (AdmitsBatches, LIKE_SINGLE_CALLS),
     (AnswersForOne, LIKE_SINGLE_CALLS),
     (DrawsLots, SAME_ANSWERS),
     (DrawsLots, PURE),

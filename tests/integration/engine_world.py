@@ -28,8 +28,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.keys import ChunkKey, group_of, make_key, strip_adapter
-from kvtier.manager import LoadPlan, StorePlan
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach, LoadPlan, StorePlan
 from kvtier.memory.copy_plan import BlockCopyPlan
 from kvtier.types import Outcome
 from kvtier.vllm import connector as entry_point

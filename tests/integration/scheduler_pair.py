@@ -41,8 +41,7 @@ from kvtier.connector.figures import EngineStatistics
 from kvtier.connector.protocols import RequestContext
 from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
-from kvtier.manager import LoadPlan, StorePlan
-from kvtier.manager.hits import GroupReach, HitRules, Prompt
+from kvtier.manager import GroupReach, HitRules, LoadPlan, Prompt, StorePlan
 from kvtier.types import Outcome
 from tests.integration.engine_world import EngineWorld, NotesConnector
 from tests.integration.scheduler_setup import Setup

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvtier.connector.groups import CacheGroup
 from kvtier.errors import UnsupportedError
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 from kvtier.vllm.kinds import cache_groups, require_known_specs
 
 COMMON: dict[str, Any] = {

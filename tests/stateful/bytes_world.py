@@ -29,8 +29,7 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.keys import ChunkKey, make_key
-from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
-from kvtier.manager.hits import Reach
+from kvtier.manager import ManagerLimits, Reach, StorePlan, TieredOffloadingManager, TierState
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.slot_layout import RankShare
 from kvtier.os.memory import open_anonymous

@@ -21,7 +21,7 @@ from kvtier.connector.groups import GroupLayout, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.protocols import BoundaryState, Step
 from kvtier.connector.scheduler import ConnectorScheduler
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 
 Learn = Callable[[Sequence[int], Sequence[bytes], int], None]
 """Takes tokens, the hashes of their blocks, and the tokens of a hash."""

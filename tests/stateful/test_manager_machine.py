@@ -23,8 +23,16 @@ from hypothesis.stateful import (
 )
 
 from kvtier.keys import ChunkKey, group_of
-from kvtier.manager import NO_LOAD, LoadPlan, ManagerLimits, StorePlan
-from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
+from kvtier.manager import (
+    NO_LOAD,
+    GroupReach,
+    HitRules,
+    LoadPlan,
+    ManagerLimits,
+    Prompt,
+    Reach,
+    StorePlan,
+)
 from kvtier.policies import CopyState, TieredPlacement
 from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeGdsSlots, FakeSlotStatus

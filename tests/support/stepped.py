@@ -15,8 +15,7 @@ from typing import Any, Literal, cast
 
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
-from kvtier.manager import ManagerLimits
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach, ManagerLimits
 from kvtier.transfer import ChannelStatistics
 from kvtier.types import Job, JobId, Outcome, TransferResult
 from tests.support.fakes import FakeSlotStatus

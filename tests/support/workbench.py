@@ -9,13 +9,14 @@ from kvtier.keys import ChunkKey, group_filter, make_key
 from kvtier.manager import (
     CostModel,
     GdsSource,
+    GroupReach,
     LoadPlan,
     ManagerLimits,
+    Prompt,
     StorePlan,
     TieredOffloadingManager,
     TierState,
 )
-from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.policies import (
     Admission,
     CopyState,

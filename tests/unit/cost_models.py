@@ -14,13 +14,12 @@ CHUNK_S = TOKENS * US_PER_TOKEN
 """What computing a chunk takes: a tier is as fast as computing at 655 MB/s."""
 
 
-def cost_model(*, margin: float = 1.0, recompute_s: float | None = US_PER_TOKEN) -> CostModel:
+def cost_model(*, recompute_s: float | None = US_PER_TOKEN) -> CostModel:
     return CostModel(
         tiers=3,
         chunk_nbytes=CHUNK,
         chunk_tokens=TOKENS,
         recompute_s_per_token=recompute_s,
-        margin=margin,
     )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import TieredOffloadingManager
-from kvtier.manager.hits import Prompt
+from kvtier.manager import Prompt, TieredOffloadingManager
 from kvtier.types import Outcome, TransferResult
 
 __all__ = ["replay_references"]

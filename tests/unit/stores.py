@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.config import NvmeTierConfig
 from kvtier.connector.groups import describe_groups
 from kvtier.keys import ChunkKey
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.base import TierContext

@@ -11,8 +11,7 @@ import pytest
 from typing_extensions import override
 
 from kvtier.errors import ClosedError
-from kvtier.manager import NO_SLOT, ManagerLimits
-from kvtier.manager.hits import Prompt
+from kvtier.manager import NO_SLOT, ManagerLimits, Prompt
 from kvtier.policies import ChunkCopy, Evictable, PolicyContext
 from kvtier.policies.eviction import Lru
 from kvtier.types import Job, Outcome, TransferResult

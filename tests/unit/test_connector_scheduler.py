@@ -13,7 +13,7 @@ from kvtier.connector.scheduler import NOTHING_TO_DO
 from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 from kvtier.transfer import TransferEngine
 from tests.support.stepped import SteppedEngine
 from tests.unit.toy_engine import (

@@ -7,7 +7,7 @@ import pytest
 from kvtier.connector.groups import CacheGroup
 from kvtier.connector.metadata import BlockSpec
 from kvtier.connector.protocols import BoundaryState
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 from tests.unit.toy_engine import FULL, TOKENS, ToyEngine, ToyRequest, window
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.keys import ChunkKey, make_key
-from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
+from kvtier.manager import GroupReach, HitRules, Prompt, Reach
 
 PREFIX, WINDOW, LOCAL, STATE = Reach.PREFIX, Reach.WINDOW, Reach.LOCAL, Reach.STATE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 
@@ -86,6 +87,21 @@ async def test_a_tier_that_need_not_be_asked_is_not_asked(
     engine.shared.asks_before_adding = False
     assert await engine.store(range(3)) == [DONE] * 3
     assert engine.calls() == [("add", 3)]
+
+
+async def test_a_store_that_a_reset_overtakes_uses_no_keys_of_the_new_epoch(
+    engines: tuple[Engine, Engine],
+) -> None:
+    engine, other = engines
+    engine.service.hang()
+    async with asyncio.TaskGroup() as group:
+        storing = group.create_task(engine.store([0]))
+        await asyncio.sleep(0)  # runs the task until the service hangs
+        await engine.tier.reset()
+        engine.service.release()
+    assert storing.result() == [DONE]
+    assert await engine.load([0]) == [MISSING]
+    assert await other.load([0]) == [DONE]
 
 
 async def test_a_chunk_that_was_missing_never_replaces_one_that_another_engine_stored(

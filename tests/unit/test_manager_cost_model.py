@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.manager import ManagerLimits
-from kvtier.manager.hits import GroupReach, Reach
+from kvtier.manager import GroupReach, ManagerLimits, Reach
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.workbench import Workbench, prefix
 from tests.unit.cost_models import CHUNK_S, TOKENS, cost_model, measure

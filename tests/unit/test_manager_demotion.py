@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
-from kvtier.policies import ChunkCopy, PolicyContext, TieredPlacement
+from kvtier.policies import Admission, ChunkCopy, PolicyContext
 from kvtier.types import Outcome, Purpose
 from tests.support.workbench import Workbench, prefix
 
@@ -17,10 +17,10 @@ def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
     return ManagerLimits(pin_budget=8, reserve=reserve, queue=queue)
 
 
-class Choosy(TieredPlacement):
+class Choosy(Admission):
     """Lets nothing but prompt 0 into slower tiers."""
 
-    def admit(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         return copy.key.startswith(b"0.")
 
 
@@ -185,8 +185,8 @@ def test_a_full_slower_tier_makes_room_by_its_own_order() -> None:
     assert bench.resident(1) == {*prefix(2), *prefix(1, of=1)}
 
 
-def test_chunks_that_the_placement_refuses_are_not_dirty() -> None:
-    bench = Workbench(4, 8, placement=Choosy(tiers=2, write="through"))
+def test_chunks_that_an_admission_refuses_are_not_dirty() -> None:
+    bench = Workbench(4, 8, conditions=[Choosy(capacity=12)])
     bench.store([*prefix(1), *prefix(1, of=1)])
     (job,) = bench.step()
     assert job.keys == prefix(1)
@@ -335,10 +335,9 @@ def test_a_victim_counts_as_a_use_of_its_copy_in_the_slower_tier() -> None:
     assert bench.resident(1) == {*prefix(1), *prefix(1, of=2)}
 
 
-def test_a_victim_the_placement_refuses_is_lost() -> None:
-    bench = Workbench(
-        2, 8, placement=Choosy(tiers=2, write="evict"), limits=limits(reserve=1.0)
-    )
+def test_a_victim_that_an_admission_refuses_is_lost() -> None:
+    conditions = [Choosy(capacity=10)]
+    bench = Workbench(2, 8, write="evict", conditions=conditions, limits=limits(reserve=1.0))
     bench.store([*prefix(1), *prefix(1, of=1)])
     (job,) = bench.step()
     assert job.keys == prefix(1)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.manager import NO_GENERATION, NO_SLOT, ManagerLimits
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import NO_GENERATION, NO_SLOT, GroupReach, ManagerLimits
 from kvtier.types import Outcome
 from tests.support.fakes import FakeGdsSlots
 from tests.support.workbench import Workbench, prefix

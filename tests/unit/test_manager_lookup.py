@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.manager import ManagerLimits
-from kvtier.manager.hits import GroupReach, Prompt, Reach
+from kvtier.manager import GroupReach, ManagerLimits, Prompt, Reach
 from kvtier.policies import RequestTerms
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.manager import ManagerLimits
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach, ManagerLimits
 from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import CostModel, ManagerLimits
-from kvtier.manager.hits import GroupReach, Reach
+from kvtier.manager import CostModel, GroupReach, ManagerLimits, Reach
 from kvtier.policies.base import RequestTerms
 from kvtier.types import Job, Outcome, Purpose, QuestionPart, TransferResult
 from tests.support.workbench import Workbench, prefix

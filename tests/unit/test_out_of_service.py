@@ -10,7 +10,7 @@ from kvtier.config import parse_config
 from kvtier.connector import storage
 from kvtier.connector.figures import collect_statistics
 from kvtier.connector.service import CacheService
-from kvtier.manager.hits import GroupReach, Prompt
+from kvtier.manager import GroupReach, Prompt
 from kvtier.memory import RegionGeometry
 from kvtier.transfer import ChannelStatistics
 from kvtier.types import LayoutFingerprint

@@ -30,6 +30,7 @@ from kvtier.sim.single import BELADY, TouchOrder, simulate_single
 from kvtier.sim.traces import generate
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import prefix
+from tests.unit.cost_models import kept, measure
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
@@ -256,6 +257,15 @@ def test_a_file_that_names_a_class_which_does_not_load_is_refused_with_its_line(
 def test_a_policy_of_another_package_may_place(name: str) -> None:
     assert written_at_once(managed_by("policy: tiered"))
     assert not written_at_once(managed_by(f"policy: {name}"))
+
+
+@pytest.mark.parametrize(("load_if", "loaded"), [("worthwhile", 0), ("always", 8)])
+def test_slow_loads_are_skipped_unless_the_file_says_always(load_if: str, loaded: int) -> None:
+    model = managed_by(f"load_if: {load_if}", "recompute_per_token: 1us").cost_model
+    measure(model, 1, 8, seconds=1.0)
+    assert model.figures().load_costs[1] is not None
+    assert kept(model, [1] * 8) == loaded
+    assert model.would_load(1, 8, counted=8, now=0.0) == bool(loaded)
 
 
 @pytest.mark.usefixtures("mine")

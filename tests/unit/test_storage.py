@@ -15,7 +15,7 @@ from kvtier.config import KvtierConfig, TierConfig, parse_config
 from kvtier.connector import storage
 from kvtier.connector.service import CacheService
 from kvtier.errors import CapacityError, ClosedError
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.tier_harness import make_keys
 from kvtier.tiers.base import TierContext

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.connector.timing import StepClock
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 
 
 class Played:

@@ -14,7 +14,7 @@ from kvtier.connector import storage
 from kvtier.connector.service import CacheService
 from kvtier.errors import ClosedError
 from kvtier.keys import ChunkKey
-from kvtier.manager.hits import GroupReach, Prompt
+from kvtier.manager import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import Job, LayoutFingerprint
 from tests.support.memory_tier import MemoryTier

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.connector.groups import CacheGroup
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 from kvtier.vllm.engine import EngineFacts, read_vllm_config
 from tests.unit.vllm_kv import BLOCKS, FullAttentionSpec, groups_of, kv_cache_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.connector.groups import CacheGroup
 from kvtier.errors import UnsupportedError
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach
 from kvtier.vllm.kinds import cache_groups
 from tests.unit.vllm_kv import (
     KINDS,

@@ -13,7 +13,7 @@ import torch
 from kvtier.config import KvtierConfig, NvmeTierConfig, VllmEntryPoint, load_config
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import ConfigError, UnsupportedError
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.memory import HostRegion
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import RankShare

@@ -22,7 +22,7 @@ from kvtier.coverage import (
 )
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.keys import make_key
-from kvtier.manager.hits import GroupReach, Reach
+from kvtier.manager import GroupReach, Reach
 from kvtier.tiers.slab.inspect import StoredNamespace
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.tiers.slab.piece_io import hash_key

@@ -14,8 +14,7 @@ from kvtier.connector.protocols import BoundaryState, Step
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey
-from kvtier.manager import StorePlan
-from kvtier.manager.hits import Reach
+from kvtier.manager import Reach, StorePlan
 from tests.support.stepped import SteppedCache
 
 TOKENS = 16

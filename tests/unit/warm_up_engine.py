@@ -15,7 +15,7 @@ from kvtier.connector.groups import describe_groups
 from kvtier.coverage import BlockHasher, Scope
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, make_key
-from kvtier.manager.hits import GroupReach
+from kvtier.manager import GroupReach
 from kvtier.os.iopool import IoPool
 from kvtier.testing.tier_harness import make_sources
 from kvtier.tiers.base import TierContext

@@ -155,9 +155,10 @@ class KeyedTier(StorageTier, KeyFinder):
         """
         self._require_open()
         check_batch(self, keys, slots, sources)
+        names = self._names(keys)
         found: Iterable[bool] = [False] * len(keys)
         if self._shared.asks_before_adding:
-            found = await self._reach(self._shared.contains(self._names(keys)))
+            found = await self._reach(self._shared.contains(names))
         await self._read_again(keys, purpose)
         lacking = [
             not is_there or key in self._doubted
@@ -165,11 +166,9 @@ class KeyedTier(StorageTier, KeyFinder):
         ]
         if not any(lacking):
             return SlotOutcomes([_DONE] * len(keys))
-        stored = iter(
-            await self._store(
-                list(compress(keys, lacking)), list(compress(sources, lacking)), purpose
-            )
-        )
+        keys, names = list(compress(keys, lacking)), list(compress(names, lacking))
+        sources = list(compress(sources, lacking))
+        stored = iter(await self._store(keys, names, sources, purpose))
         outcomes = [next(stored) if is_lacking else _DONE for is_lacking in lacking]
         return _with_error(outcomes, "the service did not store a value")
 
@@ -234,10 +233,14 @@ class KeyedTier(StorageTier, KeyFinder):
                     await self.read([key], [0], [self._scratch], purpose=purpose)
 
     async def _store(
-        self, keys: Sequence[ChunkKey], sources: Sequence[memoryview], purpose: Purpose
+        self,
+        keys: Sequence[ChunkKey],
+        names: Sequence[str],
+        sources: Sequence[memoryview],
+        purpose: Purpose,
     ) -> Sequence[Outcome]:
         """Store values by ``add``, or by ``put`` where the stored value has wrong bytes."""
-        names, values = self._names(keys), with_proof_buffers(sources)
+        values = with_proof_buffers(sources)
 
         def prove(name: str, value: Value) -> None:
             value.proof[:] = make_proof(name, value.payload)

@@ -18,7 +18,7 @@ from kvtier.connector.metrics import Reporter
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage, open_storage
 from kvtier.keys import ChunkKey
-from kvtier.manager.hits import GroupReach, Prompt
+from kvtier.manager import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import LayoutFingerprint
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
