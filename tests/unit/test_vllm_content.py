@@ -302,7 +302,7 @@ def test_workers_whose_memory_goes_while_they_copy_from_it_are_refused(
         assert worker.content(engine)
 
 
-def test_a_worker_without_kv_facts_is_refused() -> None:
+def test_a_worker_that_is_not_told_either_refuses() -> None:
     unknown = dataclasses.replace(FACTS, groups=((32, ("layer.7",)),))
     bare = Worker()
     del bare.config.model_config.hf_config
