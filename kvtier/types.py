@@ -36,7 +36,7 @@ class Purpose(enum.IntEnum):
 
     LOAD = 0
     """Tier -> GPU; a request waits."""
-    FIND = 1
+    QUESTION = 1
     """Ask a shared tier which chunks it has; a request waits. No bytes move."""
     PROMOTE = 2
     """Slower tier -> faster tier; a request waits or will wait."""
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     """A batch of moves from one tier to another, or a question to a shared tier.
 
     Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``. In a job
-    with purpose FIND, both tiers are the shared tier, and the slot numbers have no meaning.
+    with purpose QUESTION, both tiers are the shared tier, and the slot numbers have no meaning.
 
     A *device job*, with purpose LOAD or STORE, copies between ``gpu`` and ``ram``. It has no
     keys, and both slot numbers of a chunk are its RAM slot, or negative if it has none. If a
@@ -108,7 +108,7 @@ class Job(NamedTuple):
     @property
     def moves_nothing(self) -> bool:
         """Whether the job only asks a tier which chunks it has."""
-        return self.purpose is Purpose.FIND
+        return self.purpose is Purpose.QUESTION
 
 
 class QuestionPart(NamedTuple):

@@ -115,10 +115,10 @@ class _Import:
             on_progress(loaded.records)
 
     def _least_use(self) -> int:
-        """Return a logical time: chunks that were last used before it are not imported.
+        """Return the earliest last use (a logical time) of the chunks to import.
 
-        The chunks that were used at this time or later fit into the cache. If all chunks fit,
-        the time is 0.
+        The chunks that were used then or later fit into the cache. If all chunks fit, the time
+        is 0.
         """
         room = self._target.free_count
         if self._archive.manifest.chunks <= room:

@@ -96,7 +96,7 @@ class Manifest:
         # The manifest is written again and compared, because a changed blank is damage too.
         whole = _dump({**document, "checksum": checksum})
         if checksum != _checksum(document) or whole != text:
-            raise ManifestError("its bytes are not those written")
+            raise ManifestError("its checksum is wrong")
         fingerprint = LayoutFingerprint(
             document["fingerprint"], document["model"], tuple(document.get("groups", ()))
         )

@@ -98,7 +98,7 @@ class Bucket(Location):
 
 
 def open_location(text: str) -> Location:
-    """Return the location that a user names by a path or a URL.
+    """Return the location at a path or a URL.
 
     Raises:
         ConfigError: The URL does not name an object store, or the package for object stores is
@@ -114,7 +114,7 @@ def open_location(text: str) -> Location:
 
 
 def open_bucket(url: str) -> Bucket:
-    """Return the location in a bucket that ``url`` names.
+    """Return the location at the URL of a bucket and a prefix.
 
     Raises:
         ConfigError: The package obstore is missing, or the URL or the environment is wrong.

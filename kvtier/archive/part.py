@@ -154,7 +154,7 @@ class PartHeader:
             raise PartDamagedError(f"it ends at byte {len(header)}, within its header")
         *_, digest = _PREFIX.unpack_from(header)
         if _digest(header) != digest or name != f"{digest:016x}{PART_SUFFIX}":
-            raise PartDamagedError("the bytes of its header are not those written")
+            raise PartDamagedError("its header's checksum is wrong")
         document = json.loads(bytes(header[PREFIX_NBYTES:]))
         records = [
             Record(bytes.fromhex(key), *numbers)

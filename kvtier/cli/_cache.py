@@ -154,9 +154,9 @@ def explain(
 ) -> None:
     """Print where a chunk is, or why it was removed.
 
-    Also prints since when, and how often the chunk was loaded. Exits with 1 if the chunk is
-    gone. Only reads, and may run beside an engine. Pass a configuration file as DIR to ask its
-    shared tier.
+    Also prints the time of the store and the number of loads. Exits with 1 if the chunk is
+    not in the cache. Only reads, and may run beside an engine. Pass a configuration file as DIR
+    to ask its shared tier.
     """
     if directory.is_file() and directory.suffix in {".yaml", ".yml"}:
         _explain_shared(directory, key, namespace, as_json=as_json)

@@ -359,7 +359,7 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
         "where": f"slot {entry.slot:,}, byte {offset} of {answer.space.directory}/slots.bin",
         "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
         "loaded": used if entry.hits else "never",
-        "in line": f"{count_chunks(answer.less_recent)} were used less recently",
+        "eviction": f"{count_chunks(answer.less_recent)} were used less recently",
         **_reset_lines(answer.reset_at),
     }
 

@@ -95,7 +95,7 @@ def export_cache(  # noqa: PLR0913 - each is an option of the command
     location = open_location(out)
     slots = nbytes_of(space.directory / SLOTS) // space.layout.slot_nbytes
     began_s = time.monotonic()
-    with _working(f"exporting {space.name}", slots, space) as advance:
+    with explained(space), _resumable(), _progress(f"exporting {space.name}", slots) as advance:
         found = export_chunks(
             space,
             location,
@@ -136,7 +136,8 @@ def import_cache(
         source = open_archive(open_location(archive))
     space = namespace_for(source.manifest.layout, directory)
     began_s = time.monotonic()
-    with _working(f"importing {space.name}", source.manifest.chunks, space) as advance:
+    total = source.manifest.chunks
+    with explained(space), _resumable(), _progress(f"importing {space.name}", total) as advance:
         found = import_chunks(
             source, directory, capacity_bytes=capacity_bytes, on_progress=advance
         )
@@ -164,7 +165,8 @@ def merge_caches(
     location = open_location(out)
     layout = sources[0].manifest.layout
     began_s = time.monotonic()
-    with _working("merging", sum(each.manifest.chunks for each in sources)) as advance:
+    total = sum(each.manifest.chunks for each in sources)
+    with _resumable(), _progress("merging", total) as advance:
         compression = "zstd" if zstd else "none"
         found = merge_archives(sources, location, compression=compression, on_progress=advance)
     seconds = time.monotonic() - began_s
@@ -176,7 +178,7 @@ def verify_parts(text: str, limit: int, *, as_json: bool) -> None:
     with _resumable():
         archive = open_archive(open_location(text))
     began_s = time.monotonic()
-    with _working("verifying", archive.manifest.chunks) as advance:
+    with _resumable(), _progress("verifying", archive.manifest.chunks) as advance:
         damaged = verify_archive(archive, advance)
     seconds = time.monotonic() - began_s
     _finish(report_verify(archive, damaged, seconds, limit), as_json=as_json)
@@ -190,15 +192,9 @@ def _one_of(spaces: Sequence[StoredNamespace], directory: Path) -> StoredNamespa
 
 
 @contextlib.contextmanager
-def _working(
-    what: str, total: int, space: StoredNamespace | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar; yield a function that moves it. Convert errors to ConfigErrors."""
-    with contextlib.ExitStack() as stack:
-        if space is not None:
-            stack.enter_context(explained(space))
-        stack.enter_context(_resumable())
-        progress = stack.enter_context(show_bars())
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar; yield a function that moves it."""
+    with show_bars() as progress:
         yield functools.partial(progress.advance, progress.add_task(what, total=total))
 
 

@@ -88,7 +88,7 @@ def coverage(  # noqa: PLR0913 - each is an option of the command
     on_bad_line: OnBadLine = "fail",
     as_json: AsJson = False,
 ) -> None:
-    """Print how far prompts would hit in a cache.
+    """Print how many tokens of each prompt a cache has.
 
     Lists the prompts that would compute most. Starts no engine; vLLM is only needed for prompts
     that are not token ids. Only reads, and may run beside an engine.

@@ -29,7 +29,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
-    """Return ``config`` with the rank of one engine in place of each placeholder in a path.
+    """Return ``config`` with the rank of one engine in its paths, for each placeholder.
 
     Args:
         config: The configuration as read from its file.

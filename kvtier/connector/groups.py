@@ -112,7 +112,9 @@ def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
         UnsupportedError: There is no group, or hashes, blocks and chunks do not match.
     """
     if not options.groups:
-        raise UnsupportedError("the engine has no KV cache group that kvtier can store")
+        raise UnsupportedError(
+            "the engine has no KV cache group that kvtier can store: start vLLM without kvtier"
+        )
     return tuple(_layout(group, options) for group in options.groups)
 
 

@@ -206,7 +206,7 @@ class Reporter:
         self._last: dict[tuple[str, ...], tuple[float, ...]] = {}
 
     def is_due(self, *, steps_follow: bool = False) -> bool:
-        """Return whether :meth:`take` would read the source now; fast enough for every step.
+        """Return whether :meth:`take` would read the source now. This call is cheap.
 
         Args:
             steps_follow: Whether the caller knows that the source is active.

@@ -29,10 +29,10 @@ from kvtier.tiers.base import KeyFinder, StorageTier, TierContext
 from kvtier.tiers.part_hashes import PartHashKeeper
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import (
+    AskTier,
     BetweenTiers,
     BounceBuffer,
     EngineLimits,
-    FindInTier,
     FromTier,
     Route,
     ToTier,
@@ -249,7 +249,7 @@ def _routes(
         routes[ram, tier.name] = ToTier(region, tier, region.control, hashes)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
     if last.is_shared and isinstance(tiers[-1], KeyFinder):
-        routes[last.name, last.name] = FindInTier(tiers[-1])
+        routes[last.name, last.name] = AskTier(tiers[-1])
     if slots := region.geometry.bounce_range:
         bounce_buffer = BounceBuffer(region, slots)
         for upper, lower in combinations(tiers, 2):

@@ -111,8 +111,8 @@ class KeyRules:
             tokens_per_hash, groups = parse_groups(identity.groups)
         except ValueError as error:
             raise ConfigError(
-                f"{space.directory}: does not say how its engine cut prompts into chunks; "
-                "start an engine with this kvtier once"
+                f"{space.directory}: has no record of the chunk sizes, because an older kvtier "
+                "wrote it; start an engine on it once"
             ) from error
         return cls(
             groups, tokens_per_hash, algorithm, str(identity.fields.get("hash_seed", ""))
@@ -302,7 +302,7 @@ class CoverageReader:
         return np.array(wanted, dtype=np.intp)
 
     def _is_stored(self, missing: npt.NDArray[np.bool_], *, hit: int, best: int) -> bool:
-        """Return whether a warm-up would add nothing for a prompt.
+        """Return whether a cache has all chunks that a warm-up would store for a prompt.
 
         For sliding windows and recurrent states, an engine stores only the chunks that a hit
         needs. The engine may skip the chunks that only the longest possible hit needs.

@@ -138,7 +138,7 @@ def check_prompt(
             unknown.
     """
     if not prompt.tokens:
-        raise ConfigError("empty: the tokenizer makes no token of it; remove the line")
+        raise ConfigError("empty: it has no tokens; remove the line")
     if len(prompt.tokens) > most_tokens:
         problem = f"{len(prompt.tokens):,} tokens; the engine takes {most_tokens:,}"
         raise ConfigError(f"too long: {problem}; shorten it, or raise --max-model-len")

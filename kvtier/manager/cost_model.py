@@ -296,7 +296,7 @@ class CostModel:
         )
 
     def _proven_head(self, candidate: _Candidate, best: int) -> int:
-        """Return how many of the first ``best`` chunks to load.
+        """Return ``best``, or fewer chunks if the cost of loading them is not measured.
 
         If the cost of a tier is only a lower bound, at most a sample is loaded from the tier.
         """

@@ -35,7 +35,7 @@ _RESIDENT = CopyState.RESIDENT
 
 
 class LoadPlan(NamedTuple):
-    """For each chunk of a load, the RAM slot or the GDS read that provides it.
+    """The source of each chunk of a load: a RAM slot or a GDS read.
 
     Attributes:
         slots: RAM slot of each chunk, in the order of the keys; :data:`NO_SLOT` for a chunk

@@ -226,7 +226,7 @@ class EventLog:
         return self._take() if self.has_listener else []
 
     def end_step(self) -> None:
-        """Without a listener, free some of the copies that a reset removed."""
+        """Free some of the copies that a reset removed, if there is no listener."""
         if self.is_freeing:
             self._take()
 

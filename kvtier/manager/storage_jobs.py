@@ -166,7 +166,7 @@ class StorageJobs:
         self._planned.append(
             Job(
                 job_id=job_id,
-                purpose=Purpose.FIND,
+                purpose=Purpose.QUESTION,
                 source=tier.name,
                 destination=tier.name,
                 keys=keys,

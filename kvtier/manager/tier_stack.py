@@ -307,7 +307,7 @@ class TierStack:
         return first_resident(tiers, key) is not None
 
     def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
-        """Record the lookup of each key in every tier faster than the key's fastest tier."""
+        """Record a lookup of each key in the tiers that are faster than the key's fastest."""
         if not self.tracks_reuse:
             return
         mask = self._sampling

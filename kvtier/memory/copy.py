@@ -190,7 +190,7 @@ class BlockCopier(Copier):
     def _views(
         self, host: torch.Tensor, pages: Sequence[int], geometry: RegionGeometry
     ) -> list[tuple[slice, torch.Tensor]]:
-        """Return ranges of a staged row, each with a view of the same bytes in all slots.
+        """Return pairs: a range of a staged row, and a view of the same bytes in all slots.
 
         A view has the shape (slots, blocks, pages, words).
         """

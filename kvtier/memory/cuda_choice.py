@@ -6,7 +6,7 @@ memory on the device and page-locked scratch memory on the host, in fragments as
 engine's. The trial does not use slots, because another rank may already use them. A method that
 fails or copies wrong bytes is not chosen.
 
-Copies in batches leave all multiprocessors to the model. So staged copies must be clearly
+Copies in batches leave all multiprocessors to the model. So buffered copies must be clearly
 faster to be chosen.
 """
 
@@ -26,7 +26,7 @@ import torch
 from kvtier.errors import CudaError
 from kvtier.logs import get_logger
 from kvtier.memory.cuda_api import Addresses
-from kvtier.memory.cuda_methods import BatchMethod, Method, StagedMethod, Streams
+from kvtier.memory.cuda_methods import BatchMethod, BufferedMethod, Method, Streams
 from kvtier.memory.fragments import Fragments
 from kvtier.memory.streams import Driver
 from kvtier.units import approximate_size
@@ -42,7 +42,7 @@ _LONGEST_TO_STAGE_NBYTES: Final = 1 << 20
 """Staging is not tried if the median fragment is at least as long as this, because batches of
 such fragments are nearly as fast as the bus."""
 _LEAST_GAIN: Final = 1.1
-"""Staged copies are chosen if their rate is at least this multiple of the rate of batches."""
+"""Buffered copies are chosen if their rate is at least this multiple of that of batches."""
 _LEAST_S: Final = 1e-9
 
 
@@ -134,13 +134,15 @@ class _Trial:
         batch = self._rate(BatchMethod.name, lambda: self._batch, stores=stores)
         if batch is None or self._typical_nbytes >= _LONGEST_TO_STAGE_NBYTES:
             return [batch]
-        staged = self._rate(
-            StagedMethod.name, lambda: StagedMethod(self._driver, self._batch), stores=stores
+        buffered = self._rate(
+            BufferedMethod.name,
+            lambda: BufferedMethod(self._driver, self._batch),
+            stores=stores,
         )
-        if staged is None:
+        if buffered is None:
             return [batch]
-        gain = staged.bytes_per_s / batch.bytes_per_s
-        return [staged, batch] if gain >= _LEAST_GAIN else [batch, staged]
+        gain = buffered.bytes_per_s / batch.bytes_per_s
+        return [buffered, batch] if gain >= _LEAST_GAIN else [batch, buffered]
 
     def _rate(
         self, name: str, make_method: Callable[[], Method], *, stores: bool

@@ -6,10 +6,10 @@ bus. Stores and loads in ranges of 64 KiB reached half of the bus's rate, and lo
 rate with ranges of 64 KiB. But such a kernel occupies multiprocessors while the bus transfers:
 a step of small matrix products took up to 1.9 times as long beside it.
 
-:class:`StagedMethod` uses both. For a store, a kernel collects the ranges in a *staging buffer*
-on the device, in the order of the slots. A copy engine then copies whole slots. For a load, the
-copy engine fills the buffer and a kernel distributes the ranges. The device's memory is about
-fifty times as fast as the bus, so the kernel ends soon. docs/benchmarks.md has the
+:class:`BufferedMethod` uses both. For a store, a kernel collects the ranges in a *staging
+buffer* on the device, in the order of the slots. A copy engine then copies whole slots. For a
+load, the copy engine fills the buffer and a kernel distributes the ranges. The device's memory
+is about fifty times as fast as the bus, so the kernel ends soon. docs/benchmarks.md has the
 measurements.
 """
 
@@ -29,7 +29,7 @@ from kvtier.memory.pinning import cut
 from kvtier.memory.slot_layout import Indices
 from kvtier.memory.streams import CopyStream, Driver, Fence
 
-__all__ = ["STAGING_NBYTES", "BatchMethod", "Method", "StagedMethod", "Streams"]
+__all__ = ["STAGING_NBYTES", "BatchMethod", "BufferedMethod", "Method", "Streams"]
 
 STAGING_NBYTES: Final = 32 << 20
 """Bytes of a staging buffer."""
@@ -128,7 +128,7 @@ class BatchMethod(Method):
             )
 
 
-class StagedMethod(Method):
+class BufferedMethod(Method):
     """Copies through staging buffers, with one kernel and one batch per buffer.
 
     Fragments are copied in batches, without a buffer, if there are few, if one is longer than
@@ -142,7 +142,7 @@ class StagedMethod(Method):
         RuntimeError: There is not enough memory for the buffers.
     """
 
-    name = "staged"
+    name = "buffered"
 
     def __init__(self, driver: Driver, batch: BatchMethod) -> None:
         self._batch = batch

@@ -136,7 +136,7 @@ class RankShare:
         return (np.cumsum(nbytes) - nbytes) * self.parts + self.part * nbytes
 
     def runs(self, pages: Sequence[int]) -> Iterator[PageRun]:
-        """Yield the positions of the rank's pages in a place, as ranges of evenly spaced pages.
+        """Yield ranges of evenly spaced pages: the rank's pages in a place.
 
         Args:
             pages: Bytes of each page of a block, in the rank's own memory.

@@ -61,7 +61,7 @@ class TimedCalls:
         if self._last is None:
             start_thread(threading.Thread(target=self._work, name=self._name, daemon=True))
         elif not self._last.done():
-            raise TimeoutError("the call before has not ended")
+            raise TimeoutError("the previous call has not ended")
         self._last = future = Future[T]()
         future.set_running_or_notify_cancel()  # no waiter can cancel it
         self._queue.put((future, call))

@@ -57,7 +57,7 @@ class RequestTerms:
         return self.store_tiers is not None and not self.store_tiers
 
     def may_store_in(self, tier: int | None) -> bool:
-        """Return whether ``tier`` may store new chunks. None asks whether all tiers may."""
+        """Return whether new chunks may be stored in ``tier``, or in every tier for None."""
         return self.store_tiers is None or tier in self.store_tiers
 
 

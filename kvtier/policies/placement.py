@@ -96,5 +96,5 @@ class TieredPlacement(Placement):
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether ``name`` is a method of :class:`TieredPlacement`, not an override."""
+        """Return whether no derived class overrides the method ``name``."""
         return getattr(type(self), name) is getattr(TieredPlacement, name)

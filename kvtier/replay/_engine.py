@@ -125,7 +125,7 @@ class ReplayEngine:
             if self._step() or (coming and self.batcher.is_idle):
                 self._moved_s = time.monotonic()
             elif time.monotonic() - self._moved_s > _STALLED_S:
-                raise KvtierError(f"the replay's engine has not moved for {_STALLED_S:.0f} s")
+                raise KvtierError(f"the replay made no progress for {_STALLED_S:.0f} s")
         seconds = self._now_s()
         self._drain()
         return seconds

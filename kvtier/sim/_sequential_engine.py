@@ -27,7 +27,7 @@ from kvtier.types import Job, Purpose, TransferResult
 __all__ = ["SequentialEngine", "serve_fleet"]
 
 _TICK_S: Final = 0.01
-_AWAITED: Final = (Purpose.PROMOTE, Purpose.FIND)
+_AWAITED: Final = (Purpose.PROMOTE, Purpose.QUESTION)
 _ASK_AFTER_STEPS: Final = 16
 
 

@@ -82,7 +82,7 @@ class AdmissionContract(DecisionContract[Admission, bool]):
                 self.answers(both, there, other_ctx)
                 assert self.answers(both, query, same_ctx) == self.answers(alone, query, ctx)
 
-    def test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy(self) -> None:
+    def test_its_memory_is_in_proportion_to_the_cache_and_has_no_copy(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
         for query in make_queries(2000, chunks=8000, seed=3):
             self.answers(admission, query, ctx)

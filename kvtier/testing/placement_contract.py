@@ -85,7 +85,7 @@ class PlacementContract(DecisionContract[Placement, object]):
                         assert all(isinstance(tier, int) for tier in places)
                         assert len(set(places)) == len(places)
 
-    def test_what_leaves_goes_to_a_target_that_was_announced(self) -> None:
+    def test_victims_are_demoted_to_declared_targets(self) -> None:
         for tiers in (1, 2, 3, 4):
             for source in range(tiers):
                 with noting(tiers=tiers, source=source):
@@ -106,7 +106,7 @@ class PlacementContract(DecisionContract[Placement, object]):
             self.answers(placement, query, ctx)
             assert _of_all_chunks(placement) == before
 
-    def test_what_it_remembers_is_bounded_and_no_copy(self) -> None:
+    def test_its_memory_is_bounded_and_has_no_copy(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
         chunks = 1000 + 3 * self.most_keys
         for query in make_queries(chunks, chunks=4 * chunks, seed=3):

@@ -382,7 +382,7 @@ class KeyFinder(ABC):
     async def find(
         self, keys: Sequence[ChunkKey], parts: Sequence[QuestionPart]
     ) -> SlotOutcomes:
-        """Return for each key DONE if the tier seems to have its chunk, else MISSING.
+        """Return DONE for each key that the tier probably has, and MISSING for the others.
 
         Args:
             keys: Chunks of one prompt, group by group.

@@ -79,7 +79,7 @@ class Breaker:
         self.tripped = False
 
     def is_open(self, now: float) -> bool:
-        """Return whether every new job is refused at ``now``, even as a probe."""
+        """Return whether the breaker refuses every job at ``now``, probes included."""
         return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
@@ -132,7 +132,7 @@ class Channel:
     """Time before which failures are not logged, if the breaker is tripped."""
 
     def is_out_of_service(self, now: float) -> bool:
-        """Return whether every new job is refused at ``now``, even as a probe.
+        """Return whether the channel refuses every job at ``now``, probes included.
 
         During an exclusive action a channel with a tripped breaker admits no probe.
         """

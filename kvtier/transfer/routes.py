@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.part_hashes import PartHashes
 
 __all__ = [
-    "FindInTier",
+    "AskTier",
     "FromTier",
     "Generations",
     "PartHashStore",
@@ -288,7 +288,7 @@ class FromTier(Route):
         self._generations.mark_lost(_select(slots, lost), _select(generations, lost))
 
 
-class FindInTier(Route):
+class AskTier(Route):
     """Asks a shared tier which chunks it has.
 
     Such a job uses no slots. Both sequences of slots have a meaningless number for each key.

@@ -170,10 +170,10 @@ class AdapterContents:
         self._calls = TimedCalls(name="kvtier-adapters")
         self._checked: dict[Path, _Files | None] = {}
 
-    def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
-        """Return the digest of a new request's adapter, and a check for later changes."""
+    def content_of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
+        """Return the content of a new request's adapter."""
         try:
-            return self._of(request)
+            return self._content_of(request)
         except TimeoutError:
             self._warn(request.lora_name, _LATE)
         except Exception as error:
@@ -199,7 +199,7 @@ class AdapterContents:
         """End the thread that reads files, without waiting. Idempotent."""
         self._calls.close()
 
-    def _of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
+    def _content_of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
         name, path = request.lora_name, request.lora_path
         known_by = (name, path, bool(getattr(request, "is_3d_lora_weight", False)))
         adapter = self._adapters.setdefault(known_by, _Adapter())

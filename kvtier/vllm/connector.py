@@ -188,7 +188,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if adapter is None:
             self._scheduler.on_new_request(request)
         else:
-            content = self._adapters.of(adapter)
+            content = self._adapters.content_of(adapter)
             self._scheduler.on_new_request(
                 request, name_chunk=content.key, may_store=content.is_current
             )
@@ -393,7 +393,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return all requests whose loads ended, and those of them whose loads failed."""
+        """Return the requests with ended loads, and the requests with failed loads."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()

@@ -246,7 +246,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the MoE backend in a list if vLLM rounds weights again for it, else ``[]``."""
+    """Return a list with the MoE backend, or ``[]`` if it keeps the weights' rounding."""
     kernels = config.kernel_config.moe_backend
     return [kernels] if kernels in _ROUNDS_AGAIN else []
 

@@ -32,7 +32,7 @@ class KVTierStats(KVConnectorStats):
 
     @classmethod
     def of(cls, changes: Sequence[MetricChange]) -> KVTierStats:
-        """Return statistics that consist of ``changes``."""
+        """Return the statistics with ``changes``."""
         return cls(data={"changes": list(changes)})
 
     @property

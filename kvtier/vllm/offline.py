@@ -79,7 +79,7 @@ class OfflineSetup:
         try:
             self._config = options.create_engine_config(UsageContext.OPENAI_API_SERVER)
         except (OSError, ValueError) as error:  # pydantic's errors are ValueErrors
-            raise ConfigError(_of_vllm(error)) from error
+            raise ConfigError(_one_line(error)) from error
         self.algorithm: str = self._config.cache_config.prefix_caching_hash_algo
         self.block_tokens: int = self._config.cache_config.block_size
         self.most_tokens: int = self._config.model_config.max_model_len - 1
@@ -128,7 +128,7 @@ class OfflineSetup:
 
     def name_chunk(self, lora: str) -> Callable[[ChunkKey], ChunkKey]:
         """Return a function that converts an adapter's chunk keys from vLLM's to kvtier's."""
-        return self._adapters.of(self._loras[lora]).key
+        return self._adapters.content_of(self._loras[lora]).key
 
     def start(self) -> OfflineEngine:
         """Start the engine. This call takes minutes for a large model.
@@ -145,7 +145,7 @@ class OfflineSetup:
                 multiprocess_mode=False,
             )
         except Exception as error:  # a worker's own error, of any kind, is in the log
-            raise KvtierError(f"{_of_vllm(error)}; see its log above") from error
+            raise KvtierError(f"{_one_line(error)}; see its log above") from error
         return OfflineEngine(engine, self._loras)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class OfflineSetup:
                 self._renderer = renderer_from_config(self._config)
             return getattr(self._renderer, method)(*arguments)
         except Exception as error:  # a tokenizer or a template may raise anything
-            raise ConfigError(_of_vllm(error)) from error
+            raise ConfigError(_one_line(error)) from error
 
     def _chat_parameters(self, template_arguments: dict[str, Any], tools: object) -> Any:  # noqa: ANN401 - vLLM's
         if self._renderer is None:
@@ -224,7 +224,7 @@ class OfflineEngine:
                 lora_request=self._loras[lora] if lora else None,
             )
         except ValueError as error:
-            return _of_vllm(error)
+            return _one_line(error)
         self._running.add(str(line))
         return ""
 
@@ -284,7 +284,7 @@ def _parse(model: str, arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM'
         remedy = "write the arguments of vllm serve after --"
         raise ConfigError(f"{printable(problem)}; {remedy}") from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(_of_vllm(error)) from error
+        raise ConfigError(_one_line(error)) from error
     if parsed.kv_transfer_config is not None:
         raise ConfigError("--kv-transfer-config: kvtier warmup sets it; leave it out")
     return parsed
@@ -298,7 +298,7 @@ def _make_parser() -> Any:  # noqa: ANN401 - vLLM's
     raise UnsupportedError(f"this vLLM has none of {', '.join(_PARSERS)}: {supported()}")
 
 
-def _of_vllm(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Return vLLM's error as one line."""
     lines = str(error).splitlines()
     # The first line of pydantic's errors only counts them, and the last names a web page.

@@ -41,7 +41,7 @@ class _Site(Protocol):
     """The engines that compute a warm-up's prompts."""
 
     async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
-        """Return the prompt in a line; raise ConfigError if the engines cannot compute it."""
+        """Convert a line to a prompt; raise ConfigError if the engines cannot compute it."""
 
     def stores(self) -> Sequence[Stores]:
         """Return the known namespaces of each engine. This call blocks."""

@@ -132,7 +132,7 @@ class OfflineSite:
         self._resources.close()
 
     async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
-        """Return the prompt in a line.
+        """Convert a line to a prompt of token ids.
 
         Raises:
             ConfigError: The engine cannot compute the prompt.

@@ -301,7 +301,7 @@ class ServerSite:
         return cls(servers, engines)
 
     async def to_prompt(self, number: int, line: PromptLine) -> Prompt:
-        """Return the prompt in a line.
+        """Convert a line to a prompt of token ids.
 
         Raises:
             ConfigError: The first server refuses the prompt.

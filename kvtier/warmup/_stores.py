@@ -113,7 +113,7 @@ def _has_chunks(space: StoredNamespace) -> bool:
 
 
 def newest_generation(space: StoredNamespace) -> int:
-    """Return the logical time of the last store in ``space``."""
+    """Return the largest generation of all chunks in ``space``."""
     with explained(space), IndexReader(space) as reader:
         return reader.latest_generation()
 

@@ -172,7 +172,7 @@ class Closed(Budget):
     chunks_per_day = 0
 
 
-ADMISSION_BOUNDED = "test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy"
+ADMISSION_BOUNDED = "test_its_memory_is_in_proportion_to_the_cache_and_has_no_copy"
 BUDGET = "test_no_day_exceeds_the_budget_whenever_it_begins"
 
 

@@ -223,10 +223,10 @@ class LooksBack(LogsDepths):
 
 
 PLACES = "test_places_are_slower_tiers_once_each"
-TARGETS = "test_what_leaves_goes_to_a_target_that_was_announced"
+TARGETS = "test_victims_are_demoted_to_declared_targets"
 CONSTANT = "test_what_holds_for_all_chunks_never_changes"
 TYPES = "test_a_promotion_is_a_promotion"
-BOUNDED = "test_what_it_remembers_is_bounded_and_no_copy"
+BOUNDED = "test_its_memory_is_bounded_and_has_no_copy"
 NO_GROWTH = "test_the_work_per_chunk_does_not_grow"
 
 

@@ -35,7 +35,7 @@ class Connection:
     def use(self, *, detached: bool) -> None:
         """Run from now on as if there were no connector, or with it again.
 
-        No request may be unfinished: the connector is not told what happens without it.
+        No request may be unfinished: the connector does not see steps without it.
 
         Raises:
             RuntimeError: One is, or there is no connector in this process to take out.

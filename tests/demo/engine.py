@@ -72,7 +72,7 @@ def workers(ranks: int) -> dict[str, Any]:
 
 
 def connector(scenario: Scenario) -> KVTransferConfig | None:
-    """Return how vLLM is told of kvtier, or of what it is compared with."""
+    """Return vLLM's argument for kvtier, or for the connector to compare with."""
     if scenario.connector is not None:
         return KVTransferConfig(**scenario.connector)
     if scenario.config is None:
@@ -196,8 +196,8 @@ class Driver:
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "detokenize": False,
-            "extra_args": {"kv_transfer_params": dict(prompt.wishes)}
-            if prompt.wishes
+            "extra_args": {"kv_transfer_params": dict(prompt.transfer_params)}
+            if prompt.transfer_params
             else None,
         }
         parameters = SamplingParams(**usual | prompt.sampling)
@@ -284,9 +284,9 @@ def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:
     )
 
 
-def logprobs_of(prompt: tuple[int, ...], told: Any) -> tuple[float, ...]:
-    """Return what vLLM told of each prompt token but the first."""
-    pairs = zip(prompt[1:], (told or [None])[1:], strict=False)
+def logprobs_of(prompt: tuple[int, ...], found: Any) -> tuple[float, ...]:
+    """Return vLLM's log probability of each prompt token but the first."""
+    pairs = zip(prompt[1:], (found or [None])[1:], strict=False)
     return tuple(each[token].logprob for token, each in pairs)
 
 

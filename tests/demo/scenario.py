@@ -44,10 +44,10 @@ class Prompt(_Value):
     """Token ids; appended to the conversation so far when there is one."""
     after: int | None = None
     """The earlier request that this one continues, counted over all waves."""
-    wishes: dict[str, Any] = Field(default_factory=dict)
-    """What it says in ``kv_transfer_params``."""
+    transfer_params: dict[str, Any] = Field(default_factory=dict)
+    """Its ``kv_transfer_params``."""
     adapter: Adapter | None = None
-    """The LoRA adapter it asks for."""
+    """Its LoRA adapter."""
     salt: str | None = None
     """Its ``cache_salt``."""
     embeds: Path | None = None
@@ -91,7 +91,7 @@ class Scenario(_Value):
     config: Path | None = None
     """kvtier's YAML file; None runs vLLM alone."""
     connector: dict[str, Any] | None = None
-    """Another connector than kvtier's, to compare with, as vLLM is told of it."""
+    """The ``--kv-transfer-config`` of another connector, to compare with kvtier."""
     waves: tuple[Wave, ...]
     gpu_blocks: int = 140
     entry_point: VllmEntryPoint = VllmEntryPoint.CONNECTOR

@@ -142,7 +142,7 @@ def assert_well(*reports: Report) -> None:
 
 
 class Plain:
-    """What plain vLLM answers, once for all doors."""
+    """The answers of plain vLLM, once for all entry points."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -168,6 +168,20 @@ class Site:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def hit_tokens(report: Report, tier: str) -> float:
+    return report.count("kvtier_hit_tokens", tier=tier)
+
+
+def assert_nothing_pinned(report: Report) -> None:
+    """Once all requests ended and all demotions arrived, every chunk may be evicted."""
+    last = report.waves[-1].counters
+    held = {series: value for series, value in last.items() if "held_chunks" in series}
+    assert len(held) == 2
+    assert set(held.values()) == {0}
+    assert last["kvtier_granted_chunks{}"] == 0
+    assert last["kvtier_dirty_chunks{tier=ram}"] == 0
+
+
 def with_another_first_block(prompt: Prompt, draw: random.Random) -> Prompt:
     first = tuple(draw.sample(range(2, VOCABULARY), BLOCK_TOKENS))
     return Prompt(tokens=first + prompt.tokens[BLOCK_TOKENS:])
@@ -202,10 +216,12 @@ def run_reference(
         model=directory / "model", waves=(*waves, *controls(talk, draw)), gpu_blocks=2048
     )
     report = run_engine(scenario, directory, "reference")
-    *told, damaged, other = report.waves
-    report = Report(waves=tuple(told))
+    *normal, damaged, other = report.waves
+    report = Report(waves=tuple(normal))
     literal = replayed(waves, report)
-    answered = [answer.prompt + answer.tokens for wave in told[:-1] for answer in wave.answers]
+    answered = [
+        answer.prompt + answer.tokens for wave in normal[:-1] for answer in wave.answers
+    ]
     return Reference(
         model=scenario.model,
         conversations=literal[:-1],

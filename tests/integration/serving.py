@@ -84,7 +84,7 @@ class Server:
         log: Where its output goes.
         gpu_blocks: Blocks of the GPU's cache.
         requests: Most requests that run at once.
-        beside: Other connectors, as vLLM is told of them, that serve along with kvtier's.
+        beside: Arguments of other connectors that serve along with kvtier's.
         data_parallel_size: Engines behind it.
         settings: Environment variables of its own.
     """

@@ -66,9 +66,9 @@ def test_a_prompt_that_one_engine_prefills_is_decoded_and_stored_by_another(
     files = tmp_path / "handed"
     scenario = feature.scenario().model_copy(update={"gpu_blocks": feature.room_blocks})
     there, back = feature.waves
-    wishes = {"wishes": {"do_remote_decode": True}}
+    params = {"transfer_params": {"do_remote_decode": True}}
     prefills = Wave(
-        prompts=tuple(prompt.model_copy(update=wishes) for prompt in there.prompts),
+        prompts=tuple(prompt.model_copy(update=params) for prompt in there.prompts),
         max_tokens=1,
     )
     first = beside_files(tmp_path, "prefilling", scenario, files)

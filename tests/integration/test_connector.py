@@ -1,9 +1,9 @@
-"""Both doors into vLLM and both load paths: the same tokens, whatever the tiers' sizes.
+"""Both entry points into vLLM and both load paths generate the tokens of vLLM alone.
 
 The scenarios of the other modules run with the connector, and all but one of
-``test_recording`` with its default load path; here the specification runs, the long scenarios
-of the other doors by night, models with several KV cache groups, and loads that fail.
-``test_every_way`` has the combinations.
+``test_recording`` with its default load path. This module has the offloading spec, long
+scenarios (by night, except for the default), models with several KV cache groups, and loads
+that fail. ``test_every_way`` has the combinations.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from tests.demo.model import (
 )
 from tests.demo.runner import EngineFailedError, run_engine
 from tests.demo.scenario import Report, Scenario, Wave
-from tests.integration.harness import WINDOWED, Reference, Site
-from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
+from tests.integration.harness import (
+    WINDOWED,
+    Reference,
+    Site,
+    assert_nothing_pinned,
+    hit_tokens,
+)
 
 ENTRY_POINTS = {
     "spec": (VllmEntryPoint.SPEC, "staged"),
     "staged": (VllmEntryPoint.CONNECTOR, "staged"),
     "direct": (VllmEntryPoint.CONNECTOR, "direct"),
 }
+OTHERS = ("spec", "staged")
 GPU_BLOCKS = 72
 CONTEXT_TOKENS = 1024
-
-other_entry_points = pytest.mark.parametrize("entry_point", ["spec", "staged"])
 
 
 def through(entry_point: str, scenario: Scenario) -> Scenario:
@@ -66,14 +70,16 @@ def test_a_small_spill_comes_back_through_the_specification(
     site.assert_nothing_held()
 
 
-@pytest.mark.slow
-@other_entry_points
+@pytest.mark.parametrize(
+    "entry_point", ["direct", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_two_hundred_requests_spill_to_nvme_and_every_token_is_equal(
     entry_point: str, reference: Reference, site: Site
 ) -> None:
     blocks, waves = reference.footprint_blocks, reference.conversations
     scenario = site.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks)
     report = run_engine(through(entry_point, scenario), site.directory, entry_point)
+    assert len(report.answers()) == 200
     reference.assert_equal(report, waves=waves)
     assert_served_from_both_tiers(report)
     site.assert_nothing_held()
@@ -158,10 +164,10 @@ def test_a_load_that_fails_costs_a_recomputation_and_nothing_else(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_with_several_groups_a_load_that_fails_is_the_matter_of_its_request_alone(
+def test_with_several_groups_a_failed_load_fails_only_its_request(
     policy: str, windowed: Path, reference: Reference, site: Site
 ) -> None:
-    """A block does not say whose it is there: vLLM is told the request, not the blocks."""
+    """With several groups, failed loads are reported by request, not by block."""
     wave = Wave(prompts=reference.conversations[2].prompts[:16], max_tokens=4)
     blocks = reference.footprint_blocks
     scenario = through("direct", site.scenario((wave,), ram_blocks=blocks, nvme_blocks=blocks))

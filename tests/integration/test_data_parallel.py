@@ -60,11 +60,11 @@ async def ask(server: Server, reference: Reference) -> tuple[Answers, Scrape]:
 def serve(site: Site, name: str) -> tuple[Answers, Scrape]:
     """Ask a server from its start to its end, and check that nothing is left."""
     with serving(start(site, name, below=PLACEHOLDER)) as server:
-        answered, told = asyncio.run(ask(server, site.reference))
+        answered, metrics = asyncio.run(ask(server, site.reference))
         assert server.stop() == 0, server.tail()
         assert server.left_behind() == []
     site.assert_nothing_held()
-    return answered, told
+    return answered, metrics
 
 
 @pytest.mark.slow
@@ -75,16 +75,16 @@ def test_every_rank_finds_its_own_store_after_a_restart_with_every_token_equal(
     first, _ = serve(site, "first")
     stores = {path.parent.parent.name for path in site.store.rglob("slots.bin")}
     assert stores == {str(rank) for rank in range(RANKS)}
-    again, told = serve(site, "again")
+    again, metrics = serve(site, "again")
     for prompt, answer in (*first, *again):
         assert answer.tokens == site.reference.answers[prompt][:ANSWER_TOKENS]
     for prompt, answer in again:
         assert answer.cached_tokens > len(prompt) - 2 * BLOCK_TOKENS
     for rank in range(RANKS):
         engine = {"engine": str(rank)}
-        assert told.value("kvtier_hit_tokens_total", tier="nvme", **engine) > 0
-        assert told.value("kvtier_internal_errors_total", **engine) == 0
-        assert told.value("kvtier_failed_chunks_total", **engine) == 0
+        assert metrics.value("kvtier_hit_tokens_total", tier="nvme", **engine) > 0
+        assert metrics.value("kvtier_internal_errors_total", **engine) == 0
+        assert metrics.value("kvtier_failed_chunks_total", **engine) == 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """What a router hears of a real engine's tiers, and what a request may ask of them.
 
 One engine publishes to a subscriber through vLLM's own publisher while its requests ask for
-this and that; a second one starts on the same store, and is told that computing takes no time.
+this and that; a second one starts on the same store, with a configured cost of computing of 0.
 """
 
 from __future__ import annotations
@@ -98,9 +98,11 @@ def on_disk(store: Path) -> set[Any]:
     return {maybe_convert_block_hash(BlockHash(key[:-GROUP_NBYTES])) for key in keys}
 
 
-def asking(prompts: Sequence[Prompt], wishes: dict[str, Any]) -> Wave:
+def asking(prompts: Sequence[Prompt], params: dict[str, Any]) -> Wave:
     return Wave(
-        prompts=tuple(prompt.model_copy(update={"wishes": wishes}) for prompt in prompts)
+        prompts=tuple(
+            prompt.model_copy(update={"transfer_params": params}) for prompt in prompts
+        )
     )
 
 
@@ -249,7 +251,7 @@ def test_chunks_of_a_request_that_names_ram_never_reach_the_disk(run: Run) -> No
     assert run.growth("kept off the disk", "stored_chunks", "nvme") == 0
 
 
-def test_nonsense_is_said_once_and_costs_nothing(run: Run) -> None:
+def test_invalid_hints_are_logged_once_and_ignored(run: Run) -> None:
     log = run.site.log("engine-0")
     for field in ("retain_s = 'long'", "load_tiers = ('nmve',)", "* = {'pin': True}"):
         assert log.count(f"kv_transfer_params.kvtier.{field} is ignored") == 1

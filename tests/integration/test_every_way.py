@@ -1,7 +1,7 @@
-"""The scenarios of the other modules through every entry point, load path and number of ranks.
+"""Scenarios with every entry point, load path and number of ranks.
 
 By day they run with the connector, its default load path, one rank, full attention and a
-process for the NVMe tier; the other combinations run by night.
+process for the NVMe tier, most of them in other modules. The other combinations run by night.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import yaml
 
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Scenario
-from tests.integration.harness import WINDOWED, Reference, Site, run_reference
+from tests.integration.harness import (
+    WINDOWED,
+    Reference,
+    Site,
+    assert_nothing_pinned,
+    hit_tokens,
+    run_reference,
+)
 from tests.integration.test_connector import through
-from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
-
-pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Way:
 
 
 FULL, WINDOWED_TOO = False, True
-WAYS = [
+DEFAULT = Way("direct", 1, FULL)
+OTHERS = [
     Way("spec", 1, FULL),
     Way("staged", 1, FULL),
     Way("spec", 2, FULL),
@@ -51,6 +56,7 @@ WAYS = [
     Way("direct", 2, WINDOWED_TOO),
     Way("direct", 1, FULL, own_process=False),
 ]
+OTHERS_BY_NIGHT = [pytest.param(way, marks=pytest.mark.slow) for way in OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> 
     return answers
 
 
-@pytest.fixture(params=WAYS, ids=str)
+@pytest.fixture(params=OTHERS_BY_NIGHT, ids=str)
 def way(request: pytest.FixtureRequest) -> Way:
     chosen: Way = request.param
     return chosen
@@ -117,6 +123,7 @@ def test_preemption_aborts_and_a_reset_keep_every_token_equal(
     place.assert_nothing_held()
 
 
+@pytest.mark.parametrize("way", [DEFAULT, *OTHERS_BY_NIGHT], ids=str)
 def test_tiers_too_small_for_the_work_and_chunks_of_four_blocks_keep_every_token_equal(
     way: Way, asked: Reference, place: Site
 ) -> None:

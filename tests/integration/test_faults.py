@@ -27,12 +27,11 @@ import yaml
 
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
-from tests.integration.harness import CONVERSATIONS, Reference, Site
+from tests.integration.harness import CONVERSATIONS, Reference, Site, hit_tokens
 from tests.integration.test_connector import ENTRY_POINTS, through
-from tests.integration.test_tokens import hit_tokens
 from tests.support.faulty_tier import DiskFault, FaultPlan, Injection, install
 
-every_door = pytest.mark.parametrize("entry_point", [*ENTRY_POINTS])
+every_entry_point = pytest.mark.parametrize("entry_point", [*ENTRY_POINTS])
 
 LOAD_TIMEOUT_S = 4.0
 STALL_S = 5.5
@@ -50,8 +49,8 @@ BY_DAY = ((DiskFault.FAIL, 10), (DiskFault.ROT, 10), (DiskFault.STALL, 10))
 BY_NIGHT = tuple((fault, one_in) for one_in in (100, 10, 2) for fault in DiskFault)
 
 
-class SickSite:
-    """A site whose disk does as it is told.
+class FaultySite:
+    """A site with a disk that fails on request.
 
     Args:
         site: Where.
@@ -89,13 +88,13 @@ class SickSite:
         scenario.config.write_text(yaml.safe_dump(settings))
         return scenario.model_copy(update={"breaker_failures": breaker_failures})
 
-    def sick(self, wave: Wave, plan: FaultPlan) -> Wave:
+    def faulty(self, wave: Wave, plan: FaultPlan) -> Wave:
         """Return ``wave``, sent to a disk that does as ``plan`` says."""
         return wave.model_copy(update={"files": {self.plan: plan.model_dump_json()}})
 
     def well(self, wave: Wave) -> Wave:
         """Return ``wave``, sent to a disk that is as good as well."""
-        return self.sick(wave, FaultPlan(name="well", fault=DiskFault.FAIL, one_in=NEVER))
+        return self.faulty(wave, FaultPlan(name="well", fault=DiskFault.FAIL, one_in=NEVER))
 
     def injections(self, plan: str) -> list[Injection]:
         """Return what was done under the plan of that name."""
@@ -115,8 +114,8 @@ def little_memory(site: Site, waves: Sequence[Wave]) -> Scenario:
 
 
 @pytest.fixture
-def sick_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> SickSite:
-    return SickSite(site, monkeypatch)
+def faulty_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> FaultySite:
+    return FaultySite(site, monkeypatch)
 
 
 def name_of(phase: Phase) -> str:
@@ -130,16 +129,16 @@ def few(wave: Wave, prompts: int, **changes: object) -> Wave:
     return wave.model_copy(update=shorter | changes)
 
 
-def waves_of(sick_site: SickSite, phases: Sequence[Phase], prompts: int) -> list[Wave]:
+def waves_of(faulty_site: FaultySite, phases: Sequence[Phase], prompts: int) -> list[Wave]:
     """Return a wave that fills the disk, one in each of ``phases``, and one in good health."""
-    talk = few(sick_site.site.reference.conversations[0], prompts)
+    talk = few(faulty_site.site.reference.conversations[0], prompts)
     waves = [talk]
     for fault, one_in in phases:
         # A stall takes seconds, so there are fewer of them.
         wave = talk if fault is DiskFault.STALL else there_and_back(talk)
         plan = FaultPlan(name=name_of((fault, one_in)), fault=fault, one_in=one_in)
-        waves.append(sick_site.sick(wave, plan))
-    return [*waves, sick_site.well(talk)]
+        waves.append(faulty_site.faulty(wave, plan))
+    return [*waves, faulty_site.well(talk)]
 
 
 def there_and_back(wave: Wave) -> Wave:
@@ -183,16 +182,16 @@ def assert_only_late_jobs_hold(report: Report, *, writes: bool = False) -> None:
 
 
 def check_phases(
-    sick_site: SickSite,
+    faulty_site: FaultySite,
     entry_point: str,
     phases: Sequence[Phase],
     *,
     prompts: int,
     ranks: int = 1,
 ) -> None:
-    site = sick_site.site
-    waves = waves_of(sick_site, phases, prompts)
-    scenario = sick_site.scenario(waves, entry_point=entry_point).model_copy(
+    site = faulty_site.site
+    waves = waves_of(faulty_site, phases, prompts)
+    scenario = faulty_site.scenario(waves, entry_point=entry_point).model_copy(
         update={"ranks": ranks}
     )
     with EngineProcess(scenario, site.directory, entry_point, timeout_s=LONG_S) as engine:
@@ -200,7 +199,7 @@ def check_phases(
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
     for phase, wave in zip(phases, report.waves[1:-1], strict=True):
-        injections = sick_site.injections(name_of(phase))
+        injections = faulty_site.injections(name_of(phase))
         assert injections, f"{name_of(phase)}: nothing was read"
         assert_counted_as_injected(wave, injections)
     for wave in (report.waves[0], report.waves[-1]):
@@ -215,37 +214,37 @@ def check_phases(
 
 
 def test_reads_that_fail_rot_and_stall_cost_no_request_and_are_counted(
-    sick_site: SickSite,
+    faulty_site: FaultySite,
 ) -> None:
-    check_phases(sick_site, "direct", BY_DAY, prompts=PROMPTS)
+    check_phases(faulty_site, "direct", BY_DAY, prompts=PROMPTS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@every_door
+@every_entry_point
 def test_one_read_in_a_hundred_in_ten_and_in_two_is_bad(
-    entry_point: str, sick_site: SickSite
+    entry_point: str, faulty_site: FaultySite
 ) -> None:
-    check_phases(sick_site, entry_point, BY_NIGHT, prompts=CONVERSATIONS)
+    check_phases(faulty_site, entry_point, BY_NIGHT, prompts=CONVERSATIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_a_load_that_fails_in_two_ranks_is_computed_by_both(sick_site: SickSite) -> None:
-    check_phases(sick_site, "direct", BY_DAY, prompts=PROMPTS, ranks=2)
+def test_a_load_that_fails_in_two_ranks_is_computed_by_both(faulty_site: FaultySite) -> None:
+    check_phases(faulty_site, "direct", BY_DAY, prompts=PROMPTS, ranks=2)
 
 
 @pytest.mark.slow
-@every_door
+@every_entry_point
 def test_writes_that_stall_cost_no_request_and_are_counted(
-    entry_point: str, sick_site: SickSite
+    entry_point: str, faulty_site: FaultySite
 ) -> None:
     """What could not be written in time is in RAM only, and is held there until it is."""
-    site = sick_site.site
+    site = faulty_site.site
     talk = few(site.reference.conversations[0], PROMPTS)
     plan = FaultPlan(name="writes", fault=DiskFault.STALL, one_in=10, on="write")
-    waves = [sick_site.sick(talk, plan), sick_site.well(there_and_back(talk))]
-    scenario = sick_site.scenario(waves, entry_point=entry_point)
+    waves = [faulty_site.faulty(talk, plan), faulty_site.well(there_and_back(talk))]
+    scenario = faulty_site.scenario(waves, entry_point=entry_point)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"]["store_timeout"] = f"{LOAD_TIMEOUT_S}s"
@@ -253,7 +252,7 @@ def test_writes_that_stall_cost_no_request_and_are_counted(
     report = run_engine(scenario, site.directory, entry_point)
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
-    injections = sick_site.injections("writes")
+    injections = faulty_site.injections("writes")
     assert injections, "nothing was written"
     expired = report.count("kvtier_failed_chunks", tier="nvme", cause="expired")
     assert expired == sum(injection.chunks for injection in injections)
@@ -265,24 +264,24 @@ def test_writes_that_stall_cost_no_request_and_are_counted(
 
 
 @pytest.mark.slow
-@every_door
+@every_entry_point
 def test_a_disk_that_fails_on_and_on_is_left_alone(
-    entry_point: str, sick_site: SickSite
+    entry_point: str, faulty_site: FaultySite
 ) -> None:
     """With the breaker as it is by default, and every read failing."""
-    site, talk = sick_site.site, sick_site.site.reference.conversations[0]
+    site, talk = faulty_site.site, faulty_site.site.reference.conversations[0]
     plan = FaultPlan(name="all", fault=DiskFault.FAIL, one_in=1)
     healthy = few(talk, PROMPTS)
-    waves = [healthy, sick_site.sick(healthy, plan), sick_site.well(healthy)]
-    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
+    waves = [healthy, faulty_site.faulty(healthy, plan), faulty_site.well(healthy)]
+    scenario = faulty_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
     report = run_engine(scenario, site.directory, entry_point)
     site.reference.assert_equal(report, waves=waves)
-    sick = report.waves[1]
-    injected = sum(injection.chunks for injection in sick_site.injections("all"))
+    faulty = report.waves[1]
+    injected = sum(injection.chunks for injection in faulty_site.injections("all"))
     assert injected > 0
-    failed = counted(sick, "kvtier_failed_chunks", tier="nvme", cause="read")
+    failed = counted(faulty, "kvtier_failed_chunks", tier="nvme", cause="read")
     assert failed == injected
-    assert counted(sick, "kvtier_hit_tokens", tier="nvme") == 0
+    assert counted(faulty, "kvtier_hit_tokens", tier="nvme") == 0
     assert "nvme -> ram is out of service" in site.log(entry_point)
     assert_only_late_jobs_hold(report)
     site.assert_nothing_held()
@@ -290,16 +289,16 @@ def test_a_disk_that_fails_on_and_on_is_left_alone(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@every_door
+@every_entry_point
 def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
-    entry_point: str, sick_site: SickSite
+    entry_point: str, faulty_site: FaultySite
 ) -> None:
     """Reads that are well wait for threads that stall, and the breaker opens."""
-    site = sick_site.site
+    site = faulty_site.site
     talk = few(site.reference.conversations[0], PROMPTS)
     plan = FaultPlan(name="half", fault=DiskFault.STALL, one_in=2)
-    waves = [talk, sick_site.sick(there_and_back(talk), plan), sick_site.well(talk)]
-    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
+    waves = [talk, faulty_site.faulty(there_and_back(talk), plan), faulty_site.well(talk)]
+    scenario = faulty_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     for key in ("breaker_backoff", "io_threads"):
@@ -309,7 +308,7 @@ def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
         report = engine.result()
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
-    assert sick_site.injections("half"), "nothing was read"
+    assert faulty_site.injections("half"), "nothing was read"
     late = {
         cause: report.count("kvtier_failed_chunks", tier="nvme", cause=cause)
         for cause in ("expired", "refused")
@@ -321,11 +320,16 @@ def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
 
 
 @pytest.mark.slow
-def test_if_a_failed_load_fails_its_request_other_requests_succeed(sick_site: SickSite) -> None:
-    site, talk = sick_site.site, few(sick_site.site.reference.conversations[0], CONVERSATIONS)
+def test_if_a_failed_load_fails_its_request_other_requests_succeed(
+    faulty_site: FaultySite,
+) -> None:
+    site, talk = (
+        faulty_site.site,
+        few(faulty_site.site.reference.conversations[0], CONVERSATIONS),
+    )
     plan = FaultPlan(name="rot", fault=DiskFault.ROT, one_in=40)
-    waves = [talk, sick_site.sick(talk, plan)]
-    scenario = sick_site.scenario(waves, entry_point="direct")
+    waves = [talk, faulty_site.faulty(talk, plan)]
+    scenario = faulty_site.scenario(waves, entry_point="direct")
     scenario = scenario.model_copy(update={"load_failures": "fail"})
     report = run_engine(scenario, site.directory, "fail")
     expected = site.reference.answers
@@ -336,13 +340,13 @@ def test_if_a_failed_load_fails_its_request_other_requests_succeed(sick_site: Si
     for answer in (*report.waves[0].answers, *answers):
         if not answer.failed:
             assert answer.tokens == expected[answer.prompt][:4]
-    assert_counted_as_injected(report.waves[1], sick_site.injections("rot"))
+    assert_counted_as_injected(report.waves[1], faulty_site.injections("rot"))
     assert_only_late_jobs_hold(report)
     site.assert_nothing_held()
 
 
 @pytest.mark.slow
-@every_door
+@every_entry_point
 @pytest.mark.parametrize("host_dies", [False, True], ids=["removed", "removed-and-killed"])
 def test_the_directory_vanishes_below_a_running_engine(
     entry_point: str, host_dies: bool, reference: Reference, site: Site
@@ -374,12 +378,12 @@ def test_the_directory_vanishes_below_a_running_engine(
 
 
 @pytest.mark.slow
-@every_door
+@every_entry_point
 def test_a_tier_that_stops_answering_is_passed_over_and_used_again(
-    entry_point: str, sick_site: SickSite
+    entry_point: str, faulty_site: FaultySite
 ) -> None:
     """Its process stands still for a while; nobody waits for it longer than a deadline."""
-    site = sick_site.site
+    site = faulty_site.site
     stop, resume = (site.directory / name for name in ("stop", "resume"))
     for gate in (stop, resume):
         os.mkfifo(gate)
@@ -393,7 +397,7 @@ def test_a_tier_that_stops_answering_is_passed_over_and_used_again(
         talk.model_copy(update={"files": {resume: "resumed"}}),
         talk,
     )
-    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
+    scenario = faulty_site.scenario(waves, entry_point=entry_point, breaker_failures=None)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"]["store_timeout"] = f"{LOAD_TIMEOUT_S}s"
@@ -429,15 +433,15 @@ def host_of(pid: int) -> int:
 
 
 @pytest.mark.slow
-@every_door
+@every_entry_point
 def test_a_reset_amid_traffic_leaves_no_stale_byte_in_any_tier(
-    entry_point: str, sick_site: SickSite
+    entry_point: str, faulty_site: FaultySite
 ) -> None:
     """The model's weights change with the reset, so one block of before is other tokens.
 
     The disk stalls, so that chunks are on their way up when everything is forgotten.
     """
-    site, reference = sick_site.site, sick_site.site.reference
+    site, reference = faulty_site.site, faulty_site.site.reference
     wave = few(reference.conversations[0], PROMPTS, max_tokens=1)
     backwards = wave.model_copy(update={"prompts": wave.prompts[::-1]})
     change = {"reset_after_steps": 1, "reweigh": True}
@@ -456,10 +460,10 @@ def test_a_reset_amid_traffic_leaves_no_stale_byte_in_any_tier(
     stalls = FaultPlan(name="stalls", fault=DiskFault.STALL, one_in=2)
     # In the order of before: what it begins with is the first that left RAM.
     amid = wave.model_copy(update=change | {"reset_after_steps": 3})
-    waves = (wave, wave, sick_site.sick(amid, stalls), sick_site.well(wave), backwards)
-    scenario = sick_site.scenario(waves, entry_point=entry_point)
+    waves = (wave, wave, faulty_site.faulty(amid, stalls), faulty_site.well(wave), backwards)
+    scenario = faulty_site.scenario(waves, entry_point=entry_point)
     report = run_engine(scenario, site.directory, entry_point)
-    assert sick_site.injections("stalls"), "nothing was on its way"
+    assert faulty_site.injections("stalls"), "nothing was on its way"
     assert entry_point != "direct" or "not reset yet" in site.log(entry_point), (
         "no load was on its way"
     )

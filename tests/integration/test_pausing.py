@@ -72,7 +72,7 @@ def test_chunks_survive_a_pause_but_not_a_sleep_and_every_token_is_right(
         settings={"VLLM_SERVER_DEV_MODE": "1"},
     )
     with serving(server):
-        found, told = asyncio.run(through_pauses(server, site.reference))
+        found, metrics = asyncio.run(through_pauses(server, site.reference))
         assert server.stop() == 0, server.tail()
         assert server.left_behind() == []
     site.assert_nothing_held()
@@ -85,5 +85,5 @@ def test_chunks_survive_a_pause_but_not_a_sleep_and_every_token_is_right(
         assert all(cached > most for cached, most in zip(tokens, whole, strict=True))
     for tokens in (first, slept):
         assert sum(tokens) < sum(whole) // 2
-    assert told.value("kvtier_internal_errors_total") == 0
-    assert told.value("kvtier_failed_chunks_total") == 0
+    assert metrics.value("kvtier_internal_errors_total") == 0
+    assert metrics.value("kvtier_failed_chunks_total") == 0

@@ -20,9 +20,8 @@ from kvtier.sim.traces import Trace, read_trace
 from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
 from tests.demo.runner import run_engine
 from tests.demo.scenario import Report, Scenario
-from tests.integration.harness import Reference, Site
+from tests.integration.harness import Reference, Site, assert_nothing_pinned
 from tests.integration.test_connector import through
-from tests.integration.test_tokens import assert_nothing_pinned
 
 RAM_SHARE = 0.15
 

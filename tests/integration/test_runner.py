@@ -1,4 +1,4 @@
-"""What whoever starts an engine program is told when it goes wrong."""
+"""The errors that a caller gets if an engine program fails."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ SETUPS = {
 }
 
 
-def wishes(draw: Random) -> dict[str, Any] | None:
+def transfer_params(draw: Random) -> dict[str, Any] | None:
     """Return what one request asks of the KV cache."""
     drawn = draw.random()
     if drawn < 0.12:
@@ -88,7 +88,7 @@ def run(world: PairedWorld, steps: int) -> None:
             talks[at] += random_tokens(draw, 1, 60)
             if len(talks[at]) > 380:
                 talks[at] = list(draw.choice(prefixes)) + random_tokens(draw, 0, 20)
-            busy[at] = world.submit(talks[at], draw.randint(1, 40), wishes(draw))
+            busy[at] = world.submit(talks[at], draw.randint(1, 40), transfer_params(draw))
         if draw.random() < 0.03 and busy:
             world.abort(draw.choice(list(busy.values())))
         if draw.random() < 0.01:

@@ -241,7 +241,7 @@ def serve(
     site.assert_nothing_held()
     served, _, stopped = site.log("server").partition("[shutdown]")
     assert " ERROR " not in served
-    # vLLM's own front end may log that its engine is gone, which was told to go.
+    # vLLM's own front end may log that its engine is gone, after the request to stop.
     assert not [line for line in stopped.splitlines() if "ERROR" in line and "kvtier" in line]
     return answered, scrapes
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
-from tests.integration.harness import Reference, Site
+from tests.integration.harness import Reference, Site, hit_tokens
 from tests.integration.shared_services import (
     SERVICES,
     Directory,
@@ -21,7 +21,6 @@ from tests.integration.shared_services import (
     write_config,
 )
 from tests.integration.test_faults import counted, few
-from tests.integration.test_tokens import hit_tokens
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ CLASSES = {
 }
 
 
-def test_of_several_front_ends_the_one_told_last_says_what_a_gauge_is() -> None:
+def test_of_several_front_ends_the_latest_sets_a_gauge() -> None:
     made: list[tuple[type[Any], str | None]] = []
 
     def maker(kind: type[Any]) -> Callable[..., Any]:

@@ -556,7 +556,7 @@ class BytesWorld:
 
     def _come_to_rest(self, turns: Iterator[None]) -> None:
         began = self._steps
-        while self._is_busy or self._steps < began + 3:  # in which the last ends are told
+        while self._is_busy or self._steps < began + 3:  # in which the last results arrive
             assert self._steps < began + REST_STEPS, "it does not come to rest"
             for _ in range(5):
                 self.stage.act()

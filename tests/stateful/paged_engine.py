@@ -69,7 +69,7 @@ class PagedRequest:
         parts: What follows of its streamed prompt.
         sampled: Tokens that were computed and not reported yet.
         in_flight: Steps that sample a token for it and were not reported yet.
-        learn: Told of every new hash.
+        learn: Called with every new hash.
         attempt: Counts what made earlier steps' tokens void.
         load: Groups' blocks that are being loaded, and where they stand; empty for none.
         loaded_ranks: Ranks that ended the load.

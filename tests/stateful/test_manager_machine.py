@@ -66,7 +66,7 @@ class Request:
 
 @dataclass(eq=False)
 class WorkerOp:
-    """A store or a load the workers were told to do."""
+    """A store or a load of the workers."""
 
     keys: Sequence[ChunkKey]
     slots: Sequence[int]
@@ -487,7 +487,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def finish(self, op: StorageOp, outcomes: list[Outcome]) -> None:
         """Do what ``outcomes`` say to the bytes, and tell the manager."""
         job = op.job
-        if job.purpose is Purpose.FIND:
+        if job.purpose is Purpose.QUESTION:
             self.answer(op, outcomes)
             return
         source = TIER_NAMES.index(job.source)
@@ -537,7 +537,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Take the jobs the manager planned."""
         for job in self.manager.take_jobs():
             op = StorageOp(job, self.epoch)
-            if job.purpose is Purpose.FIND:
+            if job.purpose is Purpose.QUESTION:
                 self.storage.append(op)
                 continue
             source = TIER_NAMES.index(job.source)
@@ -568,7 +568,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     continue
                 assert not writes, f"slot {slot} is given away while a worker uses it"
                 assert not op.writes, f"slot {slot} is read while a worker writes it"
-        moves = [op.job for op in self.storage if op.job.purpose is not Purpose.FIND]
+        moves = [op.job for op in self.storage if op.job.purpose is not Purpose.QUESTION]
         for job in moves:
             if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"

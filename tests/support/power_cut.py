@@ -19,7 +19,7 @@ What may happen follows what file systems and drives promise:
 
 * **Payload.** Each sector holds what was last synced or any version written since, whatever
   its neighbours hold: that is loss, tearing and reordering at once. A sector is 512 bytes
-  unless told otherwise, the least that any drive writes whole; larger ones give fewer states.
+  by default, the least that any drive writes whole; larger ones give fewer states.
 * **Sizes.** A file has its last synced size or any it was given since.
 * **Names.** What is created, renamed and unlinked keeps the directory's order, as on journaling
   file systems, and may be lost from any point on until the directory itself is synced.

@@ -44,7 +44,7 @@ __all__ = [
     "open_world",
 ]
 
-METHODS: Final = ("batch", "staged", "torch")
+METHODS: Final = ("batch", "buffered", "torch")
 SLOTS: Final = 13
 BLOCKS: Final = 14
 _MODULES: Final = ("pinning", "cuda_methods", "cuda_choice", "cuda_copy")
@@ -124,11 +124,11 @@ class Layout:
 def draw_layout(chance: random.Random, method: str) -> Layout:
     """Draw a layout.
 
-    The first group is staged only if its pages are whole words. In a third of the layouts
+    The first group is buffered only if its pages are whole words. In a third of the layouts
     adjacent blocks in adjacent slots are one range.
     """
     is_dense = chance.random() < 0.3
-    unit = 8 if method == "staged" or is_dense else chance.choice([4, 8])
+    unit = 8 if method == "buffered" or is_dense else chance.choice([4, 8])
     pages = [unit * chance.randint(1, 12) for _ in range(chance.randint(1, 4))]
     parts, writers = 1 if is_dense else chance.choice([1, 1, 2]), chance.choice([1, 1, 2])
     return Layout(
@@ -287,7 +287,7 @@ def open_world(
     geometry = layout.geometry
     cuda = FakeCuda(chance)
     cuda.lacks_batches = method == "torch"
-    cuda.kernel_bytes_per_s = 1e15 if method == "staged" else None
+    cuda.kernel_bytes_per_s = 1e15 if method == "buffered" else None
     prepare(cuda)
     modules["cuda_choice"].__dict__["time"] = SimpleNamespace(perf_counter=cuda.now_s)
     _set_staging(modules, layout, chance)

@@ -395,7 +395,7 @@ def test_a_store_that_fails_is_acknowledged_but_never_whole(make_device: MakeDev
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[BlockCopyPlan]:
-    """The plans that a copier is told to store, in order."""
+    """The plans that a copier must store, in order."""
     seen: list[BlockCopyPlan] = []
     store = BlockCopier.store
 

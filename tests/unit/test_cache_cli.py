@@ -86,7 +86,7 @@ class TestStat:
         assert only["model"] == "another/model"
 
     @pytest.mark.parametrize("keeps", [False, True])
-    def test_a_store_that_goes_at_the_next_start_is_said_to_be_doubted(
+    def test_commands_report_a_reset_until_the_next_start(
         self, shell: Shell, store: Store, keeps: bool
     ) -> None:
         before = int(time.time())  # noqa: TID251 - as above

@@ -68,7 +68,7 @@ class TestExplain:
         assert shell("evict", store.root, text, "--yes").code == 0
         assert shell("explain", store.root, text).code == 1
 
-    def test_of_a_chunk_with_several_adapters_the_one_that_is_meant_must_be_given(
+    def test_a_key_without_its_adapter_is_refused_if_several_match(
         self, shell: Shell, store: Store
     ) -> None:
         known = KEYS[0]

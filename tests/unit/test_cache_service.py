@@ -240,7 +240,7 @@ def test_a_request_that_ended_while_it_waited_is_not_counted() -> None:
     assert cache.service.take_load_waits() == []
 
 
-def test_after_a_reset_that_failed_nothing_is_believed(
+def test_a_failed_reset_disables_the_cache(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = make_cache()

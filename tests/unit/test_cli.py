@@ -403,8 +403,8 @@ def test_a_plan_names_what_it_assumes_about_the_engine_and_nothing_else(
     said = " ".join(ran.out.split())
     assert "A block has 16 tokens, which is assumed; give the engine's --block-size as" in said
     assert "10,000 prompt tokens per second, which are assumed (--prefill-rate), fill" in said
-    told = ("--block-tokens", 32, "--prefill-rate", 20000)
-    said = " ".join(shell("plan", DEMO, "--model", model, *told).out.split())
+    options = ("--block-tokens", 32, "--prefill-rate", 20000)
+    said = " ".join(shell("plan", DEMO, "--model", model, *options).out.split())
     assert "A block has 32 tokens. - 20,000 prompt tokens per second fill a tier" in said
     assert "assumed" not in said
 

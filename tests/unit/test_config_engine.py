@@ -194,7 +194,7 @@ def test_the_spec_entry_point_stages_loads_and_refuses_direct_ones(tmp_path: Pat
         with_staged_loads(direct)
 
 
-def test_the_engine_is_told_where_the_file_is_from_any_directory(
+def test_the_arguments_have_the_absolute_path_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -202,7 +202,7 @@ def test_the_engine_is_told_where_the_file_is_from_any_directory(
     assert extra["kvtier_config"] == str(tmp_path / "a.yaml")
 
 
-def test_the_engine_is_told_the_chunk_size_and_whether_to_keep_decoded_tokens() -> None:
+def test_the_arguments_have_the_chunk_size_and_store_decode() -> None:
     text = (
         "tiers: [{kind: ram, capacity: 1GiB}]\nengine: {blocks_per_chunk: 4, store_decode: %s}"
     )

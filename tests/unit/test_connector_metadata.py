@@ -27,9 +27,7 @@ outputs = st.builds(
 
 
 @given(outputs, outputs, outputs)
-def test_in_which_order_outputs_are_added_does_not_matter(
-    a: WorkerOutput, b: WorkerOutput, c: WorkerOutput
-) -> None:
+def test_outputs_add_up_in_any_order(a: WorkerOutput, b: WorkerOutput, c: WorkerOutput) -> None:
     assert a.aggregate(b) == b.aggregate(a)
     assert a.aggregate(b).aggregate(c) == a.aggregate(b.aggregate(c))
     assert a.aggregate(WorkerOutput()) == a

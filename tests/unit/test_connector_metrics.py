@@ -207,7 +207,7 @@ def test_a_corrupt_chunk_is_counted_by_itself_and_as_a_cause_of_failure() -> Non
 
 
 class Clock:
-    """Says what it is told."""
+    """Returns a given time."""
 
     now_s = 0.0
 

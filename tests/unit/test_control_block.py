@@ -87,7 +87,7 @@ def test_no_acknowledgement_is_lost_when_two_threads_of_a_rank_make_them_at_once
     assert block.all_acknowledged(slots) == [True, True, True]
 
 
-def test_every_rank_is_told_what_will_not_come_and_what_is_about_to_change(
+def test_every_rank_sees_lost_chunks_and_cleared_generations(
     block: ControlBlock,
 ) -> None:
     block.publish([0, 1, 2], [5, 6, 7])
@@ -157,7 +157,7 @@ def test_slots_in_any_order_are_those_that_were_named(block: ControlBlock) -> No
     assert block.has_generations(0, [0, 1, 2, 3], [5, 7, 6, 8])
 
 
-def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
+def test_an_empty_query_has_an_empty_answer(block: ControlBlock) -> None:
     block.publish([], [])
     block.issue([])
     assert block.stored([], []) == []

@@ -50,7 +50,7 @@ def coverage(shell: Shell, store: Store, prompts: Path, *options: object) -> Any
     return answer
 
 
-def test_coverage_tells_how_far_each_prompt_hits(
+def test_coverage_reports_the_hit_of_each_prompt(
     shell: Shell, warm: Store, tmp_path: Path
 ) -> None:
     prompts = write(tmp_path / "p", [tokens(2, own=9), tokens(6), tokens(1, own=5)])
@@ -159,7 +159,7 @@ def test_a_store_of_an_earlier_kvtier_is_looked_into_after_the_next_start(
     layout.write_text(json.dumps(content))
     ran = shell("coverage", warm.root, "--prompts", prompts, "--model", MODEL)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.endswith("start an engine with this kvtier once\n")
+    assert ran.err.endswith("start an engine on it once\n")
     assert len(warm.start()) == 6
     warm.stop()
     assert coverage(shell, warm, prompts)["share"] == 1

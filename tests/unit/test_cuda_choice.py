@@ -54,21 +54,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 @pytest.mark.parametrize(
     ("kernel_gb_per_s", "nbytes", "chosen"),
     [
-        (2000.0, 16 * KIB, "staged"),
+        (2000.0, 16 * KIB, "buffered"),
         (30.0, 16 * KIB, "batch"),
         (None, 16 * KIB, "batch"),
         (2000.0, 256 * KIB, "batch"),
         (2000.0, 16 * KIB + 4, "batch"),
     ],
 )
-def test_copies_are_staged_where_that_is_clearly_faster(
+def test_copies_are_buffered_where_that_is_clearly_faster(
     gpu: Gpu, kernel_gb_per_s: float | None, nbytes: int, chosen: str
 ) -> None:
     gpu.kernel_bytes_per_s = None if kernel_gb_per_s is None else kernel_gb_per_s * 1e9
     assert gpu.choose(nbytes) == (chosen, chosen)
 
 
-def test_a_few_fragments_are_not_staged(gpu: Gpu) -> None:
+def test_a_few_fragments_are_not_buffered(gpu: Gpu) -> None:
     gpu.kernel_bytes_per_s = 1e15
     assert gpu.choose(KIB, count=31) == ("batch", "batch")
 
@@ -78,7 +78,7 @@ def test_staging_is_not_tried_for_long_fragments(
 ) -> None:
     gpu.kernel_bytes_per_s = 1e15
     assert gpu.choose(1 << 20) == ("batch", "batch")
-    assert "staged" not in caplog.text
+    assert "buffered" not in caplog.text
 
 
 def test_one_line_says_which_way_how_fast_and_how_long_a_copy_is(
@@ -88,9 +88,9 @@ def test_one_line_says_which_way_how_fast_and_how_long_a_copy_is(
     gpu.choose(16 * KIB)
     (line,) = (each.getMessage() for each in caplog.records if each.levelname == "INFO")
     assert line == (
-        "copies between GPU and RAM: stores by staged at 48.5 GB/s (not by batch at "
-        "19.8 GB/s), loads by staged at 48.5 GB/s (not by batch at 19.8 GB/s); a typical copy "
-        "has 16.0 KiB"
+        "copies between GPU and RAM: stores by buffered at 48.5 GB/s (not by batch at "
+        "19.8 GB/s), loads by buffered at 48.5 GB/s (not by batch at 19.8 GB/s); a typical "
+        "copy has 16.0 KiB"
     )
 
 
@@ -118,8 +118,8 @@ def test_a_kernel_that_does_not_work_is_not_used(
 ) -> None:
     monkeypatch.setattr(FakeStream, "copy_by_kernel", lambda stream, *_: fault(stream))
     assert gpu.choose(KIB) == ("batch", "batch")
-    assert "stores are not copied by staged" in caplog.text
-    assert "loads are not copied by staged" in caplog.text
+    assert "stores are not copied by buffered" in caplog.text
+    assert "loads are not copied by buffered" in caplog.text
 
 
 def test_a_batch_that_loses_bytes_in_one_direction_is_used_in_the_other(

@@ -24,9 +24,7 @@ SEEDS: Final = st.integers(0, (1 << 32) - 1)
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=EXAMPLES)
 @given(seed=SEEDS)
-def test_whatever_runs_when_the_bytes_are_those_of_the_programs_order(
-    method: str, seed: int
-) -> None:
+def test_copies_equal_program_order_in_any_schedule(method: str, seed: int) -> None:
     with open_world(random.Random(seed), method, MODULES) as world:
         world.run(JOBS)
 

@@ -171,7 +171,7 @@ def test_a_load_takes_the_stores_before_it_along(
     assert [result.job_id for result in device.poll()] == [0, 7]
 
 
-def test_closing_brings_down_what_is_held(
+def test_closing_copies_held_stores(
     device: DeviceEngine, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[bool] = []

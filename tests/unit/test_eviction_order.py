@@ -12,7 +12,7 @@ from kvtier.policies import PolicyContext
 from tests.support.workbench import Workbench, prefix
 
 LEAF_FIRST = ["arc", "fifo", "lhd", "lru", "slru"]
-"""Policies that treat chunks alike that came together, and take the first they were told of."""
+"""Policies that treat chunks alike that came together, and take the first to arrive."""
 
 
 def two_groups(chunks: int, *, of: int = 0, begin: int = 0) -> list[ChunkKey]:

@@ -162,7 +162,7 @@ def test_ranges_have_every_byte_once_and_copy_what_the_copier_copies(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("first_nbytes", [1, 200, 500, 1 << 20])
-def test_what_is_planned_gradually_has_the_bytes_of_the_plan_and_not_more_than_asked(
+def test_gradual_batches_are_bounded_and_have_the_bytes_of_the_plan(
     make_rank: MakeRank, layout: str, ranks: int, first_nbytes: int
 ) -> None:
     own = make_rank(layout, ranks=ranks, blocks_per_chunk=2)

@@ -46,7 +46,7 @@ def test_on_public_traces_it_is_close_to_the_best(name: str, share: float) -> No
 
 @needs_traces
 @pytest.mark.slow
-def test_it_closes_a_sixth_of_what_lru_leaves_to_the_future() -> None:
+def test_it_closes_a_sixth_of_the_gap_between_lru_and_belady() -> None:
     trace = read_trace(TRACES / "mooncake_conversation.jsonl")
     ours, lru, best = hits(trace, 0.05, "lhd", "lru", BELADY)
     assert ours - lru > (best - lru) / 6
@@ -236,7 +236,7 @@ class LiveTier:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_prompts_in_parts_by_turns_leave_from_the_leaf_on(is_named: bool) -> None:
+def test_interleaved_parts_of_prompts_are_evicted_leaf_first(is_named: bool) -> None:
     tier = LiveTier(Lhd(24), is_named=is_named)
     prompts = [prompt(number, 12) for number in range(2)]
     for end in (9, 6, 3, 0):
@@ -317,7 +317,7 @@ class Churn:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_each_copy_leaves_once(seed: int) -> None:
+def test_every_copy_is_evicted_once(seed: int) -> None:
     churn = Churn(seed)
     for _ in range(3000):
         churn.step()

@@ -38,7 +38,7 @@ def test_a_run_is_what_single_picks_would_be(test: Callable[[ChunkCopy], bool]) 
         members = [copy for copy in members if copy not in picked]
 
 
-def test_nobody_is_lost_or_doubled_whatever_part_of_a_prompt_is_used() -> None:
+def test_uses_of_any_part_of_a_prompt_keep_each_copy_once() -> None:
     rng, ctx = random.Random(5), PolicyContext()
     for _ in range(200):
         lru, chain = Lru(8), [ChunkCopy(bytes([at]), at) for at in range(8)]

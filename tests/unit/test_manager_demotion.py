@@ -110,7 +110,7 @@ def test_a_late_demotion_makes_room_in_the_queue_once() -> None:
     assert [len(job.keys) for job in (stuck, beside, last)] == [2, 2, 2]
 
 
-def test_a_chunk_that_left_ram_while_it_waited_is_not_sent_down() -> None:
+def test_a_chunk_dropped_while_it_waited_is_not_demoted() -> None:
     bench = Workbench(4, 8, limits=limits(queue=1))
     bench.store(prefix(2))
     (job,) = bench.step()
@@ -219,7 +219,7 @@ def test_the_reserve_is_freed_ahead_of_need_deepest_first() -> None:
     assert bench.ram.counters.evicted == 1
 
 
-def test_a_leaving_chunk_that_is_asked_for_is_a_hit_and_stays_after_all() -> None:
+def test_a_victim_that_is_looked_up_is_a_hit_and_stays() -> None:
     bench = evicting(4, 8, reserve=0.5)
     bench.store(prefix(3))
     (job,) = bench.step()
@@ -240,7 +240,7 @@ def test_a_store_that_found_no_room_is_made_room_for() -> None:
     assert bench.resident(1) == {*prefix(4)[2:]}
 
 
-def test_a_leaving_chunk_that_is_loaded_stays_after_all() -> None:
+def test_a_victim_that_is_loaded_stays() -> None:
     bench = evicting(2, 8, reserve=0.5)
     bench.store(prefix(2))
     (job,) = bench.step()
@@ -252,7 +252,7 @@ def test_a_leaving_chunk_that_is_loaded_stays_after_all() -> None:
     assert bench.ram.available == 1
 
 
-def test_a_leaving_chunk_that_is_pinned_without_being_used_stays_too() -> None:
+def test_a_victim_that_is_pinned_without_a_use_stays() -> None:
     bench = evicting(2, 8, reserve=0.5)
     bench.store(prefix(2))
     (job,) = bench.step()
@@ -358,7 +358,7 @@ def test_victims_that_the_queue_does_not_take_wait_for_the_next_step() -> None:
     assert bench.ram.slots.free == 4
 
 
-def test_three_tiers_pass_victims_on_and_the_last_one_forgets() -> None:
+def test_three_tiers_demote_victims_and_the_last_one_evicts() -> None:
     bench = evicting(2, 2, 2, reserve=0.5)
     for prompt in range(6):
         bench.store(prefix(1, of=prompt))
@@ -398,7 +398,7 @@ def test_a_corrupt_source_found_by_a_demotion_is_dropped() -> None:
 # -- shutting down ---------------------------------------------------------------------------
 
 
-def test_flush_brings_every_dirty_chunk_down_and_keeps_it_in_ram() -> None:
+def test_flush_demotes_every_dirty_chunk_and_keeps_it_in_ram() -> None:
     bench = evicting(4, 8)
     bench.store(prefix(3))
     assert bench.step() == []

@@ -116,7 +116,7 @@ def test_a_tier_out_of_service_has_nothing() -> None:
     assert bench.look(prefix(8)) == 2
 
 
-def test_of_what_loads_slowly_the_part_that_pays_is_loaded_later() -> None:
+def test_the_part_of_a_slow_hit_that_pays_is_loaded_later() -> None:
     gate = cost_model()
     measure(gate, 1, 64, 64 * CHUNK_S * 4)
     bench = warmed(8, 16, cost_model=gate)

@@ -171,7 +171,7 @@ class Exclusive(TieredPlacement):
 def test_an_exclusive_pair_of_lru_tiers_hits_like_one_lru_of_the_sum(
     ram: int, nvme: int, accesses: list[int]
 ) -> None:
-    """One RAM slot is the reserve that lets victims leave ahead of need; it holds nothing."""
+    """One RAM slot is the reserve for evictions ahead of need; it stays free."""
     bench = Workbench(
         ram,
         nvme,

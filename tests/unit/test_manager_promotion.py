@@ -72,7 +72,7 @@ def test_a_promoted_chunk_stays_until_it_is_loaded() -> None:
     assert bench.store(prefix(2, of=9)) is not None
 
 
-def test_resident_chunks_of_the_prefix_are_kept_while_the_rest_comes_up() -> None:
+def test_resident_chunks_of_the_prefix_stay_while_the_rest_is_promoted() -> None:
     bench = warmed(4, 8)
     bench.store(prefix(1))
     bench.settle()
@@ -240,7 +240,7 @@ def test_a_blocked_request_waits_for_room_that_pins_hold() -> None:
     assert [job.keys for job in bench.step()] == [prefix(2)]
 
 
-def test_an_aborted_request_lets_go_and_cancels_what_only_it_wanted() -> None:
+def test_an_aborted_request_ends_its_grants_and_cancels_its_own_jobs() -> None:
     bench = warmed(4, 8)
     bench.look(prefix(2), "a")
     bench.look(prefix(3)[2:], "b")
@@ -258,7 +258,7 @@ def test_an_aborted_request_lets_go_and_cancels_what_only_it_wanted() -> None:
     assert (bench.manager.snapshot().granted, bench.ram.slots.free) == (0, 3)
 
 
-def test_a_queued_or_asking_request_may_leave() -> None:
+def test_a_queued_or_asking_request_may_end() -> None:
     bench = warmed(4, 16, prompts=2)
     asked(bench, 4, "a")
     bench.look(prefix(2, of=1), "b")
@@ -299,7 +299,7 @@ def test_a_request_that_finds_all_in_ram_is_granted_nothing() -> None:
     assert bench.look(prefix(2)) == 2
 
 
-def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
+def test_a_corrupt_chunk_is_a_miss_for_a_queued_request() -> None:
     bench = warmed(4, 8)
     bench.look(prefix(1), "a")
     bench.look(prefix(3)[2:], "b")

@@ -38,7 +38,7 @@ def ask(bench: Workbench, keys: Sequence[ChunkKey], req_id: str = "reader") -> J
     """Look up ``keys`` and return the question that this plans."""
     assert bench.look(keys, req_id) is None
     (question,) = bench.manager.take_jobs()
-    assert question.purpose is Purpose.FIND
+    assert question.purpose is Purpose.QUESTION
     return question
 
 

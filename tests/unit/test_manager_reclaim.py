@@ -107,7 +107,7 @@ def test_a_victim_whose_demotion_fails_is_lost_once() -> None:
     assert bench.resident(1) == {*prefix(1)}
 
 
-def test_a_manager_is_not_at_rest_while_what_one_tier_let_go_is_another_ones_room() -> None:
+def test_a_manager_steps_on_while_an_eviction_makes_room_for_a_demotion() -> None:
     limits = ManagerLimits(pin_budget=3, reserve=0.34, queue=8)
     bench = Workbench(3, 1, 0, write="evict", limits=limits)
     bench.store(prefix(2, of=1))

@@ -84,7 +84,7 @@ def test_a_demotion_in_flight_must_not_come_back_after_a_restart() -> None:
     assert bench.resident(1) == set()
 
 
-def test_a_slot_needs_both_its_job_and_its_workers_to_let_go() -> None:
+def test_a_slot_is_free_when_its_job_and_its_workers_have_ended() -> None:
     for job_first in (True, False):
         bench = Workbench(1, 8)
         bench.store(prefix(1))

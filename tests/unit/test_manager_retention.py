@@ -37,7 +37,7 @@ def test_a_retained_chunk_outlives_what_was_used_later() -> None:
     assert bench.manager.snapshot().retained == 1
 
 
-def test_its_time_over_it_is_a_victim_like_any_other() -> None:
+def test_a_chunk_is_evictable_after_its_deadline() -> None:
     bench = keeping(1, quota=1)
     bench.store(prefix(1))
     bench.manager.retain(prefix(1), 10.0)

@@ -173,7 +173,7 @@ def test_of_a_large_tier_the_share_of_the_sample_is_counted_whatever_is_looked_u
     assert mask == 31
 
 
-def test_a_reset_forgets_what_left() -> None:
+def test_a_reset_forgets_evicted_keys() -> None:
     bench = Workbench(2)
     first, second = prefix(2, of=1), prefix(2, of=2)
     bench.store(first)

@@ -107,7 +107,7 @@ def test_the_worker_may_be_done_before_the_manager_heard_of_the_bytes() -> None:
     assert bench.ram.available == 4
 
 
-def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
+def test_a_prefix_larger_than_ram_waits_and_is_loaded_in_part() -> None:
     bench = streaming(2, below=8)
     assert bench.look(prefix(8)) is None
     (job,) = bench.step()

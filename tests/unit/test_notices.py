@@ -104,26 +104,26 @@ def patient_engine() -> CostModel:
     )
 
 
-def told(cost_model: CostModel, chunks: int, caplog: pytest.LogCaptureFixture) -> str:
-    """Return why, as it is told, the last of ``chunks`` chunks are not loaded."""
+def logged_reason(cost_model: CostModel, chunks: int, caplog: pytest.LogCaptureFixture) -> str:
+    """Return the reason in the log for computing ``chunks`` chunks."""
     skipped(cost_model, chunks)
     Notices(["ram", "nvme"], 4096).log_skipped(cost_model, 0.0)
     return caplog.records[-1].getMessage().partition("because ")[2].partition(":")[0]
 
 
 def test_each_cause_of_a_skipped_load_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(slow_disk(), 10, caplog) == "computing is faster than loading"
+    assert logged_reason(slow_disk(), 10, caplog) == "computing is faster than loading"
     cost_model = patient_engine()
     cost_model.record_job(1, 1, 10)
     cost_model.record_result(
         TransferResult(1, [Outcome.DONE] * 10, seconds=5.0), timeout_s=10.0, now=0.0
     )
-    assert told(cost_model, 100, caplog) == "loading would not end in time"
+    assert logged_reason(cost_model, 100, caplog) == "loading would not end in time"
     cost_model = patient_engine()
     cost_model.record_job(1, 1, 100)
     expired = TransferResult(1, [Outcome.EXPIRED] * 100, settled=False)
     cost_model.record_result(expired, timeout_s=10.0, now=0.0)
     assert (
-        told(cost_model, 100, caplog)
+        logged_reason(cost_model, 100, caplog)
         == "a load ran into its deadline and none has arrived since"
     )

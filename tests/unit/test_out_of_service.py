@@ -46,7 +46,7 @@ def test_the_figures_name_the_tier_that_ram_cannot_reach(
     assert [tier.out_of_service for tier in figures.tiers] == skipped
 
 
-def test_a_tier_is_read_from_though_nothing_gets_from_it_to_the_next(
+def test_a_tier_is_read_while_its_demotions_are_out_of_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
@@ -70,12 +70,12 @@ def test_a_tier_is_read_from_though_nothing_gets_from_it_to_the_next(
         )
         try:
             service = CacheService(opened, tokens_per_chunk=16, close_timeout_s=1.0)
-            told: list[frozenset[int]] = []
-            monkeypatch.setattr(opened.manager, "set_out_of_service", told.append)
+            calls: list[frozenset[int]] = []
+            monkeypatch.setattr(opened.manager, "set_out_of_service", calls.append)
             for ways in ([("fast", "large")], [("fast", "large"), ("large", "ram")]):
                 monkeypatch.setattr(opened.engine, "out_of_service", lambda ways=ways: ways)
                 service.end_step(started=(), preempted=())
                 service.lookup("nobody", Prompt([[b"no such chunk"]], 0, 16))
-            assert told == [frozenset({2})]
+            assert calls == [frozenset({2})]
         finally:
             opened.close(timeout_s=5)

@@ -38,7 +38,7 @@ def test_a_directory_into_which_others_may_write_is_named(
     assert exposure.remedy == f"run: chmod go-w {place}"
 
 
-def test_of_what_is_above_a_sticky_directory_nothing_is_asked(nested: Path) -> None:
+def test_directories_above_a_sticky_one_are_not_checked(nested: Path) -> None:
     kvtier, disk, *_ = nested.parents
     disk.chmod(0o777)
     kvtier.chmod(0o1777)

@@ -45,7 +45,7 @@ def draw(seed: int) -> Layout:
     """Return a layout whose pages are whole words."""
     chance = random.Random(seed)
     while True:
-        layout = draw_layout(chance, "staged")
+        layout = draw_layout(chance, "buffered")
         if layout.page % 8 == layout.gap_nbytes % 8 == 0:
             return layout
 

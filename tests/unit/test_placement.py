@@ -160,7 +160,7 @@ def use(bench: Workbench, number: int, req_id: str) -> None:
     bench.settle()
 
 
-def test_selective_write_through_copies_down_at_the_nth_use() -> None:
+def test_selective_write_through_demotes_at_the_nth_use() -> None:
     bench = Workbench(2, 4, placement=TieredPlacement(tiers=2, write="through", write_after=3))
     bench.store(prefix(1))
     bench.settle()

@@ -1,4 +1,4 @@
-"""The manager drives every policy as it was promised to."""
+"""The manager calls every policy as the contract says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.workbench import Workbench, prefix
 
 
 class Listening(Lru):
-    """Least recently used, and notes what it is told."""
+    """LRU that records its calls."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -64,7 +64,7 @@ def test_the_manager_counts_right_with_every_policy(name: str, write: str) -> No
     assert all(tier.counters.evicted for tier in bench.tiers)
 
 
-def test_a_policy_is_told_once_of_each_new_chunk_before_its_insertion() -> None:
+def test_a_policy_records_each_miss_once_before_the_insertion() -> None:
     bench = Workbench(2, 4)
     ears = [Listening(2), Listening(4)]
     for tier, ear in zip(bench.tiers, ears, strict=True):
@@ -78,7 +78,7 @@ def test_a_policy_is_told_once_of_each_new_chunk_before_its_insertion() -> None:
     assert ears[1].missed == [first, second, third, fourth]
 
 
-def test_a_policy_is_not_told_of_new_chunks_without_a_slot() -> None:
+def test_a_policy_records_no_miss_of_chunks_without_a_slot() -> None:
     bench = Workbench(2)
     ear = bench.ram.eviction = Listening(2)
     assert bench.manager.prepare_store(prefix(2), "writer") is not None

@@ -104,9 +104,9 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
         writer.request(RequestRecord(0.0, keys(1), 0, 16))
     writer.close(timeout_s=10)
     assert writer.statistics() == recorder_module.RecorderStatistics(0, 3)
-    (told,) = [each for each in caplog.records if "cannot write the rec" in each.getMessage()]
-    assert told.exc_info is None, "a disk that fails is no bug"
-    assert f"recording to {directory}: No such file" in told.getMessage()
+    (record,) = [each for each in caplog.records if "cannot write the rec" in each.getMessage()]
+    assert record.exc_info is None, "a disk that fails is no bug"
+    assert f"recording to {directory}: No such file" in record.getMessage()
 
 
 def test_a_file_that_another_engine_writes_is_not_removed(tmp_path: Path) -> None:

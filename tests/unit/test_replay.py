@@ -217,7 +217,7 @@ class TestBatches:
         self.run(batcher, 20)
         assert batcher.is_idle or "b" in batcher.requests
 
-    def test_the_last_one_makes_room_when_blocks_run_out_and_begins_anew(self) -> None:
+    def test_the_last_request_is_preempted_when_blocks_run_out(self) -> None:
         batcher, connector = self.batcher(blocks=5, step_tokens=64)
         first, last = self.request("a", 32, 20), self.request("b", 32, 20)
         batcher.add(first)

@@ -111,7 +111,7 @@ def test_matchers_that_cannot_be_read_allow_every_tier(
         ([], "kvtier = []", 'write {"retain_s": 600}'),
     ],
 )
-def test_nonsense_is_ignored_and_said_once_with_a_remedy(
+def test_invalid_hints_are_ignored_and_logged_once_with_a_remedy(
     raw: Any, place: str, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = HintReader(NATURES)

@@ -106,7 +106,7 @@ def test_an_orderly_shutdown_keeps_to_it_too() -> None:
 
 
 class Listening(Lru):
-    """LRU that remembers whose chunks it was told of."""
+    """LRU that records the request and the session of each call."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -124,7 +124,7 @@ class Listening(Lru):
         super().on_hit_many(copies, ctx)
 
 
-def test_a_policy_hears_of_the_session_that_stored_and_of_the_one_that_uses() -> None:
+def test_a_policy_sees_the_storing_session_and_the_using_session() -> None:
     bench = Workbench(4, 8)
     heard = [Listening(tier.slots.capacity) for tier in bench.tiers]
     for tier, policy in zip(bench.tiers, heard, strict=True):

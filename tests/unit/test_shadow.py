@@ -24,7 +24,7 @@ CHAINS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 7)), min_size=1, m
 @pytest.mark.parametrize("policy", sorted(EVICTIONS.built_in))
 @settings(max_examples=30)
 @given(chains=CHAINS, capacity=st.integers(1, 20))
-def test_a_ghost_that_sees_everything_hits_what_the_simulator_hits(
+def test_a_shadow_of_all_chunks_has_the_hits_of_the_simulator(
     policy: str, chains: list[list[int]], capacity: int
 ) -> None:
     trace = trace_of(chains)
@@ -50,7 +50,7 @@ def trace() -> Trace:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3-fifo"])
-def test_a_ghost_of_a_large_tier_is_small_and_still_close(policy: str, trace: Trace) -> None:
+def test_a_shadow_of_a_large_tier_is_small_and_accurate(policy: str, trace: Trace) -> None:
     capacity = trace.distinct // 5
     assert capacity > 2 * 4096
     keys = hashed(trace.distinct)
@@ -82,6 +82,6 @@ def test_after_a_reset_everything_is_a_miss_and_the_counts_go_on() -> None:
     assert (shadow.references, shadow.hits()) == (9, {"lru": 3})
 
 
-def test_a_policy_that_knows_the_future_casts_no_shadow() -> None:
+def test_a_policy_that_needs_the_future_cannot_be_a_shadow() -> None:
     with pytest.raises(ConfigError, match="'belady'"):
         ShadowTier(4, [BELADY])

@@ -211,7 +211,7 @@ def test_a_put_is_found_when_it_ends_and_not_before() -> None:
     cache = SharedCache(8)
     first, second = transfers_of(cache), transfers_of(cache)
     ((done_s, _),) = first.run(job_of(KEYS[:2], "ram", "shared_dir"), 0.0)
-    question = job_of(KEYS[:3], "shared_dir", "shared_dir", Purpose.FIND)
+    question = job_of(KEYS[:3], "shared_dir", "shared_dir", Purpose.QUESTION)
     ((_, early),) = second.run(question, done_s - 0.001)
     ((answered_s, answer),) = second.run(question, done_s)
     assert set(early.outcomes) == {Outcome.MISSING}
@@ -293,6 +293,6 @@ def test_a_question_takes_one_latency_for_each_round(stored: int, rounds: int) -
     for gallops in (False, True):
         client = SharedClient(cache, "shared_dir", gallops=gallops)
         transfers = TransferModel(MODEL, ram="ram", slot_nbytes=CHUNK, shared=client)
-        question = job_of(keys, "shared_dir", "shared_dir", Purpose.FIND)
+        question = job_of(keys, "shared_dir", "shared_dir", Purpose.QUESTION)
         ((answered_s, _),) = transfers.run(question, 1.0)
         assert answered_s == pytest.approx(1.0 + 0.002 * (rounds if gallops else 1))

@@ -48,7 +48,7 @@ def test_a_simulated_tier_tells_its_policy_of_requests_and_sessions(
     assert set(calls) == EXPECTED
 
 
-def test_simulated_tiers_tell_their_policies_of_requests_and_sessions(
+def test_policies_of_simulated_tiers_see_requests_and_sessions(
     calls: list[PolicyCall],
 ) -> None:
     config = parse_config(

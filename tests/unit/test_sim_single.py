@@ -128,11 +128,11 @@ def test_the_order_asked_for_is_the_policys_own_unless_said_otherwise() -> None:
 
 
 def test_progress_is_reported_and_ends_at_one() -> None:
-    told: list[float] = []
-    simulate_single(CHAT, policy="lru", capacity=9, progress=told.append)
-    assert told == sorted(told)
-    assert told[-1] == 1.0
-    assert len(told) > 10
+    shares: list[float] = []
+    simulate_single(CHAT, policy="lru", capacity=9, progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert len(shares) > 10
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:

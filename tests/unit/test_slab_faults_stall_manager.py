@@ -98,7 +98,7 @@ def test_the_slots_of_a_job_that_hangs_are_held_until_it_is_done_and_free_then(
     cache = open_cache(call)
     gate = cache.hang(call)
     reads = call == "preadv"
-    assert cache.bench.look(FIRST, "reader") == 0, "whoever waits is told so"
+    assert cache.bench.look(FIRST, "reader") == 0, "a waiting request gets a miss"
     assert cache.rooms() == [0, RAM_SLOTS], "a thread may still be in them"
     refused = cache.bench.store(prefix(1, of=4), "writer")
     assert refused is None or not refused.keys

@@ -51,7 +51,7 @@ async def stopped(group: GroupCommit) -> None:
 
 
 class Recorder(IndexDatabase):
-    """Keeps what it is told to commit."""
+    """Records the changes to commit."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -283,7 +283,7 @@ class TestLog:
             assert database.log_nbytes == 0
         database.close()
 
-    async def test_one_that_grows_and_grows_is_reported_once(
+    async def test_a_growing_log_is_reported_once(
         self,
         database: IndexDatabase,
         monkeypatch: pytest.MonkeyPatch,
@@ -394,7 +394,7 @@ class TestGroupCommit:
 
     @pytest.fixture
     async def group(self, database: Recorder, monkeypatch: pytest.MonkeyPatch) -> GroupCommit:
-        """A group whose next notes are due in an hour, as it has just been told of some."""
+        """A group whose next records are due in an hour, after some records just now."""
         monkeypatch.setattr(group_commit, "_RECORDS_INTERVAL_S", 3600.0)
         group = GroupCommit(database, name="test", clock=1)
         group.log_removal_nowait(

@@ -335,7 +335,7 @@ async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_wa
     assert "while in use" not in "".join(warnings_in(caplog))
 
 
-async def test_a_reset_that_can_do_neither_says_so_and_serves_nothing_old(
+async def test_a_reset_that_fails_serves_no_old_chunk(
     open_harness: OpenHarness, io: FaultyIo
 ) -> None:
     harness = await open_harness()

@@ -72,7 +72,7 @@ def test_an_engine_that_lives_is_not_waited_for(tmp_path: Path, clock: Clock) ->
     assert clock.now_s == 100
 
 
-def test_who_looks_into_a_store_waits_until_it_is_open(store: Store, clock: Clock) -> None:
+def test_a_reader_waits_until_a_store_is_open(store: Store, clock: Clock) -> None:
     store.filled()
     with contextlib.ExitStack() as other:
         other.enter_context(held(store.root))
@@ -81,7 +81,7 @@ def test_who_looks_into_a_store_waits_until_it_is_open(store: Store, clock: Cloc
     assert 103 <= clock.now_s < 104
 
 
-def test_who_looks_into_a_store_gives_up_in_time(store: Store, clock: Clock) -> None:
+def test_a_reader_of_a_locked_store_gives_up_in_time(store: Store, clock: Clock) -> None:
     store.filled()
     with (
         held(store.root),
@@ -91,7 +91,7 @@ def test_who_looks_into_a_store_gives_up_in_time(store: Store, clock: Clock) -> 
     assert 110 <= clock.now_s < 111
 
 
-def test_who_changes_a_store_waits_for_those_who_look(store: Store, clock: Clock) -> None:
+def test_a_writer_waits_for_the_readers_of_a_store(store: Store, clock: Clock) -> None:
     store.filled()
     (space,) = inspect.find_namespaces(store.root)
     with contextlib.ExitStack() as reader:
@@ -101,7 +101,7 @@ def test_who_changes_a_store_waits_for_those_who_look(store: Store, clock: Clock
             assert 103 <= clock.now_s < 104
 
 
-def test_who_changes_a_store_does_not_wait_for_an_engine(store: Store, clock: Clock) -> None:
+def test_a_writer_does_not_wait_for_an_engine(store: Store, clock: Clock) -> None:
     store.start()
     (space,) = inspect.find_namespaces(store.root)
     with (

@@ -144,7 +144,7 @@ async def test_a_process_that_replaces_another_of_the_engine_keeps_rows_and_note
     assert found == []
 
 
-async def test_such_a_process_notes_it_in_an_index_that_has_no_note(
+async def test_a_process_records_an_earlier_reset_in_a_new_index(
     start: Start, tmp_path: Path
 ) -> None:
     await stopped_after_a_reset(start)
@@ -173,7 +173,7 @@ async def test_after_a_reset_nothing_is_stored_before_the_reset_is_recorded(
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("call", ["sql BEGIN", "sql DELETE", "sql INSERT"])
-async def test_a_full_disk_keeps_no_engine_from_starting_without_what_is_doubted(
+async def test_an_engine_starts_on_a_full_disk_without_untrusted_chunks(
     start: Start, io: FaultyIo, call: str, number: int
 ) -> None:
     await stopped_after_a_reset(start)

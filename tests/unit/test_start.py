@@ -80,8 +80,8 @@ def test_a_cache_of_another_identity_is_named_field_by_field_and_the_start_agree
     assert "model is 'some/model' there and 'another' here" in problem
     with pytest.raises(ConfigError) as refusal:
         store.start(model="another")
-    told = problem.partition("on_mismatch: ")[2].partition(", used ")[0]
-    assert told in str(refusal.value)
+    difference = problem.partition("on_mismatch: ")[2].partition(", used ")[0]
+    assert difference in str(refusal.value)
 
 
 def test_a_cache_that_a_start_would_remove_is_a_warning(store: Store) -> None:
@@ -208,7 +208,9 @@ def test_the_room_of_a_cache_that_a_start_removes_counts_as_free(
     assert problems(config, OTHER) == []
 
 
-def test_an_index_of_another_version_refuses_the_start_unless_it_may_go(store: Store) -> None:
+def test_an_index_of_another_version_refuses_the_start_unless_on_mismatch_removes_it(
+    store: Store,
+) -> None:
     store.filled().sql("PRAGMA user_version=9")
     text = "\n".join(problems(config_of(store), FIELDS))
     assert "tiers[1].on_mismatch: " in text

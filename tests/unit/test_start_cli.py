@@ -99,10 +99,10 @@ def test_a_command_fails_where_the_start_would_refuse_another_models_recent_cach
     (model / "model.safetensors").write_bytes(b"other weights")
     ran = shell(*command, file, "--model", model)
     assert ran.code == (2 if command[0] == "vllm-args" else 1)
-    told = ran.err + ran.out
-    assert f"the cache of model {model} in " in told
-    assert "model_files is '" in told
-    assert "set on_mismatch: remove" in told
+    output = ran.err + ran.out
+    assert f"the cache of model {model} in " in output
+    assert "model_files is '" in output
+    assert "set on_mismatch: remove" in output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -113,9 +113,9 @@ def test_a_command_says_what_the_start_would_remove(
     file.write_text(file.read_text().replace("32KiB", "32KiB, on_mismatch: remove"))
     ran = shell(*command, file, "--model", "org/new")
     assert ran.code == 0
-    told = ran.err + ran.out
-    assert "removing the cache of model org/old in " in told
-    assert "model is 'org/old' there and 'org/new' here" in told
+    output = ran.err + ran.out
+    assert "removing the cache of model org/old in " in output
+    assert "model is 'org/old' there and 'org/new' here" in output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -125,9 +125,9 @@ def test_a_command_names_the_pid_of_the_engine_that_has_the_cache_open(
     start("org/model")
     ran = shell(*command, file)
     assert ran.code == (2 if command[0] == "vllm-args" else 1)
-    told = ran.err + ran.out
-    assert f"is in use by pid {os.getpid()} on host " in told
-    assert "if this is not model org/model, add --model" in told
+    output = ran.err + ran.out
+    assert f"is in use by pid {os.getpid()} on host " in output
+    assert "if this is not model org/model, add --model" in output
     assert shell(*command, file, "--model", "org/other").code == 0
 
 

@@ -43,7 +43,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 class Scheduler:
-    """Schedules what it is told to."""
+    """Schedules the given steps."""
 
     def __init__(self, *steps: dict[str, int]) -> None:
         self._steps = list(steps)

@@ -314,7 +314,7 @@ def test_a_read_that_does_not_answer_for_each_chunk_marks_all_lost(
 
 
 class LargeSlots(Disk):
-    """A tier of slots so large that a job has a part for each; each is read when it is told."""
+    """A tier of slots so large that a job has a part for each; each is read on request."""
 
     slot_nbytes = 4 << 20
 

@@ -123,7 +123,7 @@ def test_a_request_shorter_than_a_chunk_refers_to_none(saved: Save) -> None:
     assert trace.requests == 2
 
 
-def test_words_that_look_like_keys_are_taken_for_them_unasked(saved: Save) -> None:
+def test_words_that_look_like_keys_are_read_as_keys(saved: Save) -> None:
     words = "17\n7f0a/0\nuser-1_b.x\nschlüssel\n"
     assert read_trace(saved(words)).format == "keys"
     long = "0123456789\n" * 10_000  # more than is looked at: the last line seen is cut off

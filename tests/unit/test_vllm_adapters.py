@@ -1,4 +1,4 @@
-"""Which adapters are told apart, and of which nothing may outlive the engine."""
+"""The digests of adapters, and the adapters whose chunks must not outlive the engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def asked(path: object, number: int = 1, **more: Any) -> SimpleNamespace:
 
 def outlives(engine: MakeEngine, path: Path, started_ns: int = LATER_NS) -> bool:
     """Return whether two engines come to one digest."""
-    digests = {engine(started_ns).of(asked(path)).digest for _ in range(2)}
+    digests = {engine(started_ns).content_of(asked(path)).digest for _ in range(2)}
     return len(digests) == 1
 
 
@@ -73,8 +73,8 @@ def test_an_adapter_is_known_by_its_content_in_every_engine(
 ) -> None:
     first, copied = write(tmp_path / "one"), write(tmp_path / "two")
     assert outlives(engine, first)
-    known = engine().of(asked(first))
-    assert engine().of(asked(copied, number=7)).digest == known.digest
+    known = engine().content_of(asked(first))
+    assert engine().content_of(asked(copied, number=7)).digest == known.digest
     assert known.is_current()
 
 
@@ -82,8 +82,8 @@ def test_an_adapter_is_known_by_its_content_in_every_engine(
 def test_another_content_at_the_same_path_has_another_digest(
     engine: MakeEngine, change: Mapping[str, bytes], tmp_path: Path
 ) -> None:
-    before = engine().of(asked(write(tmp_path / "a")))
-    after = engine().of(asked(write(tmp_path / "a", **change)))
+    before = engine().content_of(asked(write(tmp_path / "a")))
+    after = engine().content_of(asked(write(tmp_path / "a", **change)))
     assert before.digest != after.digest
 
 
@@ -92,44 +92,44 @@ def test_how_an_adapter_is_applied_is_part_of_what_it_is(
 ) -> None:
     path = write(tmp_path / "a")
     some = {
-        engine().of(asked(path)).digest,
-        engine(lora_dtype="float16").of(asked(path)).digest,
-        engine(target_modules=["q_proj"]).of(asked(path)).digest,
-        engine().of(asked(path, is_3d_lora_weight=True)).digest,
+        engine().content_of(asked(path)).digest,
+        engine(lora_dtype="float16").content_of(asked(path)).digest,
+        engine(target_modules=["q_proj"]).content_of(asked(path)).digest,
+        engine().content_of(asked(path, is_3d_lora_weight=True)).digest,
     }
     assert len(some) == 4
     two_orders = (["q_proj", "k_proj"], ["k_proj", "q_proj"])
-    same = {engine(target_modules=names).of(asked(path)).digest for names in two_orders}
+    same = {engine(target_modules=names).content_of(asked(path)).digest for names in two_orders}
     assert len(same) == 1
 
 
 def test_files_that_vllm_does_not_read_are_ignored(engine: MakeEngine, tmp_path: Path) -> None:
     path = write(tmp_path / "a")
     contents = engine()
-    before = contents.of(asked(path))
+    before = contents.content_of(asked(path))
     (path / "optimizer.pt").write_bytes(b"state")
     assert before.is_current()
-    assert contents.of(asked(path)).digest == before.digest
+    assert contents.content_of(asked(path)).digest == before.digest
 
 
-def test_an_adapter_that_changes_under_the_engine_is_believed_no_more(
+def test_an_adapter_that_changes_during_the_run_is_not_trusted(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a")
     contents = engine()
-    before = contents.of(asked(path))
+    before = contents.content_of(asked(path))
     write(path, b"others!")
     contents.begin_step()
     assert not before.is_current()
     assert "its files changed" not in caplog.text
-    after = contents.of(asked(path))
+    after = contents.content_of(asked(path))
     assert "LoRA adapter a: its files changed" in caplog.text
     assert after.is_current()
-    assert contents.of(asked(path)).digest == after.digest
-    assert after.digest not in {before.digest, engine().of(asked(path)).digest}
+    assert contents.content_of(asked(path)).digest == after.digest
+    assert after.digest not in {before.digest, engine().content_of(asked(path)).digest}
     # Nor when it is what it was: vLLM's own prefix cache has KV of both.
     write(path)
-    assert contents.of(asked(path)).digest not in {before.digest, after.digest}
+    assert contents.content_of(asked(path)).digest not in {before.digest, after.digest}
     assert outlives(engine, path)
 
 
@@ -139,9 +139,9 @@ def test_after_a_change_each_way_to_load_an_adapter_has_its_own_digest(
     path = write(tmp_path / "a")
     ways = [asked(path), asked(path, number=2), asked(path, load_inplace=True)]
     contents = engine()
-    assert len({contents.of(way).digest for way in ways}) == 1
+    assert len({contents.content_of(way).digest for way in ways}) == 1
     write(path, b"others!")
-    assert len({contents.of(way).digest for way in ways}) == 3
+    assert len({contents.content_of(way).digest for way in ways}) == 3
 
 
 def test_chunks_of_adapters_that_share_a_number_do_not_outlive_the_engine(
@@ -149,16 +149,16 @@ def test_chunks_of_adapters_that_share_a_number_do_not_outlive_the_engine(
 ) -> None:
     """vLLM applies the one that it has loaded under that number to requests for the other."""
     paths = [write(tmp_path / name, name.encode()) for name in ("one", "two", "three")]
-    believed = [engine().of(asked(path)).digest for path in paths]
+    trusted = [engine().content_of(asked(path)).digest for path in paths]
     contents = engine()
-    assert contents.of(asked(paths[0])).digest == believed[0]
-    assert contents.of(asked(paths[2], number=3)).digest == believed[2]
+    assert contents.content_of(asked(paths[0])).digest == trusted[0]
+    assert contents.content_of(asked(paths[2], number=3)).digest == trusted[2]
     assert not caplog.text
-    after = [contents.of(asked(path)).digest for path in (paths[1], paths[0])]
+    after = [contents.content_of(asked(path)).digest for path in (paths[1], paths[0])]
     assert "another adapter has the same lora_int_id" in caplog.text
-    assert len({*after, *believed}) == 5
-    assert contents.of(asked(paths[0], number=4)).digest not in believed
-    assert contents.of(asked(paths[2], number=3)).digest == believed[2]
+    assert len({*after, *trusted}) == 5
+    assert contents.content_of(asked(paths[0], number=4)).digest not in trusted
+    assert contents.content_of(asked(paths[2], number=3)).digest == trusted[2]
 
 
 def test_chunks_of_an_adapter_newer_than_the_engine_do_not_outlive_it(
@@ -170,7 +170,7 @@ def test_chunks_of_an_adapter_newer_than_the_engine_do_not_outlive_it(
     assert not outlives(engine, path, started_ns=changed_ns)
     assert "newer than the engine" in caplog.text
     contents = engine(changed_ns)
-    assert contents.of(asked(path)).digest == contents.of(asked(path)).digest
+    assert contents.content_of(asked(path)).digest == contents.content_of(asked(path)).digest
 
 
 def test_chunks_of_an_unreadable_adapter_do_not_outlive_the_engine(
@@ -181,9 +181,9 @@ def test_chunks_of_an_unreadable_adapter_do_not_outlive_the_engine(
     assert not outlives(engine, tmp_path)
     contents = engine()
     caplog.clear()
-    first = contents.of(asked(name))
-    assert contents.of(asked(name)).digest == first.digest
-    assert contents.of(asked(tmp_path)).digest != first.digest
+    first = contents.content_of(asked(name))
+    assert contents.content_of(asked(name)).digest == first.digest
+    assert contents.content_of(asked(tmp_path)).digest != first.digest
     assert first.is_current()
     assert caplog.text.count("cannot be read") == 1
 
@@ -193,8 +193,8 @@ def test_a_request_of_an_unknown_kind_is_no_error(
 ) -> None:
     contents = engine()
     strange = SimpleNamespace()
-    content = contents.of(strange)
-    assert content.digest != contents.of(strange).digest
+    content = contents.content_of(strange)
+    assert content.digest != contents.content_of(strange).digest
     assert not content.is_current()
     assert caplog.text.count("neither load nor store") == 1
 
@@ -209,9 +209,9 @@ def test_an_unexpected_error_is_logged_once(
 
     monkeypatch.setattr(os, "scandir", fail)
     contents = engine()
-    assert len({contents.of(asked("adapter")).digest for _ in range(3)}) == 3
+    assert len({contents.content_of(asked("adapter")).digest for _ in range(3)}) == 3
     assert caplog.text.count("ZeroDivisionError: a bug") == 1
-    contents.of(SimpleNamespace())
+    contents.content_of(SimpleNamespace())
     assert "AttributeError" in caplog.text
     assert error.__traceback__ is None, "frames of requests are kept"
 
@@ -227,7 +227,7 @@ def test_of_large_files_samples_and_the_date_are_enough(
     def digest_of(weights: bytes, date_s: int) -> bytes:
         path = write(tmp_path / "a", weights)
         os.utime(path / "adapter_model.safetensors", (date_s, date_s))
-        return engine().of(asked(path)).digest
+        return engine().content_of(asked(path)).digest
 
     zeros, changed = bytes(4096), bytearray(4096)
     changed[at] = 1
@@ -274,9 +274,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StallingServer]:
 
 def after_the_late_call(contents: AdapterContents, path: Path, **more: Any) -> AdapterContent:
     """Return the content of the first request after the late call has ended."""
-    content = contents.of(asked(path, **more))
-    while contents.of(asked(path, **more)).digest != content.digest:
-        content = contents.of(asked(path, **more))
+    content = contents.content_of(asked(path, **more))
+    while contents.content_of(asked(path, **more)).digest != content.digest:
+        content = contents.content_of(asked(path, **more))
     return content
 
 
@@ -284,9 +284,9 @@ def test_a_request_whose_files_are_not_read_in_time_neither_loads_nor_stores(
     engine: MakeEngine, server: StallingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a")
-    known, contents = engine().of(asked(path)), engine()
+    known, contents = engine().content_of(asked(path)), engine()
     server.stall()
-    late = [contents.of(asked(path)) for _ in range(3)]
+    late = [contents.content_of(asked(path)) for _ in range(3)]
     assert len({known.digest, *(each.digest for each in late)}) == 4
     assert caplog.text.count("does not answer in time") == 1
     server.recover()
@@ -299,11 +299,11 @@ def test_a_store_while_the_file_server_stalls_is_refused_and_later_ones_are_not(
 ) -> None:
     path = write(tmp_path / "a")
     contents = engine()
-    known = contents.of(asked(path))
+    known = contents.content_of(asked(path))
     server.stall()
     assert not known.is_current()
     assert not known.is_current()
-    assert contents.of(asked(path)).digest != known.digest
+    assert contents.content_of(asked(path)).digest != known.digest
     assert caplog.text.count("LoRA adapter a: its file system does not answer in time") == 1
     server.recover()
     assert after_the_late_call(contents, path).digest == known.digest
@@ -316,7 +316,11 @@ def test_the_stores_of_a_step_look_at_the_files_of_an_adapter_once(
 ) -> None:
     one, two = write(tmp_path / "one"), write(tmp_path / "two")
     contents = engine()
-    known = [contents.of(asked(one)), contents.of(asked(one)), contents.of(asked(two, 2))]
+    known = [
+        contents.content_of(asked(one)),
+        contents.content_of(asked(one)),
+        contents.content_of(asked(two, 2)),
+    ]
     before = server.asked
     for looks in (2, 4):
         contents.begin_step()
@@ -325,19 +329,23 @@ def test_the_stores_of_a_step_look_at_the_files_of_an_adapter_once(
         assert server.asked == before + looks
 
 
-def test_files_that_change_while_the_server_stalls_are_believed_no_more(
+def test_files_that_change_while_the_server_stalls_are_not_trusted(
     engine: MakeEngine, server: StallingServer, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a")
     contents = engine()
-    known = contents.of(asked(path))
+    known = contents.content_of(asked(path))
     server.stall()
-    contents.of(asked(path))
+    contents.content_of(asked(path))
     write(path, b"others!")
-    other = engine().of(asked(path))
+    other = engine().content_of(asked(path))
     server.recover()
     after = after_the_late_call(contents, path)
-    assert after.digest not in {known.digest, other.digest, engine().of(asked(path)).digest}
+    assert after.digest not in {
+        known.digest,
+        other.digest,
+        engine().content_of(asked(path)).digest,
+    }
 
 
 def test_a_number_of_a_late_adapter_is_shared_as_of_any_other(
@@ -345,14 +353,14 @@ def test_a_number_of_a_late_adapter_is_shared_as_of_any_other(
 ) -> None:
     """vLLM has loaded it, although kvtier does not know its content yet."""
     paths = [write(tmp_path / name, name.encode()) for name in ("one", "two")]
-    believed = [engine().of(asked(path)).digest for path in paths]
+    trusted = [engine().content_of(asked(path)).digest for path in paths]
     contents = engine()
     server.stall()
     for path in paths:
-        contents.of(asked(path))
+        contents.content_of(asked(path))
     server.recover()
     for path in paths:
-        assert after_the_late_call(contents, path).digest not in believed
+        assert after_the_late_call(contents, path).digest not in trusted
 
 
 def test_closing_does_not_wait_for_a_server_that_stalls(
@@ -360,6 +368,6 @@ def test_closing_does_not_wait_for_a_server_that_stalls(
 ) -> None:
     contents = engine()
     server.stall()
-    contents.of(asked(tmp_path))
+    contents.content_of(asked(tmp_path))
     contents.close()
     assert not server.answers.is_set()

@@ -87,14 +87,14 @@ class Worker:
 
 
 @pytest.mark.parametrize(
-    ("engine_id", "told", "rank"),
+    ("engine_id", "ranks", "rank"),
     [
         ("e1", {"data_parallel_index": 0, "data_parallel_size": 1}, None),
         # A mixture of experts, whose ranks know of each other.
         ("e1_dp0", {"data_parallel_index": 0, "data_parallel_size": 2}, 0),
         ("e1", {"data_parallel_index": 0, "data_parallel_size": 2}, 0),
         ("e1", {"data_parallel_index": 1, "data_parallel_size": 2}, 1),
-        # A dense model, whose ranks are told that they are alone.
+        # A dense model: each of its ranks gets the configuration of a single engine.
         ("e1_dp0", {"data_parallel_index": 0, "data_parallel_size": 1}, 0),
         ("e1_dp11", {"data_parallel_index": 11, "data_parallel_size": 1}, 11),
         # Names that are numbered by host, or were given.
@@ -103,9 +103,9 @@ class Worker:
     ],
 )
 def test_an_engine_knows_its_number_among_data_parallel_ones(
-    engine_id: str, told: dict[str, int], rank: int | None
+    engine_id: str, ranks: dict[str, int], rank: int | None
 ) -> None:
-    assert data_parallel_rank(SimpleNamespace(**told), engine_id) == rank
+    assert data_parallel_rank(SimpleNamespace(**ranks), engine_id) == rank
 
 
 @pytest.mark.parametrize("kind", [{"non_causal": True}, {"rswa_window": 128}], ids=str)
@@ -229,7 +229,7 @@ def test_blocks_that_a_kernel_takes_in_parts_are_ordered_by_these() -> None:
     assert other_ranks.content() == parts
 
 
-def test_how_long_what_an_indexer_keeps_is_is_part_of_it() -> None:
+def test_the_length_of_an_indexers_entries_is_part_of_it() -> None:
     def indexer(elements: int) -> str:
         kind = SimpleNamespace(num_states=64, head_size=elements)
         layer = layer_of("INDEXER", dtype="torch.uint8", get_kv_cache_spec=lambda config: kind)

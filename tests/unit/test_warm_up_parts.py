@@ -231,5 +231,5 @@ async def test_a_prompt_may_take_as_long_as_its_engine_allows() -> None:
 
 def test_a_namespace_of_an_earlier_kvtier_cannot_be_looked_into(tmp_path: Path) -> None:
     layout = Layout(LayoutFingerprint({"model": "m"}), 4096)
-    with pytest.raises(ConfigError, match="start an engine with this kvtier once"):
+    with pytest.raises(ConfigError, match="start an engine on it once"):
         KeyRules.of(StoredNamespace(tmp_path, layout))

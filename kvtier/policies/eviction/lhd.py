@@ -153,7 +153,7 @@ class Run:
 
 
 class Part(NamedTuple):
-    """Successive chunks of a prompt that were in the same run before this use.
+    """Adjacent chunks of a prompt with the same previous run.
 
     Attributes:
         copies: The copies, leaf to root.
@@ -308,7 +308,7 @@ class Lhd(Eviction):
     # -- uses -------------------------------------------------------------------------------
 
     def _arrived(self, copy: ChunkCopy, ctx: PolicyContext) -> Part:
-        """Return a part of ``copy`` and the run that it was in before it was evicted."""
+        """Return a part with ``copy`` and its run before its eviction."""
         source = self._forget(copy.key)
         is_hit = bool(ctx.request) and source.evicted_for == ctx.request
         return Part([copy], source, is_hit)
@@ -402,7 +402,7 @@ class Lhd(Eviction):
             self._clock += len(piece)
 
     def _append(self, copies: Sequence[ChunkCopy], kind: int, prompt: Prompt) -> None:
-        """Add ``copies``, at most a span, to ``prompt``, after the copies added before."""
+        """Append ``copies``, at most one span, to ``prompt``."""
         run = prompt.runs[prompt.next_at - 1] if prompt.next_at else self._outside
         is_full = len(run.copies) + len(copies) > self._span
         # A copy that came back to the run would make its own stale entry live again.
@@ -478,7 +478,7 @@ class Lhd(Eviction):
                 self._append(moved[at : at + self._span], source.kind, prompt)
 
     def _choose(self, *, by_age: bool) -> Run | None:
-        """Return the run with the least hit density, or by age the oldest; None if no run."""
+        """Return the run with the least hit density, or the oldest run; None without runs."""
         chosen: Run | None = None
         oldest, least = inf, inf
         by_age = by_age or self._rivalry.follows_lru
@@ -511,7 +511,7 @@ def _chains(copies: Sequence[ChunkCopy]) -> Iterator[Sequence[ChunkCopy]]:
 
 
 def _deepest(chosen: Run) -> Run:
-    """Return the run to evict before ``chosen``: a run deeper in its prompt, or ``chosen``."""
+    """Return the run to evict first: the deepest of the same prompt, or ``chosen``."""
     runs = chosen.prompt.runs
     if chosen.kind >= USED:
         return runs[0]

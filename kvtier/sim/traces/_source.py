@@ -91,7 +91,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Read the file at ``path``; a missing, empty or damaged file is a TraceError."""
+    """Read the file at ``path``; raise TraceError if it is missing, empty or damaged."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
@@ -176,7 +176,7 @@ class TraceBuilder:
         self._sessions.append(session)
 
     def build(self, source: Source, format_name: str) -> Trace:
-        """Return the trace named after ``source``; a TraceError if no request has a chunk."""
+        """Return the trace of ``source``; raise TraceError if no request has a chunk."""
         if not self._ids:
             remedy = "check hash_ids: requests shorter than one chunk refer to none"
             raise source.error(0, "no request refers to any chunk", remedy)

@@ -1,4 +1,4 @@
-"""Find out with few requests how many leading keys of a chain a service has.
+"""Count the leading keys of a chain that a service has, with few requests.
 
 The chunks of a prompt form a chain: an engine stores each chunk after the chunks before it. So
 a service usually has all chunks up to some point and no later ones. A galloping search finds

@@ -123,7 +123,7 @@ class MooncakeTier(SharedTier):
             return []
         asked = list(keys)
         return await self._pool.run(
-            lambda: self._client.contains(asked), priority=int(Purpose.FIND)
+            lambda: self._client.contains(asked), priority=int(Purpose.QUESTION)
         )
 
     @override

@@ -176,7 +176,7 @@ class MooncakeClient:
         """Yield the library's client for one call."""
         with self._changed:
             if self._abandoned:
-                raise self._unavailable("a transfer that stalled is being ended")
+                raise self._unavailable("a stalled transfer is being ended")
             store = self._connected()
             self._running += 1
         try:
@@ -220,7 +220,7 @@ class MooncakeClient:
     def _set_up(self) -> Store:
         """Return a new client; raise OSError if the master or a setting cannot be used."""
         options = self._options
-        host = _reachable_from(options.master)
+        host = _local_address(options.master)
         store = self._library.MooncakeDistributedStore()
         code = store.setup(
             {
@@ -272,8 +272,8 @@ def _put(code: int) -> Outcome:
     return Outcome.REFUSED if code in _NO_ROOM else Outcome.FAILED
 
 
-def _reachable_from(master: str) -> str:
-    """Return the local address of a connection to ``master``; raise OSError if it fails."""
+def _local_address(master: str) -> str:
+    """Return this machine's address as seen by ``master``, or raise OSError."""
     host, _, port = master.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
         address: str = probe.getsockname()[0]

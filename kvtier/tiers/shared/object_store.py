@@ -183,7 +183,7 @@ class ObjectTier(SharedTier):
         except _errors() as error:
             if not _NO_CONDITIONS.search(str(error)):
                 raise
-            logger.info("tier %s: no conditional writes; it is asked before each", self._name)
+            logger.info("tier %s: no conditional writes: kvtier asks before each", self._name)
             self.asks_before_adding = True
         return await self._put(key, value)
 

@@ -161,14 +161,14 @@ class SharedDirTier(SharedTier):
         if self._closed:
             raise ClosedError(f"tier {self._name} is closed")
         if not self._layout.is_ready:
-            await self._pool.run(self._layout.prepare, priority=int(Purpose.FIND))
+            await self._pool.run(self._layout.prepare, priority=int(Purpose.QUESTION))
 
     async def _ask(self, keys: Sequence[str]) -> list[bool]:
-        return await self._split(self._files.contain, keys, purpose=Purpose.FIND)
+        return await self._split(self._files.contain, keys, purpose=Purpose.QUESTION)
 
     async def _checked(self, found: Sequence[bool]) -> Sequence[bool]:
         if not all(found):
-            await self._check(Purpose.FIND)
+            await self._check(Purpose.QUESTION)
         return found
 
     async def _check(self, purpose: Purpose) -> None:

@@ -159,7 +159,7 @@ def _awaited(neighbours: Iterable[Neighbour | None]) -> Iterator[Remark]:
 def _cost_of_change(
     own: Neighbour | None, opening: Opening, options: NvmeTierConfig
 ) -> Iterator[Remark]:
-    """Yield a remark if another identity would make the engine remove ``own`` or not start."""
+    """Yield a remark if an engine with another identity would remove ``own`` or not start."""
     if own is None or own.state is not State.IDLE:
         return
     changed = plan_start(Opening({}, options.capacity_bytes, opening.now_s), [own], options)

@@ -135,7 +135,7 @@ class GroupCommit:
         self._record(lambda records: records.add_removals(reason, key_marks))
 
     def _record(self, add: Callable[[LazyRecords], None]) -> None:
-        """Add records; wake the thread if no records were pending or if many uses now are."""
+        """Add records; wake the thread for the first records, and when many uses wait."""
         with self._wakeup:
             first = not self._pending.records
             add(self._pending.records)

@@ -219,7 +219,7 @@ class IndexReader:
         return self._number(sql, (entry.last_use,))
 
     def latest_generation(self) -> int:
-        """Return the logical time of the last store; -1 without chunks."""
+        """Return the largest generation of all chunks; -1 without chunks."""
         sql = "SELECT coalesce(CAST(max(generation) AS INTEGER), -1) FROM chunks"
         return self._number(sql)
 

@@ -224,7 +224,7 @@ def index_nbytes(space: StoredNamespace) -> int:
 
 @contextlib.contextmanager
 def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
-    """Try to take a shared lock of ``directory`` for the body; yield whether it was taken."""
+    """Try to lock ``directory`` (shared) in the body; yield whether it is locked."""
     fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))

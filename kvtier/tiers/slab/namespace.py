@@ -106,7 +106,8 @@ class Layout:
             case {"format": form, "version": int(version)} if (
                 form == _FORMAT and 0 < version != _VERSION
             ):
-                raise LayoutVersionError(f"it has version {version}; this kvtier {_VERSION}")
+                problem = f"it has version {version}, and this kvtier reads {_VERSION}"
+                raise LayoutVersionError(problem)
             case {
                 "format": str(form),
                 "version": int(version),

@@ -222,7 +222,7 @@ class _Opener:
     def _lock_idle(
         self, found: Sequence[Found], stack: contextlib.ExitStack, *, patient: bool
     ) -> tuple[list[Neighbour], Mapping[Path, Namespace]]:
-        """Lock the idle namespaces until ``stack`` exits; return all, and the locked ones."""
+        """Return all namespaces, and the locks of the idle ones, which ``stack`` releases."""
         neighbours, locked = list[Neighbour](), dict[Path, Namespace]()
         for each in found:
             if not each.is_namespace:

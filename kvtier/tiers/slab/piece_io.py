@@ -134,7 +134,7 @@ def hash_key(key: bytes) -> int:
 
 
 def select_digest(*, alone: bool) -> Digest:
-    """Return the checksum function that suits this process; all of them give equal checksums.
+    """Return the faster of two equal checksum functions for this process.
 
     If ``alone``, no engine runs in this process. Then hashing may release the interpreter lock,
     because other threads hold the lock only briefly.

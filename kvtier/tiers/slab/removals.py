@@ -128,7 +128,7 @@ def _mark(key: ChunkKey) -> int:
 def make_rows(
     removals: Mapping[RemovalReason, Sequence[PackedMarks]], *, end: int, at: int
 ) -> list[Row]:
-    """Return the rows with ``removals`` to append to a log that ends at ``end``.
+    """Return new log rows for ``removals``; the log's last position is ``end``.
 
     ``at`` is the time of the removals, in seconds since the epoch.
     """

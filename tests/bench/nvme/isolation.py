@@ -67,7 +67,7 @@ def _report_errors(call: Callable[[], T]) -> T:
     """Turn whatever ``call`` raises into something that survives being sent back."""
     try:
         return call()
-    except Exception:  # noqa: BLE001 - told to the parent, which ends the run
+    except Exception:  # noqa: BLE001 - reported to the parent, which ends the run
         raise BenchError(traceback.format_exc()) from None
 
 

@@ -30,7 +30,7 @@ class Opened:
 
 
 def fill_store(spec: TransferSpec) -> None:
-    """Store a generation through the front door."""
+    """Store a generation as an engine does."""
     from tests.bench.nvme.sides import opened  # noqa: PLC0415 - imports vLLM
 
     with opened(spec) as loop:
@@ -38,7 +38,7 @@ def fill_store(spec: TransferSpec) -> None:
 
 
 def open_once(spec: TransferSpec) -> Opened:
-    """Open the tiers and build the manager's books, in a process that has done neither.
+    """Open the tiers and build the manager's state, in a process that has done neither.
 
     Raises:
         BenchError: Not every chunk came back.

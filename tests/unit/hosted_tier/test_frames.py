@@ -83,7 +83,7 @@ def test_an_error_arrives_as_the_nearest_class_of_kvtier_with_its_words(
     assert vars(found) == attributes
 
 
-def test_an_error_that_is_not_of_kvtier_arrives_as_words() -> None:
+def test_a_foreign_error_arrives_as_text() -> None:
     found = decode_error(encode_error(ValueError("seven")))
     assert type(found) is KvtierError
     assert str(found) == "ValueError: seven"

@@ -124,18 +124,18 @@ async def test_an_idle_host_soon_learns_of_a_use(
     harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await harness.put(make_keys(range(2)), range(2))
-    told: asyncio.Queue[object] = asyncio.Queue()
+    ops: asyncio.Queue[object] = asyncio.Queue()
     send = connection.Connection.send
 
     def overheard(own: connection.Connection, frame: Frame) -> None:
         send(own, frame)
-        told.put_nowait(frame.header["op"])
+        ops.put_nowait(frame.header["op"])
 
     monkeypatch.setattr(connection.Connection, "send", overheard)
     monkeypatch.setattr(client, "_QUEUE_DELAY_S", 0.0)
     for _ in range(2):  # the second time as well
         harness.tier.touch([1])
-        assert await asyncio.wait_for(told.get(), 10) == "touch"
+        assert await asyncio.wait_for(ops.get(), 10) == "touch"
 
 
 def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:

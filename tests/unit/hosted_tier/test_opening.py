@@ -86,7 +86,7 @@ def test_without_shared_memory_there_is_no_process(
         HostedTier.open(options, TierContext(SLOT, LayoutFingerprint({}), pool))
 
 
-async def test_errors_of_opening_cross_over_as_they_are(
+async def test_errors_of_opening_keep_their_type_and_text(
     options: NvmeTierConfig, context: TierContext, pool: IoPool
 ) -> None:
     holder = await pool.run(lambda: SlabTier.open(options, context), priority=0)

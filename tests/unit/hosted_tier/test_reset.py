@@ -33,7 +33,7 @@ def refuse_to_start(options: TierConfig, context: TierContext) -> None:
 
 
 @pytest.mark.parametrize("used_before_closing", [True, False])
-async def test_a_reset_for_which_no_host_could_be_started_is_owed(
+async def test_a_reset_without_a_host_is_done_later(
     harness: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch, used_before_closing: bool
 ) -> None:
     keys = make_keys(range(3))

@@ -94,7 +94,7 @@ async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
-async def test_of_a_host_that_is_stuck_the_log_tells_once(
+async def test_a_stuck_host_is_logged_once(
     harness: TierHarness[HostedTier],
     lose: Lose,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,7 +160,7 @@ async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_
     assert [host.process.returncode for host in hosts] == [0]
 
 
-async def test_who_is_cancelled_while_a_connection_is_made_costs_no_other_call(
+async def test_a_cancelled_connection_attempt_fails_no_other_call(
     options: NvmeTierConfig, context: TierContext
 ) -> None:
     tier = await opened(options, context)

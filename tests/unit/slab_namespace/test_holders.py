@@ -47,7 +47,7 @@ def test_no_file_is_left_open_to_a_child(open_tier: Opener, root: Path) -> None:
     assert not any(os.get_inheritable(fd) for fd in ours)
 
 
-def test_a_second_opener_in_this_process_is_told_who_holds_the_store(
+def test_the_error_of_a_second_opener_in_this_process_names_the_holder(
     open_tier: Opener,
 ) -> None:
     tier = open_tier()
@@ -114,7 +114,9 @@ os._exit(0)
 )
 
 
-def test_a_second_engine_is_told_the_pid_of_the_first(open_tier: Opener, root: Path) -> None:
+def test_the_error_of_a_second_engine_names_the_pid_of_the_first(
+    open_tier: Opener, root: Path
+) -> None:
     command = [sys.executable, "-c", HOLDER, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None

@@ -271,7 +271,7 @@ def test_a_corrupt_chunk_does_not_count_against_the_medium(
         assert wait_for(engine, work) == {work.job_id: ([answer], True)}
 
 
-def test_a_job_that_was_given_up_says_nothing_of_the_tier(
+def test_a_cancelled_job_does_not_reset_the_breaker(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
     engine = make_engine(breaker_failures=2, breaker_backoff_s=1000.0)
