@@ -240,13 +240,18 @@ class CacheService:
     # -- store ---------------------------------------------------------------------------------
 
     @_or_else(_NO_STORE)
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Return the plan of a store; None if RAM has too few slots for the new chunks now."""
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool = False
+    ) -> StorePlan | None:
+        """Return the plan of a store; None if RAM has too few slots for the new chunks now.
+
+        After a *last* offer the result is never None: the chunks that do not fit are refused.
+        """
         self.is_idle = False
         self._jobs.take_results()
         if self._is_disabled:
             return NOTHING_TO_STORE
-        return self._manager.prepare_store(keys, req_id)
+        return self._manager.prepare_store(keys, req_id, is_last=is_last)
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:
