@@ -140,7 +140,7 @@ class CacheService:
 
     @_or_else(None)
     def begin_request(self, request: RequestContext) -> None:
-        """Register a request and its hints; replace an earlier request with the same id."""
+        """Register a request and its hints, after the end of any request with the same id."""
         self._waits.forget(request.req_id)
         hints = self._hints.read(request.kv_transfer_params)
         self._manager.begin_request(request.req_id, hints.terms)
@@ -233,9 +233,10 @@ class CacheService:
         """
         self.is_idle = False
         self._waits.end(request.req_id)
-        # Before the manager unpins the chunks: it may hold them in RAM for this load only.
-        self._retain(keys, request)
-        self._manager.complete_load(request.req_id, load_id, failed_reads=failed_reads)
+        try:  # before the manager unpins the chunks: it may hold them in RAM for this load only
+            self._retain(keys, request)
+        finally:
+            self._manager.complete_load(request.req_id, load_id, failed_reads=failed_reads)
 
     # -- store ---------------------------------------------------------------------------------
 
