@@ -164,7 +164,7 @@ METRICS: Final[Mapping[str, Metric]] = {
 
 
 class StatisticsSource(Protocol):
-    """An object with figures, such as a :class:`~kvtier.connector.service.CacheService`.
+    """The figures that a :class:`Reporter` reads.
 
     Only one object may read it, because each ``take`` method removes the returned values.
     """

@@ -386,7 +386,8 @@ class ConnectorScheduler:
         table = self.tables.get_blocks(tracked.req_id)
         offer = self._rules.offer(tracked, tokens, table, states)
         if offer.keys and (tracked.may_store is None or tracked.may_store()):
-            plan = self._cache.prepare_store(offer.keys, tracked.req_id)
+            is_last = tracked.request.is_finished()
+            plan = self._cache.prepare_store(offer.keys, tracked.req_id, is_last=is_last)
             if plan is None:
                 logger.debug("request %s: no room for its chunks now", tracked.req_id)
                 return

@@ -140,7 +140,7 @@ class CacheService:
 
     @_or_else(None)
     def begin_request(self, request: RequestContext) -> None:
-        """Register a request and its hints; replace an earlier request with the same id."""
+        """Register a request and its hints, after the end of any request with the same id."""
         self._waits.forget(request.req_id)
         hints = self._hints.read(request.kv_transfer_params)
         self._manager.begin_request(request.req_id, hints.terms)
@@ -233,20 +233,26 @@ class CacheService:
         """
         self.is_idle = False
         self._waits.end(request.req_id)
-        # Before the manager unpins the chunks: it may hold them in RAM for this load only.
-        self._retain(keys, request)
-        self._manager.complete_load(request.req_id, load_id, failed_reads=failed_reads)
+        try:  # before the manager unpins the chunks: it may hold them in RAM for this load only
+            self._retain(keys, request)
+        finally:
+            self._manager.complete_load(request.req_id, load_id, failed_reads=failed_reads)
 
     # -- store ---------------------------------------------------------------------------------
 
     @_or_else(_NO_STORE)
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Return the plan of a store; None if RAM has too few slots for the new chunks now."""
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool = False
+    ) -> StorePlan | None:
+        """Return the plan of a store; None if RAM has too few slots for the new chunks now.
+
+        After a *last* offer the result is never None: the chunks that do not fit are refused.
+        """
         self.is_idle = False
         self._jobs.take_results()
         if self._is_disabled:
             return NOTHING_TO_STORE
-        return self._manager.prepare_store(keys, req_id)
+        return self._manager.prepare_store(keys, req_id, is_last=is_last)
 
     @_or_else(None)
     def complete_store(self, keys: Collection[ChunkKey], request: RequestContext) -> None:

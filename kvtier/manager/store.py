@@ -4,7 +4,8 @@ A plan of a store allocates the slots and adds the chunks as *writing*, before a
 chunk becomes a hit once every rank has recorded that the rank's part is whole. The engine
 offers a request's chunks at every step until a store is accepted. If an accepted store leaves
 out chunks, the engine never offers them again. So if slots are too few, a store is first
-refused a few times, and only then cut to the chunks that fit.
+refused a few times, and only then cut to the chunks that fit. The last offer of a request is
+cut at once.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class Storer:
         return bool(self._writes)
 
     def prepare(
-        self, keys: Sequence[ChunkKey], request: RequestState | None
+        self, keys: Sequence[ChunkKey], request: RequestState | None, *, is_last: bool
     ) -> StorePlan | None:
         """Plan a store into RAM; see :meth:`TieredOffloadingManager.prepare_store`."""
         if not keys:
             return NOTHING_TO_STORE
+        if is_last and request is not None:
+            request.refusals = self._stack.limits.max_store_refusals
         if not self._stack.has_any(keys):
             plan = self._store(keys, keys, request)
             if plan is not None and request is not None and not request.has_gap:

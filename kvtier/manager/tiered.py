@@ -214,11 +214,19 @@ class TieredOffloadingManager:
 
     # -- store ------------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool = False
+    ) -> StorePlan | None:
         """Allocate RAM slots for the ``keys`` that RAM lacks, evicting copies if needed.
 
         Offering a chunk counts as a use of its copy in RAM. If only some of the new chunks fit,
         the last ones are refused, because a suffix is useless without its prefix.
+
+        Args:
+            keys: The chunks to store.
+            req_id: The request.
+            is_last: Whether the engine cannot offer the chunks again. The result is then never
+                None.
 
         Returns:
             The plan, which may be empty; None if there are too few slots now. After None, no
@@ -231,7 +239,7 @@ class TieredOffloadingManager:
             request.has_kv = True
         terms = NO_TERMS if request is None else request.terms
         with self._stack.naming_request(req_id, terms):
-            return self._storer.prepare(keys, request)
+            return self._storer.prepare(keys, request, is_last=is_last)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """End a store; the ``keys`` that every worker stored completely become hits.

@@ -10,7 +10,7 @@ filled again. All loads share the buffers, so one load runs at a time.
 **If a read hangs**, its load fails at the deadline, and so do later loads. The rank then
 reports that it cannot do GDS reads any more, and the scheduler side plans no more GDS reads.
 The late read may still write to its buffer. All reads use one thread, so the next read starts
-after the late read has ended.
+after the late read has ended, and the next load awaits both.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class GdsLoadRoute(Route):
         self._reader = reader
         self._pool = pool
         self._turn = asyncio.Lock()
+        self._late: list[asyncio.Task[list[str]]] = []  # reads that outlasted their loads
         self._waits = True
         self._failures = 0
 
@@ -187,21 +188,30 @@ class GdsLoadRoute(Route):
                 buffer = number % self._staging.buffer_count
                 if (previous := emptying[buffer]) is not None:
                     await previous
-                left_s = load.deadline_s - time.monotonic()
-                if left_s <= 0 or not self._waits:
-                    break
                 staged = self._staging.staged_slots(buffer)[: len(batch.slots)]
-                reading = asyncio.create_task(self._read(load, batch, staged))
-                await asyncio.wait((reading,), timeout=left_s)
-                if not reading.done():
-                    self._withdraw("a read has hung until its deadline")
+                errors = await self._read_in_time(load, batch, staged)
+                if errors is None:
                     break
-                errors = reading.result()
                 emptying[buffer] = asyncio.create_task(self._empty(load, batch, staged, errors))
-        finally:
-            for task in emptying:
-                if task is not None:
-                    await task
+        finally:  # no copy may outlast the load
+            for task in filter(None, emptying):
+                await task
+
+    async def _read_in_time(
+        self, load: _Load, batch: _Batch, staged: range
+    ) -> Sequence[str] | None:
+        """Read a batch; return the error of each chunk, or None after the load's deadline."""
+        left_s = load.deadline_s - time.monotonic()
+        if left_s <= 0 or not self._waits:
+            return None
+        reading = asyncio.create_task(self._read(load, batch, staged))
+        await asyncio.wait((*self._late, reading), timeout=left_s)
+        if reading.done():
+            self._late.clear()  # they ended before, on the same thread
+            return reading.result()
+        self._late.append(reading)
+        self._withdraw("a read has hung until its deadline")
+        return None
 
     def _batches(self, slots: Sequence[int]) -> list[_Batch]:
         """Divide the chunks in ``slots`` into batches, in the order of their slots."""
@@ -228,12 +238,13 @@ class GdsLoadRoute(Route):
     async def _empty(
         self, load: _Load, batch: _Batch, staged: range, errors: Sequence[str]
     ) -> None:
-        """Verify a staging buffer, and copy its correct chunks to their blocks."""
+        """Verify a staging buffer, copy its correct chunks to their blocks; never raise."""
         if not errors:
             return
         try:
             await self._pool.run(lambda: self._deliver(load, batch, staged, errors), priority=0)
-        except (KvtierError, RuntimeError) as error:
+        except Exception as error:
+            logger.exception("a batch of GDS reads was not copied to its blocks")
             load.record(batch.indices, Outcome.REFUSED, f"{type(error).__name__}: {error}")
 
     def _deliver(

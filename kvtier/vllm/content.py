@@ -141,7 +141,7 @@ def kv_content(
         return " ".join([str(config.model_config.dtype), *digests])
     except (AttributeError, ImportError, KeyError) as error:
         raise UnsupportedError(
-            f"this vLLM does not say what its KV cache holds ({error!r}): {supported()}"
+            f"this vLLM lacks a setting that describes its KV cache ({error!r}): {supported()}"
         ) from error
 
 

@@ -24,6 +24,7 @@ from kvtier.logs import get_logger
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import RankShare
 from kvtier.vllm.kinds import layer_specs
+from kvtier.vllm.versions import supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +34,7 @@ __all__ = ["SlotShape", "find_pages", "share_slots", "wanted_layout"]
 
 logger = get_logger(__name__)
 
+_REMEDY: Final = f"{supported()}; if this is one of them, start vLLM without kvtier"
 _WITH_ANOTHER: Final = (-1, 0)
 """Stands for a layer's page that is part of another layer's page."""
 
@@ -103,7 +105,7 @@ def find_pages(
             pages.update(dict.fromkeys(layers[1:], _WITH_ANOTHER))
     missing = specs.keys() - pages.keys()
     if missing:
-        raise UnsupportedError(f"vLLM does not say where layer {min(missing)} keeps its KV")
+        raise UnsupportedError(f"vLLM gives layer {min(missing)} no memory; {_REMEDY}")
     held = [[pages[layer] for layer in group] for group in groups]
     return KVBlocks(
         tensors, [[page for page in group if page != _WITH_ANOTHER] for group in held]
@@ -165,15 +167,15 @@ def _view(
     cache = kv_caches.get(layer)
     first = cache[0] if isinstance(cache, list | tuple) else cache
     if not isinstance(first, torch.Tensor):
-        raise UnsupportedError(f"vLLM registered no KV cache for layer {layer}")
+        raise UnsupportedError(f"vLLM registered no KV cache for layer {layer}; {_REMEDY}")
     storage = first.untyped_storage()
     if first.data_ptr() != storage.data_ptr() + offset:
         raise UnsupportedError(
-            f"the KV cache of layer {layer} does not begin where vLLM says: byte "
-            f"{first.data_ptr() - storage.data_ptr()} instead of {offset}"
+            f"the KV cache of layer {layer} begins at byte "
+            f"{first.data_ptr() - storage.data_ptr()} instead of {offset}; {_REMEDY}"
         )
     if offset + (shape[0] - 1) * stride + shape[1] > storage.nbytes():
-        raise UnsupportedError(f"the KV cache of layer {layer} ends beyond its memory")
+        raise UnsupportedError(f"the KV cache of layer {layer} exceeds its memory; {_REMEDY}")
     flat = torch.tensor([], dtype=torch.int8, device=first.device)
     return flat.set_(storage, offset, shape, (stride, 1))
 

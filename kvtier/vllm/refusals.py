@@ -37,13 +37,13 @@ def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
     layout = engine.kv_layout
     if 0 <= layout.find("H") < layout.find("B"):
         raise UnsupportedError(
-            f"the KV cache's layout, {layout}, keeps the heads of a block apart, and vLLM "
-            "hands over the first one only: start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"
+            f"the KV cache layout {layout} stores each head separately, and vLLM passes only "
+            "the first head to connectors: start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"
         )
     if engine.canonical_layout:
         raise UnsupportedError("kvtier does not support canonical_layout: remove it")
     if engine.worker_kv_bytes_per_block <= 0:
-        raise UnsupportedError("the engine has no KV cache to offload")
+        raise UnsupportedError("the engine has no KV cache: start vLLM without kvtier")
     if engine.blocks_per_chunk != config.engine.blocks_per_chunk:
         raise ConfigError(
             f"engine.blocks_per_chunk is {config.engine.blocks_per_chunk} in the file but "

@@ -92,8 +92,10 @@ class KnownSlots:
         self._keys.update(zip(places, keys, strict=True))
         return plan
 
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        plan: StorePlan | None = self._service.prepare_store(keys, req_id)
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool
+    ) -> StorePlan | None:
+        plan: StorePlan | None = self._service.prepare_store(keys, req_id, is_last=is_last)
         if plan is not None:
             places = ((slot, plan.generation) for slot in plan.slots)
             self._keys.update(zip(places, plan.keys, strict=True))

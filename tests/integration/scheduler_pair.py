@@ -127,7 +127,9 @@ class Books:
             if self._whole.get(key) in self._failed:
                 self._forget(key)
 
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan:
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool
+    ) -> StorePlan:
         self.offered.setdefault(req_id, set()).update(keys)
         new = [key for key in keys if key not in self._slots]
         slots = list(range(self._planned, self._planned + len(new)))

@@ -235,7 +235,7 @@ def test_blocks_that_a_request_lost_before_it_ended_are_not_stored(
     request = world.submit(tokens(world, 100), 40)
     with monkeypatch.context() as patch:
         # So what it computed is still to be offered when it ends.
-        patch.setattr(world.known, "prepare_store", lambda keys, req_id: None)
+        patch.setattr(world.known, "prepare_store", lambda *_, **__: None)
         world.step()
         assert world.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert request.status is RequestStatus.PREEMPTED

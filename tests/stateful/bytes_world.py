@@ -101,8 +101,10 @@ class OfferLog:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        plan = self._cache.prepare_store(keys, req_id)
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool
+    ) -> StorePlan | None:
+        plan = self._cache.prepare_store(keys, req_id, is_last=is_last)
         self._world.note_offer(keys, req_id, was_taken=plan is not None)
         return plan
 
@@ -149,7 +151,6 @@ class BytesWorld:
         self._load_lost: dict[PagedRequest, set[int]] = {}
         self._offered: dict[PagedRequest, set[ChunkKey]] = {}
         self._loaded: dict[PagedRequest, int] = {}
-        self._refused: set[PagedRequest] = set()
         self._ended: list[str] = []
         self._seen: list[weakref.ref[PagedRequest]] = []
         self._epoch = self._born = self._steps = self.checked_blocks = 0
@@ -230,9 +231,7 @@ class BytesWorld:
                 f"request {req_id}: a chunk that ends at {end} is offered before it is computed"
             )
         if not was_taken:
-            self._refused.add(request)
             return
-        self._refused.discard(request)
         offered = self._offered.setdefault(request, set())
         again = [key for key in keys if key in offered]
         assert not again or self._options.retention_tokens is not None, (
@@ -242,11 +241,11 @@ class BytesWorld:
         offered.update(keys)
 
     def note_end(self, req_id: str) -> None:
-        """Check that every chunk of full attention was offered or loaded."""
+        """Check that every chunk of full attention was accepted, refused for good or loaded."""
         request = self._engine.requests[req_id]
         offered = self._offered.pop(request, set())
         loaded_tokens = self._loaded.pop(request, 0)
-        if request in self._refused or request.load:
+        if request.load:
             return
         known = max(request.num_prompt_tokens, request.num_tokens - 1)
         limit = known if self._options.store_decode else request.num_prompt_tokens
@@ -628,7 +627,6 @@ class BytesWorld:
             assert tier.slots.free + len(tier.copies) == tier.slots.capacity
         assert not self._service.statistics().internal_errors
         self._epochs.clear()
-        self._refused.clear()
         gc.collect()
         assert not [ref for ref in self._seen if ref() is not None], "requests are remembered"
 

@@ -285,6 +285,7 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = self.keys(request.prompt, request.tokens)
         before = self.picture()
         new = [key for key in keys if key not in self.bench.ram.copies]
+        refused = self.bench.ram.counters.refused
         plan = self.manager.prepare_store(keys, request.req_id)
         if plan is None:
             assert self.picture() == before, "a refused store changed something"
@@ -302,6 +303,8 @@ class ManagerMachine(RuleBasedStateMachine):
             )
             assert taken == offered[: len(taken)], "the head goes first"
         if plan.keys:
+            refused = self.bench.ram.counters.refused - refused
+            assert len(plan.keys) + refused == len(new), "a chunk is neither stored nor counted"
             self.issue_store(plan)
 
     def issue_store(self, plan: StorePlan) -> None:

@@ -198,6 +198,29 @@ def test_chunks_that_were_promoted_for_a_load_are_retained_too() -> None:
     assert retained(cache) == 2
 
 
+def test_a_load_whose_chunks_cannot_be_retained_is_still_completed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache()
+    service, context = cache.service, Context("b", KEPT)
+    store(cache, Context("a"), 2, ends_first=False)
+    for _ in range(4):
+        step(cache)
+    service.begin_request(context)
+    assert look(cache, 2, "b") == 2
+    plan = service.prepare_load(prefix(2), "b")
+    cache.slot_status.acknowledge(plan.slots)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cache.bench.manager, "retain", fail)
+    service.complete_load(prefix(2), context)
+    service.end_request(context)
+    assert cache.bench.ram.available == 8
+    assert service.statistics().internal_errors == 1
+
+
 def waiting_for_nvme(cache: SteppedCache, context: Context) -> None:
     """Let a request ask for two chunks that only the slower tier has."""
     hold_in_nvme(cache, 2)

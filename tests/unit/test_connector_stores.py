@@ -133,6 +133,23 @@ def test_a_store_without_room_is_offered_again_and_a_growing_one_whole() -> None
     engine.acknowledge()
 
 
+def test_a_request_that_ends_after_a_refusal_stores_what_fits() -> None:
+    engine = ToyEngine(slots=(4,))
+    engine.fill("a", 3 * TOKENS)
+    reader = engine.arrive("r", 3 * TOKENS + 1)
+    engine.load(reader, engine.match(reader) or 0)
+    engine.step()
+    request = engine.arrive("b", [8] * 2 * TOKENS)
+    engine.schedule(request)
+    assert not engine.step().store_jobs
+    engine.finish(request)
+    (job,) = engine.step().store_jobs.values()
+    assert len(job.slots.slots) == 1
+    ram = engine.cache.service.statistics().tiers[0]
+    assert ram.refused_chunks == 1
+    engine.acknowledge()
+
+
 def test_kv_that_is_not_what_its_keys_say_is_not_stored() -> None:
     engine = ToyEngine()
     is_right = [True, False]

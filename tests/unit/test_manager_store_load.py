@@ -178,6 +178,20 @@ def test_no_room_now_is_none_a_bounded_number_of_times_and_changes_nothing() -> 
     assert bench.ram.counters.refused == 1
 
 
+def test_the_last_offer_of_a_request_is_cut_at_once_and_the_rest_counted() -> None:
+    bench = Workbench(2, 0, limits=impatient(max_store_refusals=2))
+    bench.store(prefix(1))
+    bench.settle()
+    bench.manager.prepare_load(prefix(1), "reader")
+    bench.manager.begin_request("a")
+    new = prefix(2, of=1)
+    assert bench.manager.prepare_store(new, "a") is None
+    plan = bench.manager.prepare_store(new, "a", is_last=True)
+    assert plan is not None
+    assert plan.keys == new[:1]
+    assert bench.ram.counters.refused == 1
+
+
 def test_a_store_larger_than_ram_is_cut_at_once() -> None:
     bench = Workbench(2, 0)
     bench.manager.begin_request("a")

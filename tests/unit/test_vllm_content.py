@@ -60,7 +60,6 @@ class Worker:
         *layers: SimpleNamespace,
         dtype: str = "f",
         model: dict[str, Any] | None = None,
-        parallel: dict[str, Any] | None = None,
         convolutions: str = "SD",
         has_fnuz: bool = False,
         enable_prefix_caching: bool = True,
@@ -71,7 +70,6 @@ class Worker:
             compilation_config=SimpleNamespace(static_forward_context=named),
             cache_config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
         )
-        vars(self.config.parallel_config).update(parallel or {})
         self._load = vllm_with(
             vllm__model_executor__layers__mamba__mamba_utils=SimpleNamespace(
                 get_conv_state_layout=lambda: convolutions
@@ -244,74 +242,10 @@ def test_how_convolutions_are_laid_out_is_no_matter_without_any() -> None:
     assert contents[0] == contents[1]
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_an_engine_that_goes_on_after_a_failed_step_is_refused(goes_on: bool) -> None:
-    worker = Worker(parallel={"enable_fault_tolerance": goes_on})
-    if goes_on:
-        with pytest.raises(UnsupportedError, match="remove --enable-fault-tolerance"):
-            worker.content()
-    else:
-        worker.content()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "workers", "refusal"),
-    [
-        ({"nnodes_within_dp": 2}, 2, "run on 2 hosts"),
-        ({"nnodes_within_dp": 1}, 2, None),
-        ({"distributed_executor_backend": "external_launcher"}, 2, "each of the 2 workers"),
-        ({"distributed_executor_backend": "external_launcher"}, 1, None),
-        ({"distributed_executor_backend": "mp"}, 2, None),
-    ],
-)
-def test_workers_that_would_wait_for_each_other_are_refused_at_once(
-    parallel: dict[str, Any], workers: int, refusal: str | None
-) -> None:
-    worker = Worker(parallel=parallel)
-    engine = dataclasses.replace(FACTS, world_size=workers)
-    if refusal is None:
-        assert worker.content(engine)
-    else:
-        with pytest.raises(UnsupportedError, match=refusal):
-            worker.content(engine)
-
-
-@pytest.mark.parametrize(
-    ("sleeps", "workers", "in_process", "is_refused"),
-    [
-        (True, 2, "0", True),
-        (True, 1, "0", False),
-        (True, 2, "1", False),
-        (False, 2, "0", False),
-    ],
-)
-def test_workers_whose_memory_goes_while_they_copy_from_it_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    sleeps: bool,
-    workers: int,
-    in_process: str,
-    is_refused: bool,
-) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", in_process)
-    worker = Worker(model={"enable_sleep_mode": sleeps})
-    engine = dataclasses.replace(FACTS, world_size=workers)
-    if is_refused:
-        with pytest.raises(UnsupportedError, match="unset that variable"):
-            worker.content(engine)
-    else:
-        assert worker.content(engine)
-
-
-def test_a_worker_that_is_not_told_either_refuses() -> None:
+def test_a_worker_without_kv_facts_is_refused() -> None:
     unknown = dataclasses.replace(FACTS, groups=((32, ("layer.7",)),))
     bare = Worker()
     del bare.config.model_config.hf_config
     for engine, worker in [(unknown, Worker()), (FACTS, bare)]:
-        with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
+        with pytest.raises(UnsupportedError, match=r"describes its KV cache.*0\.33"):
             worker.content(engine)
-
-
-def test_scales_that_vllm_resets_after_a_load_are_refused() -> None:
-    own = layer_of(kv_cache_dtype="int8_per_token_head")
-    with pytest.raises(UnsupportedError, match=r"layer\.1 keeps scales of each token"):
-        Worker(FP8, own).content()

@@ -172,7 +172,7 @@ def test_a_layer_that_vllm_registers_as_several_tensors_begins_at_the_first() ->
 
 def test_a_layer_without_a_place_is_refused() -> None:
     memory = Memory(tensor=Tensor(["a"], BLOCKS * PAGE_NBYTES, PAGE_NBYTES))
-    with pytest.raises(UnsupportedError, match="does not say where layer b keeps its KV"):
+    with pytest.raises(UnsupportedError, match=r"gives layer b no memory; .* without kvtier"):
         memory.find()
 
 
@@ -186,13 +186,13 @@ def test_a_layer_without_memory_is_refused() -> None:
 def test_memory_that_begins_elsewhere_is_refused_with_both_places() -> None:
     memory = Memory()
     memory.caches["a"] = memory.bytes[64:]
-    with pytest.raises(UnsupportedError, match=r"of layer a does not .* byte 64 instead of 0"):
+    with pytest.raises(UnsupportedError, match="of layer a begins at byte 64 instead of 0"):
         memory.find()
 
 
 def test_pages_beyond_the_memory_are_refused() -> None:
     memory = Memory(nbytes=2 * BLOCKS * PAGE_NBYTES - 1)
-    with pytest.raises(UnsupportedError, match="of layer b ends beyond its memory"):
+    with pytest.raises(UnsupportedError, match="of layer b exceeds its memory"):
         memory.find()
 
 

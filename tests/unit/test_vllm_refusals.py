@@ -34,7 +34,7 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"dcp_size": 4}, "sizes are 1, 1 and 4"),
     ({"kv_layout": "LHBNC"}, "start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"),
     ({"canonical_layout": True}, "canonical_layout: remove it"),
-    ({"worker_kv_bytes_per_block": 0}, "no KV cache to offload"),
+    ({"worker_kv_bytes_per_block": 0}, "no KV cache: start vLLM without kvtier"),
 ]
 
 
@@ -101,19 +101,24 @@ def test_an_engine_that_goes_on_after_a_failed_step_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "in_process", "refused"),
+    ("engine", "sleeps", "in_process", "refused"),
     [
-        (FACTS, True, True),
-        (FACTS, False, False),
-        (replace(FACTS, rank=0, world_size=1), True, False),
+        (FACTS, True, True, True),
+        (FACTS, True, False, False),
+        (FACTS, False, True, False),
+        (replace(FACTS, rank=0, world_size=1), True, True, False),
     ],
-    ids=["several workers", "own process", "one worker"],
+    ids=["several workers", "own process", "no sleep mode", "one worker"],
 )
 def test_sleeping_beside_workers_in_other_processes_is_refused(
-    engine: EngineFacts, in_process: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+    engine: EngineFacts,
+    sleeps: bool,
+    in_process: bool,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(not in_process)))
-    sleeping = worker(model={"enable_sleep_mode": True})
+    sleeping = worker(model={"enable_sleep_mode": sleeps})
     if not refused:
         refuse_worker(sleeping, engine)
         return

@@ -91,10 +91,12 @@ class CountedCache:
         self.calls[name] += 1
         return getattr(self._cache, name)
 
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+    def prepare_store(
+        self, keys: Sequence[ChunkKey], req_id: str, *, is_last: bool
+    ) -> StorePlan | None:
         self.calls["prepare_store"] += 1
         self.offers.append(len(keys))
-        return self._cache.prepare_store(keys, req_id)
+        return self._cache.prepare_store(keys, req_id, is_last=is_last)
 
 
 class ToyEngine:
