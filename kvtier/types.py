@@ -154,6 +154,11 @@ class TransferResult(NamedTuple):
     source: str = ""
     destination: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every chunk reached its destination."""
+        return self.outcomes.count(Outcome.DONE) == len(self.outcomes)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:

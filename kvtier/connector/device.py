@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.deadline import Deadline
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from kvtier.memory.copy_plan import BlockCopyPlan, Indices
     from kvtier.memory.gds_staging import GdsStaging
 
-__all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
+__all__ = ["DeviceEngine", "blocks_not_loaded"]
 
 logger = get_logger(__name__)
 
@@ -74,43 +73,12 @@ _NO_LIMITS: Final = EngineLimits(
 """Limits of a queue that accepts every job, because an engine cannot handle a refused job."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceResult:
-    """Result of an ended job; the blocks and slots of the job may be reused.
-
-    Attributes:
-        job_id: The job.
-        purpose: Whether the job was a store or a load.
-        outcomes: One per chunk, in the job's order.
-        nbytes: Number of bytes that reached their destination.
-        seconds: Run time in seconds, without the time in the queue.
-        error: The first failure, for a log line; empty after a success.
-    """
-
-    job_id: JobId
-    purpose: Purpose
-    outcomes: Sequence[Outcome]
-    nbytes: int
-    seconds: float
-    error: str
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every byte reached its destination."""
-        return self.outcomes.count(Outcome.DONE) == len(self.outcomes)
-
-    def nbytes_of(self, positions: Sequence[int]) -> int:
-        """Return how many bytes of the chunks at ``positions`` reached their destination."""
-        done = sum(self.outcomes[at] is Outcome.DONE for at in positions)
-        return self.nbytes * done // max(self.outcomes.count(Outcome.DONE), 1)
-
-
 class DeviceEngine:
     """Runs one rank's copies between KV blocks and RAM slots.
 
-    Stores are held until the next :meth:`poll`, after the forward pass, and then start together
-    as one job. A model on a CPU needs all processors during the pass, and a single job
-    interrupts the model only once.
+    Stores are held until :meth:`begin_stores`, after a forward pass, and then start together as
+    one job. A model on a CPU needs all processors during the pass, and a single job interrupts
+    the model only once.
 
     The model thread calls all methods. Only the ``wait`` methods and :meth:`close` block.
 
@@ -173,7 +141,7 @@ class DeviceEngine:
         self._stores: dict[JobId, list[StorePayload]] = {}
         self._carriers: dict[JobId, JobId] = {}
         self._retracted: set[JobId] = set()
-        self._ended: list[DeviceResult] = []
+        self._ended: list[TransferResult] = []
 
     def _open_engine(self) -> TransferEngine:
         """Return a new transfer engine that runs the copies."""
@@ -222,7 +190,8 @@ class DeviceEngine:
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
         """Queue a copy from blocks to slots; it runs after the work now in the engine's stream.
 
-        The copy starts at the next call of :meth:`load`, :meth:`poll` or a waiting method.
+        The copy starts at the next call of :meth:`begin_stores`, :meth:`load` or a waiting
+        method.
 
         Args:
             job_id: Unique among the jobs of this rank.
@@ -230,6 +199,16 @@ class DeviceEngine:
             generations: The generation that the store gives each slot.
         """
         self._held.append(StorePayload(job_id, plan, self._copier.mark(), generations))
+
+    def begin_stores(self, awaited: Collection[JobId] = ()) -> None:
+        """Start all held stores: the ``awaited`` stores as one job, the others as another."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        for wanted in (True, False):
+            stores = [store for store in held if (store.job_id in awaited) is wanted]
+            if stores:
+                self._carry(stores)
 
     def load(
         self,
@@ -254,7 +233,7 @@ class DeviceEngine:
         Raises:
             UnsupportedError: This rank has no GDS reads.
         """
-        self._begin()
+        self.begin_stores()
         if gds is not None and self._gds is None:
             raise UnsupportedError("this rank cannot read chunks from an NVMe tier")
         payload = LoadPayload(plan, self._copier.mark(), generations, wait_s, gds)
@@ -284,32 +263,31 @@ class DeviceEngine:
         self._release_slots(purpose, slots, generations, failed=True)
         outcomes = [Outcome.FAILED] * len(slots)
         text = f"{type(error).__name__}: {error}"
-        self._ended.append(DeviceResult(job_id, purpose, outcomes, 0, 0.0, text))
+        destination = "ram" if purpose is Purpose.STORE else "gpu"
+        self._ended.append(
+            TransferResult(job_id, outcomes, error=text, destination=destination)
+        )
 
     @property
     def idle(self) -> bool:
         """Whether every job ended."""
         return self._engine.idle and not self._held and not self._ended
 
-    def poll(self) -> list[DeviceResult]:
-        """Start the held stores; return the results since the last call, in order."""
-        self._begin()
+    def poll(self) -> list[TransferResult]:
+        """Return the results since the last call, in order; ``destination`` is ram or gpu."""
         ended, self._ended = self._ended, []
         for result in self._engine.poll():
             if result.settled:
                 ended += self._results(result)
         return ended
 
-    def retract(self, job_ids: Iterable[JobId]) -> set[JobId]:
+    def retract(self, job_ids: Iterable[JobId]) -> None:
         """Make the stores ``job_ids`` fail, because blocks changed before the stores ended.
 
-        Returns:
-            The stores that will fail; :meth:`poll` has already returned the other stores.
+        Stores that :meth:`poll` has already returned are ignored.
         """
         known = self._carriers.keys() | {store.job_id for store in self._held}
-        found = known.intersection(job_ids)
-        self._retracted |= found
-        return found
+        self._retracted |= known.intersection(job_ids)
 
     def wait(self, job_ids: Collection[JobId]) -> bool:
         """Wait for the jobs ``job_ids`` before the engine overwrites their blocks.
@@ -320,7 +298,7 @@ class DeviceEngine:
         Returns:
             Whether every job ended. If not, a copy may still read the blocks.
         """
-        self._begin(frozenset(job_ids))
+        self.begin_stores(frozenset(job_ids))
         carriers = {self._carriers.get(job_id, job_id) for job_id in job_ids}
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
             return True
@@ -342,7 +320,7 @@ class DeviceEngine:
         Returns:
             False when ``timeout_s`` passed first.
         """
-        self._begin()
+        self.begin_stores()
         return bool(self._ended) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -351,7 +329,7 @@ class DeviceEngine:
         Loads that wait for chunks fail at once. The memory is freed only if copies end in time.
         If one part fails to close, the other parts are closed too.
         """
-        self._begin()
+        self.begin_stores()
         for route in self._waiting:
             route.wait_no_more()
         timeout_s = self._close_timeout_s
@@ -381,16 +359,6 @@ class DeviceEngine:
             self._control.record_failed_loads(self._rank, held, list(filter(None, generations)))
         self._control.acknowledge(self._rank, held)
 
-    def _begin(self, awaited: Collection[JobId] = ()) -> None:
-        """Start all held stores: the ``awaited`` stores as one job, the others as another."""
-        if not self._held:
-            return
-        held, self._held = self._held, []
-        for wanted in (True, False):
-            stores = [store for store in held if (store.job_id in awaited) is wanted]
-            if stores:
-                self._carry(stores)
-
     def _carry(self, stores: list[StorePayload]) -> None:
         """Submit several stores as one job, which gets the id of the first store."""
         slots: list[int] = []
@@ -409,11 +377,11 @@ class DeviceEngine:
         for store in stores:
             self._carriers[store.job_id] = carrier.job_id
 
-    def _results(self, result: TransferResult) -> Iterator[DeviceResult]:
+    def _results(self, result: TransferResult) -> Iterator[TransferResult]:
         """Yield the result of each store or load in a job of the transfer engine."""
         stores = self._stores.pop(result.job_id, None)
         if stores is None:
-            yield self._result(result, result.job_id, Purpose.LOAD, result.outcomes)
+            yield self._part(result, result.job_id, "gpu", result.outcomes)
             return
         at = 0
         for store in stores:
@@ -424,23 +392,24 @@ class DeviceEngine:
                 self._retracted.discard(store.job_id)
                 self._control.retract(self._rank, store.plan.slots, store.generations)
                 outcomes = [Outcome.OVERWRITTEN] * len(outcomes)
-            yield self._result(result, store.job_id, Purpose.STORE, outcomes)
+            yield self._part(result, store.job_id, "ram", outcomes)
 
-    def _result(
+    def _part(
         self,
         result: TransferResult,
         job_id: JobId,
-        purpose: Purpose,
+        destination: str,
         outcomes: Sequence[Outcome],
-    ) -> DeviceResult:
+    ) -> TransferResult:
+        """Return the result of job ``job_id``, which ``result`` covers."""
         done = outcomes.count(Outcome.DONE)
-        return DeviceResult(
+        return result._replace(
             job_id=job_id,
-            purpose=purpose,
             outcomes=outcomes,
             nbytes=done * self._chunk_nbytes,
             seconds=result.seconds * len(outcomes) / max(len(result.outcomes), 1),
             error="" if done == len(outcomes) else result.error,
+            destination=destination,
         )
 
 

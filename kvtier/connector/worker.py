@@ -2,13 +2,14 @@
 
 Calls of one step, all on the model thread:
 
-1. :meth:`~ConnectorWorker.handle_preemptions`. It submits the stores deferred in the step
-   before. It waits only for the stores in ``jobs_to_flush``, because their blocks are about to
-   be overwritten. A store ends when its bytes are in RAM.
+1. :meth:`~ConnectorWorker.handle_preemptions`. It waits only for the stores in
+   ``jobs_to_flush``, because their blocks are about to be overwritten. A store ends when its
+   bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`. The requests of these loads wait outside the batch.
-4. :meth:`~ConnectorWorker.defer_stores`. The stores of the KV from this forward pass start in
-   the next step, so that tokens are sampled and sent first.
+4. :meth:`~ConnectorWorker.defer_stores`. It starts the stores of the step before. The stores of
+   the KV from this forward pass start in the next step, so that tokens are sampled and sent
+   first.
 5. :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
 
 A step without a forward pass makes the same calls.
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
+from kvtier.connector.device import DeviceEngine, blocks_not_loaded
 from kvtier.connector.metadata import (
     ConnectorMetadata,
     FailedLoad,
@@ -34,7 +35,7 @@ from kvtier.connector.metadata import (
 from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError
 from kvtier.logs import get_logger
-from kvtier.types import JobId, Outcome, Purpose
+from kvtier.types import JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory.copy_plan import BlockCopyPlan
@@ -61,7 +62,6 @@ class ConnectorWorker:
     def __init__(self, device: DeviceEngine, *, ram_name: str) -> None:
         self._device = device
         self._ram_name = ram_name
-        self._deferred: dict[JobId, TransferJob] = {}
         self._loads: dict[JobId, tuple[TransferJob, BlockCopyPlan | None]] = {}
         self._submitted = 0
         self._completed: set[JobId] = set()
@@ -71,37 +71,30 @@ class ConnectorWorker:
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Submit deferred stores; wait for stores whose blocks will be overwritten.
+        """Wait for stores whose blocks will be overwritten.
 
         A store that is in ``lost_stores``, or that ends too late, never counts as whole.
         """
-        if not (self._deferred or metadata.jobs_to_flush):
-            return
         flush = metadata.jobs_to_flush
+        if not flush:
+            return
         for job_id in sorted(flush & metadata.store_jobs.keys()):
-            self._deferred[job_id] = metadata.store_jobs[job_id]
-        lost = metadata.lost_stores
-        if lost:
-            retracted = self._device.retract(lost)
-            self._submit_deferred(lost=lost - retracted)
-        else:
-            self._submit_deferred()
-        if flush:
-            self._device.wait(flush)
+            self._submit(job_id, metadata.store_jobs[job_id], Purpose.STORE, self._start_store)
+        self._device.retract(metadata.lost_stores)
+        self._device.wait(flush)
 
     def start_load(self, metadata: ConnectorMetadata) -> None:
-        """Submit the deferred stores, then start the loads of this step."""
-        if self._deferred:
-            self._submit_deferred()
+        """Start the loads of this step."""
         for job_id, job in metadata.load_jobs.items():
             self._loads[job_id] = (job, None)
             self._submit(job_id, job, Purpose.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
-        """Queue the stores of this step; the next step submits them."""
+        """Start the stores of the last step; queue the stores of this step."""
+        self._device.begin_stores()
         for job_id, job in metadata.store_jobs.items():
             if job_id not in metadata.jobs_to_flush:
-                self._deferred[job_id] = job
+                self._submit(job_id, job, Purpose.STORE, self._start_store)
 
     def get_finished(self) -> set[RequestId]:
         """Return the requests whose loads have ended or failed since the last call."""
@@ -131,25 +124,13 @@ class ConnectorWorker:
         Returns:
             Whether the blocks may be freed. If not, a store may still read them.
         """
-        self._submit_deferred()
         return self._device.wait_for_stores()
 
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
-        self._deferred.clear()
         self._device.close()
 
     # -- internals -----------------------------------------------------------------------------
-
-    def _submit_deferred(self, lost: frozenset[JobId] = frozenset()) -> None:
-        if not self._deferred:
-            return
-        deferred, self._deferred = self._deferred, {}
-        for job_id, job in deferred.items():
-            if job_id in lost:
-                self._fail_lost(job_id, job)
-            else:
-                self._submit(job_id, job, Purpose.STORE, self._start_store)
 
     def _submit(
         self,
@@ -170,16 +151,6 @@ class ConnectorWorker:
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
-    def _fail_lost(self, job_id: JobId, job: TransferJob) -> None:
-        """Report a store as failed: its blocks were overwritten before the store began."""
-        slots = job.slots
-        error = KvtierError(
-            f"the blocks of {len(slots.slots)} chunks were overwritten before the store began"
-        )
-        logger.warning("store %d was not started: %s", job_id, error)
-        self._submitted += 1
-        self._device.fail(job_id, Purpose.STORE, slots.slots, slots.generations, error)
-
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:
         plan = self._plan(job)
         self._loads[job_id] = (job, plan)
@@ -195,19 +166,19 @@ class ConnectorWorker:
             blocks.block_ids, blocks.group_sizes, blocks.first_blocks, slots
         )
 
-    def _record(self, result: DeviceResult) -> tuple[RequestId, ...]:
+    def _record(self, result: TransferResult) -> tuple[RequestId, ...]:
         """Record how a job ended; return the request id if the job was a load."""
         self._submitted -= 1
         self._completed.add(result.job_id)
-        is_store = result.purpose is Purpose.STORE
-        if is_store:
+        if result.job_id not in self._loads:
             self._record_copy("gpu", self._ram_name, result.nbytes, result)
             return ()
         job, plan = self._loads.pop(result.job_id)
         gds = job.slots.gds
         gds_nbytes = 0
         if gds is not None:
-            gds_nbytes = result.nbytes_of(gds.positions)
+            done = sum(result.outcomes[at] is Outcome.DONE for at in gds.positions)
+            gds_nbytes = result.nbytes * done // max(result.outcomes.count(Outcome.DONE), 1)
             self._record_copy(gds.file.tier, "gpu", gds_nbytes, result)
         if gds is None or result.nbytes > gds_nbytes:
             self._record_copy(self._ram_name, "gpu", result.nbytes - gds_nbytes, result)
@@ -226,6 +197,6 @@ class ConnectorWorker:
         return (job.request_id,)
 
     def _record_copy(
-        self, source: str, destination: str, nbytes: int, result: DeviceResult
+        self, source: str, destination: str, nbytes: int, result: TransferResult
     ) -> None:
         self._transfers.record(source, destination, nbytes=nbytes, seconds=result.seconds)

@@ -355,7 +355,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the last step's stores; wait for stores whose blocks the engine reuses."""
+        """Wait for stores whose blocks the engine reuses."""
         if self._worker is not None:
             self._worker.handle_preemptions(_own_metadata(kv_connector_metadata).jobs)
 
@@ -381,7 +381,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_save(self) -> None:
-        """Defer this step's stores; they start with the next step."""
+        """Start the last step's stores, and defer this step's stores to the next step."""
         if self._worker is not None:
             self._worker.defer_stores(self._bound.jobs)
 

@@ -126,11 +126,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
             UnsupportedError: This entry point does not support the engine.
         """
         if self._worker is not None:
-            raise UnsupportedError("this process still has the worker of another engine")
+            raise UnsupportedError(
+                "this process has the worker of another engine: end that engine first"
+            )
         engine, settings = self._engine, self._settings
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None:
-            raise UnsupportedError("vLLM does not say how this worker is configured")
+            raise UnsupportedError(f"vLLM sets no configuration here: {_USE_CONNECTOR}")
         _require_served(vllm_config, engine)
         if engine.rank == 0:
             warn_of_restarts(vllm_config, settings)
@@ -396,8 +398,9 @@ class _Worker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
         finished = []
+        self._device.begin_stores()
         for result in self._device.poll():
-            is_lost = result.purpose is Purpose.LOAD and not result.is_whole
+            is_lost = result.destination == "gpu" and not result.is_whole
             if is_lost:
                 logger.critical(
                     "refusing to continue a request on KV that was not loaded: %s", result.error

@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtier.connector.device import DeviceResult
 from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
-from kvtier.types import Outcome, Purpose
+from kvtier.types import Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from tests.integration.engine_world import EngineWorld
@@ -28,7 +27,7 @@ class _Copy:
     purpose: Purpose
     plan: BlockCopyPlan
     generations: Sequence[int]
-    steps: int
+    steps: int = 0
     outcomes: Sequence[Outcome] = ()
     is_retracted: bool = False
 
@@ -43,7 +42,8 @@ class NotesDevice:
     def __init__(self, world: EngineWorld) -> None:
         self._world = world
         self._copies: dict[int, _Copy] = {}
-        self._failed: list[DeviceResult] = []
+        self._held: list[_Copy] = []
+        self._failed: list[TransferResult] = []
 
     def plan(
         self,
@@ -56,7 +56,12 @@ class NotesDevice:
         return plan_copy(block_ids, group_sizes, first_blocks, slots, blocks_per_chunk=size)
 
     def store(self, job_id: int, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        self._begin(job_id, Purpose.STORE, plan, generations)
+        self._held.append(_Copy(job_id, Purpose.STORE, plan, generations))
+
+    def begin_stores(self) -> None:
+        held, self._held = self._held, []
+        for copy in held:
+            self._begin(copy)
 
     def load(
         self,
@@ -70,7 +75,8 @@ class NotesDevice:
         assert wait_s == 0
         assert gds is None
         self._world.seen["loads"] += 1
-        self._begin(job_id, Purpose.LOAD, plan, generations)
+        self.begin_stores()
+        self._begin(_Copy(job_id, Purpose.LOAD, plan, generations))
 
     def fail(
         self,
@@ -83,9 +89,9 @@ class NotesDevice:
         self._world.seen["not started"] += 1
         outcomes = [Outcome.FAILED] * len(slots)
         self._settle(purpose, slots, generations, outcomes)
-        self._failed.append(DeviceResult(job_id, purpose, outcomes, 0, 0.0, str(error)))
+        self._failed.append(TransferResult(job_id, outcomes, error=str(error)))
 
-    def poll(self) -> list[DeviceResult]:
+    def poll(self) -> list[TransferResult]:
         ended, self._failed = self._failed, []
         for copy in list(self._copies.values()):
             copy.steps -= 1
@@ -94,13 +100,13 @@ class NotesDevice:
                 ended.append(self._report(copy))
         return ended
 
-    def retract(self, job_ids: Iterable[int]) -> set[int]:
-        found = self._copies.keys() & set(job_ids)
-        for job_id in found:
-            self._copies[job_id].is_retracted = True
-        return found
+    def retract(self, job_ids: Iterable[int]) -> None:
+        for copy in [*self._held, *self._copies.values()]:
+            if copy.job_id in set(job_ids):
+                copy.is_retracted = True
 
     def wait(self, job_ids: Collection[int]) -> bool:
+        self.begin_stores()
         for job_id in sorted(self._copies.keys() & set(job_ids)):
             self._world.seen["flushes"] += 1
             self._copies[job_id].steps = 0
@@ -108,6 +114,7 @@ class NotesDevice:
         return True
 
     def wait_for_stores(self) -> bool:
+        self.begin_stores()
         return self.wait(
             [copy.job_id for copy in self._copies.values() if copy.purpose is Purpose.STORE]
         )
@@ -115,11 +122,9 @@ class NotesDevice:
     def close(self) -> None:
         pass
 
-    def _begin(
-        self, job_id: int, purpose: Purpose, plan: BlockCopyPlan, generations: Sequence[int]
-    ) -> None:
-        steps = self._world.draw.randint(0, SLOWEST_STEPS)
-        self._copies[job_id] = _Copy(job_id, purpose, plan, generations, steps)
+    def _begin(self, copy: _Copy) -> None:
+        copy.steps = self._world.draw.randint(0, SLOWEST_STEPS)
+        self._copies[copy.job_id] = copy
 
     def _end(self, copy: _Copy) -> None:
         """Make a copy, once."""
@@ -141,13 +146,13 @@ class NotesDevice:
         elif not copy.is_retracted:
             world.check_store(copy.plan, copy.generations)
 
-    def _report(self, copy: _Copy) -> DeviceResult:
+    def _report(self, copy: _Copy) -> TransferResult:
         del self._copies[copy.job_id]
         if copy.is_retracted:
             self._world.seen["stores retracted"] += 1
             copy.outcomes = [Outcome.OVERWRITTEN] * len(copy.outcomes)
         self._settle(copy.purpose, copy.plan.slots, copy.generations, copy.outcomes)
-        return DeviceResult(copy.job_id, copy.purpose, copy.outcomes, 0, 0.0, "drawn")
+        return TransferResult(copy.job_id, copy.outcomes, error="drawn")
 
     def _settle(
         self,

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from kvtier.connector import device as device_module
-from kvtier.connector.device import DeviceEngine, DeviceResult
+from kvtier.connector.device import DeviceEngine
 from kvtier.memory import HostRegion, RegionGeometry, gds_staging
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.cuda_copy import CudaCopier
 from kvtier.memory.gds_staging import GdsStaging
 from kvtier.memory.slot_layout import RankShare
-from kvtier.types import GdsReads, Outcome
+from kvtier.types import GdsReads, Outcome, TransferResult
 from tests.support.fake_cuda import FakeCuda
 from tests.unit.gds_files import ScriptedFiles, file_id
 from tests.unit.regions import open_regions
@@ -108,7 +108,7 @@ class GdsRig:
         )
         return self._jobs
 
-    def end(self) -> DeviceResult:
+    def end(self) -> TransferResult:
         """Wait for the next job to end, and return its result."""
         assert self.device.wait_any(timeout_s=SOON_S)
         (result,) = self.device.poll()

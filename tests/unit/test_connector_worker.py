@@ -278,7 +278,7 @@ def test_ended_jobs_are_reported_in_the_order_of_their_plans(bench: Bench) -> No
 
 def test_a_lost_store_never_counts_whether_it_began_or_not(bench: Bench) -> None:
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
-    bench.worker.start_load(ConnectorMetadata())  # begins it
+    bench.worker.defer_stores(ConnectorMetadata())  # begins it
     lost = frozenset({1, 2})
     metadata = ConnectorMetadata(
         store_jobs={2: bench.job("b", [4], [6], 8)}, jobs_to_flush=lost, lost_stores=lost

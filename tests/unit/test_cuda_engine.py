@@ -17,7 +17,6 @@ from kvtier.memory.copy import KVBlocks
 from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.cuda_copy import CudaCopier
 from kvtier.memory.slot_layout import RankShare
-from kvtier.types import Purpose
 from tests.support.fake_cuda import FakeCuda, FakeStream
 from tests.unit.regions import open_regions
 
@@ -87,13 +86,13 @@ def test_a_load_ends_while_a_store_waits_for_the_computation_it_follows(
     fill(region, 1, b"\x63")
     release = cuda.hold()
     engine.store(0, plan(3, 0), [GENERATION])
-    assert engine.poll() == []
+    engine.begin_stores()
     with pytest.MonkeyPatch.context() as patch:  # submitted before the computation began
         patch.setattr(CudaCopier, "mark", lambda _: None)
         engine.load(1, plan(5, 1), [GENERATION])
     assert engine.wait_any(timeout_s=SOON_S)
     (result,) = engine.poll()
-    assert (result.job_id, result.purpose, result.is_whole) == (1, Purpose.LOAD, True)
+    assert (result.job_id, result.destination, result.is_whole) == (1, "gpu", True)
     assert (kv.tensors[0][5] == 0x63).all()
     assert region.control.stored([0], [GENERATION]) == [False]
     release()

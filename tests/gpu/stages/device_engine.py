@@ -16,13 +16,14 @@ import torch
 from kvtier.memory import HostRegion
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import RankShare
+from kvtier.types import TransferResult
 from kvtier.units import format_size
 from tests.gpu.bench import Bench, SkippedStageError
 from tests.gpu.paged import LAYERS, make_kv, opened_region
 from tests.gpu.torch_device import synchronize
 
 try:
-    from kvtier.connector.device import DeviceEngine, DeviceResult
+    from kvtier.connector.device import DeviceEngine
 except ModuleNotFoundError as error:
     raise SkippedStageError(f"{error}: see .ci/gpu_wheels") from error
 
@@ -111,13 +112,14 @@ class Jobs:
         for chunks in jobs:
             self._region.control.issue(chunks.slots)
 
-    def _submit_store(self, chunks: Chunks) -> tuple[set[int], list[DeviceResult]]:
+    def _submit_store(self, chunks: Chunks) -> tuple[set[int], list[TransferResult]]:
         number = next(self._numbers)
         plan = self._engine.plan(chunks.blocks, [len(chunks.slots)], [0], chunks.slots)
         self._engine.store(number, plan, chunks.stamps)
-        return {number}, self._engine.poll()  # the end of a step, when stores begin
+        self._engine.begin_stores()
+        return {number}, []
 
-    def _submit_load(self, chunks: Chunks) -> tuple[set[int], list[DeviceResult]]:
+    def _submit_load(self, chunks: Chunks) -> tuple[set[int], list[TransferResult]]:
         number = next(self._numbers)
         blocks = chunks.blocks + self._half
         plan = self._engine.plan(blocks, [len(chunks.slots)], [0], chunks.slots)
@@ -137,7 +139,7 @@ class Jobs:
             for tensor in self._kv.tensors
         )
 
-    def _finish(self, begun: float, numbers: set[int], results: list[DeviceResult]) -> Job:
+    def _finish(self, begun: float, numbers: set[int], results: list[TransferResult]) -> Job:
         submitted = time.perf_counter()
         while len(results) < len(numbers):
             if not self._engine.wait_any(timeout_s=_JOB_S):
