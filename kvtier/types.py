@@ -91,7 +91,7 @@ class Job(NamedTuple):
         timeout_s: Seconds after submission at which the job expires.
         payload: Extra data for the route: the generations of the RAM slots; in a question, the
             :class:`QuestionPart` of each group; in a load, a
-            :class:`~kvtier.transfer.device.LoadPayload`; in a store, a sequence of
+            :class:`~kvtier.transfer.device.LoadPayload`; in a store, a
             :class:`~kvtier.transfer.device.StorePayload`.
     """
 

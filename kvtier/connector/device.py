@@ -41,6 +41,7 @@ from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import (
+    BlockStore,
     DeviceLoadRoute,
     DeviceStoreRoute,
     LoadPayload,
@@ -137,8 +138,8 @@ class DeviceEngine:
             opened.pop_all()
         if gds is not None:
             self._control.report_gds(rank, gds.part)
-        self._held: list[StorePayload] = []
-        self._stores: dict[JobId, list[StorePayload]] = {}
+        self._held: list[BlockStore] = []
+        self._stores: dict[JobId, list[BlockStore]] = {}
         self._carriers: dict[JobId, JobId] = {}
         self._retracted: set[JobId] = set()
         self._ended: list[TransferResult] = []
@@ -188,17 +189,17 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Queue a copy from blocks to slots; it runs after the work now in the engine's stream.
+        """Queue a copy from blocks to slots.
 
         The copy starts at the next call of :meth:`begin_stores`, :meth:`load` or a waiting
-        method.
+        method, after the work that is in the engine's stream then.
 
         Args:
             job_id: Unique among the jobs of this rank.
             plan: The copies.
             generations: The generation that the store gives each slot.
         """
-        self._held.append(StorePayload(job_id, plan, self._copier.mark(), generations))
+        self._held.append(BlockStore(job_id, plan, generations))
 
     def begin_stores(self, awaited: Collection[JobId] = ()) -> None:
         """Start all held stores: the ``awaited`` stores as one job, the others as another."""
@@ -359,12 +360,14 @@ class DeviceEngine:
             self._control.record_failed_loads(self._rank, held, list(filter(None, generations)))
         self._control.acknowledge(self._rank, held)
 
-    def _carry(self, stores: list[StorePayload]) -> None:
+    def _carry(self, stores: list[BlockStore]) -> None:
         """Submit several stores as one job, which gets the id of the first store."""
         slots: list[int] = []
         for store in stores:
             slots += store.plan.slots
-        carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
+        # Draft layers write blocks after the store was queued, so the fence is taken now.
+        payload = StorePayload(stores, self._copier.mark())
+        carrier = _job(stores[0].job_id, Purpose.STORE, slots, payload, _COPY_TIMEOUT_S)
         try:
             self._engine.submit(carrier)
         except ClosedError as error:

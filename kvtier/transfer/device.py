@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from kvtier.memory.part_hashes import Hashes, StoreHasher
     from kvtier.memory.streams import Fence
 
-__all__ = ["DeviceLoadRoute", "DeviceStoreRoute", "LoadPayload", "StorePayload"]
+__all__ = [
+    "BlockStore",
+    "DeviceLoadRoute",
+    "DeviceStoreRoute",
+    "LoadPayload",
+    "StorePayload",
+]
 
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
@@ -76,28 +82,38 @@ class _DeviceRoute(Route):
 
 
 @dataclass(frozen=True, slots=True)
-class StorePayload:
-    """One store in the payload of a store job, which copies KV blocks to RAM slots.
+class BlockStore:
+    """One store of a store job.
 
     Attributes:
         job_id: The submitter's id for the store.
         plan: The block copies.
-        after: Point in the compute stream after which the copies start; None on a CPU.
         generations: Generation to give each slot; all are equal.
     """
 
     job_id: JobId
     plan: BlockCopyPlan
-    after: Fence | None
     generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePayload:
+    """Payload of a store job, which copies KV blocks to RAM slots.
+
+    Attributes:
+        stores: The stores, for example of all prompts of a step.
+        after: Point in the compute stream after which the copies start; None on a CPU.
+    """
+
+    stores: Sequence[BlockStore]
+    after: Fence | None
 
 
 class DeviceStoreRoute(_DeviceRoute):
     """Copies KV blocks to RAM slots, and sets the slots' generation before the job settles.
 
-    A job's payload is a sequence of :class:`StorePayload`, for example the stores of all
-    prompts of a step. A single call of the copier copies the blocks of all stores, because each
-    call takes interpreter time that the model needs. If this call fails, all stores fail.
+    A single call of the copier copies the blocks of all stores of a job, because each call
+    takes interpreter time that the model needs. If this call fails, all stores fail.
 
     The slot of a chunk that lacks blocks gets no generation, because a later hit would load old
     bytes of the slot. An engine may offer such a chunk if a sliding window is shorter than a
@@ -123,13 +139,13 @@ class DeviceStoreRoute(_DeviceRoute):
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        stores: Sequence[StorePayload] = job.payload
+        payload: StorePayload = job.payload
+        stores = payload.stores
 
         def copy() -> Hashes | None:
             first, *others = (store.plan for store in stores)
             plan = first.joined_with(others)
-            # Fences are in the stores' order, so the last one covers all.
-            self._copier.store(plan, after=stores[-1].after)
+            self._copier.store(plan, after=payload.after)
             return None if self._hasher is None else self._hasher.hash(plan)
 
         try:
@@ -142,7 +158,7 @@ class DeviceStoreRoute(_DeviceRoute):
         outcomes = [outcome for each in ended for outcome in each.outcomes]
         return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
 
-    def _record(self, stores: Sequence[StorePayload], hashes: Hashes) -> None:
+    def _record(self, stores: Sequence[BlockStore], hashes: Hashes) -> None:
         """Record the hashes of all stored chunks in the control block."""
         at = 0
         for store in stores:
@@ -152,7 +168,7 @@ class DeviceStoreRoute(_DeviceRoute):
                 self._control.set_hashes(self._rank, slots, own, store.generations[0])
             at += len(slots)
 
-    def _finish(self, store: StorePayload) -> SlotOutcomes:
+    def _finish(self, store: BlockStore) -> SlotOutcomes:
         """Set the generation of the slots that a store filled; return the outcomes."""
         slots = store.plan.slots
         filled = store.plan.slots_filled(self._copier.blocks_per_chunk)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,13 @@ from kvtier.memory.copy_plan import BlockCopyPlan, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence
 from kvtier.os.iopool import IoPool
-from kvtier.transfer.device import DeviceLoadRoute, DeviceStoreRoute, LoadPayload, StorePayload
+from kvtier.transfer.device import (
+    BlockStore,
+    DeviceLoadRoute,
+    DeviceStoreRoute,
+    LoadPayload,
+    StorePayload,
+)
 from kvtier.types import Job, Outcome, Purpose
 from tests.unit.kv_pages import block_bytes
 from tests.unit.regions import open_regions
@@ -286,10 +292,11 @@ def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
 
 def store_job(*plans: BlockCopyPlan, generation: int = 8) -> Job:
     slots = [slot for plan in plans for slot in plan.slots]
-    payload = [
-        StorePayload(number, plan, None, [generation] * len(plan.slots))
+    stores = [
+        BlockStore(number, plan, [generation] * len(plan.slots))
         for number, plan in enumerate(plans, start=1)
     ]
+    payload = StorePayload(stores, None)
     return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, payload)
 
 
@@ -429,27 +436,6 @@ def test_the_stores_of_a_job_are_copied_in_one_call(
         for place, block in enumerate(blocks):
             at, wanted = place * BLOCK_NBYTES, block_bytes(device.kv, group, block)
             assert bytes(device.region.slot(slot)[at : at + len(wanted)]) == wanted
-
-
-def test_the_copy_of_several_stores_comes_after_the_last_of_their_marks(
-    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the forward pass wrote before the first is not all that the others are to read."""
-    fences: list[Fence | None] = []
-    monkeypatch.setattr(BlockCopier, "store", lambda *_, after: fences.append(after))
-    device = make_device(blocks_per_chunk=1)
-    marks = [cast("Fence", name) for name in ("first", "second", "last")]
-    job = store_job(
-        *(
-            plan_copy([3 + slot], [1, 0], [0, 0], [slot], blocks_per_chunk=1)
-            for slot in range(len(marks))
-        )
-    )
-    stores = [
-        replace(store, after=mark) for store, mark in zip(job.payload, marks, strict=True)
-    ]
-    asyncio.run(device.store.run(job._replace(payload=stores)))
-    assert fences == marks[-1:]
 
 
 def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: MakeDevice) -> None:

@@ -84,8 +84,8 @@ def test_a_load_ends_while_a_store_waits_for_the_computation_it_follows(
 ) -> None:
     region.control.issue([0, 1])
     fill(region, 1, b"\x63")
-    release = cuda.hold()
     engine.store(0, plan(3, 0), [GENERATION])
+    release = cuda.hold()  # a draft layer writes to the block
     engine.begin_stores()
     with pytest.MonkeyPatch.context() as patch:  # submitted before the computation began
         patch.setattr(CudaCopier, "mark", lambda _: None)
