@@ -23,7 +23,7 @@ from kvtier.testing.probes import count_entries, count_steps, noting, packages_o
 
 __all__ = ["EvictionContract"]
 
-_ENTRIES_OF_EMPTY = 256
+_ENTRIES_OF_EMPTY = 288
 _GHOSTS_PER_SLOT = 2
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 """Capacities of two tiers in slots, and the largest accepted ratio of their work per access."""

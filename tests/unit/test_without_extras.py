@@ -95,12 +95,10 @@ def without_torch(config: str, store: Store, files: Path) -> list[list[str]]:
     coverage = ["cache", "coverage", str(store.root), "--prompts", str(prompts)]
     return [
         [*coverage, "--model", "some/model"],
-        ["sim", "run", trace, "--policy", "lhd", "--capacity", "10%"],
         ["sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB"],
         ["sim", "sweep", trace, *capacities, "--csv", f"{files}/curves"],
         ["sim", "recommend", trace, "--ram", "1GiB", "--nvme", "2GiB"],
         ["trace", "info", trace],
-        ["trace", "convert", trace, "--output", f"{files}/converted"],
         ["trace", "generate", "chat", "--sessions", "9", "--output", f"{files}/made"],
     ]
 
@@ -133,9 +131,8 @@ def test_every_command_works_without_what_only_others_need(
 def test_a_command_without_what_it_needs_names_the_extra_to_install(
     config: str, command: str, package: str, extra: str
 ) -> None:
-    options = {"replay": ["--config", config], "sim": ["--policy", "lru", "--capacity", "9"]}
     verb = {"replay": ["replay"], "sim": ["sim", "run"]}[command]
-    (ran,) = run_without([package], [[*verb, str(TRACE), *options[command]]])
+    (ran,) = run_without([package], [[*verb, str(TRACE), "--config", config]])
     remedy = f"install it with: pip install 'kvtier[{extra}]'"
     assert ran == Ran(2, "", f"error: kvtier {command} needs the package {package}; {remedy}\n")
 
