@@ -173,7 +173,10 @@ class ArchiveWriter:
     def _put(
         self, buffer: memoryview, room: int, records: Sequence[Record]
     ) -> PartEntry | None:
-        """Put the header into the first ``room`` bytes of ``buffer``, and write the part."""
+        """Write one part to the location; return its entry, or None if there are no records.
+
+        The header goes into the first ``room`` bytes of ``buffer``, before the chunks.
+        """
         if not records:
             return None
         header = PartHeader.write(buffer[:room], self._layout, self._compression, records)
@@ -181,7 +184,7 @@ class ArchiveWriter:
         return PartEntry(header.name, header.nbytes, len(records))
 
     def _find_parts(self) -> None:
-        """Read the headers of all parts at the location, even if the manifest is missing."""
+        """Register the parts that are at the location, with or without a manifest."""
         found = self._location.names()
         names = sorted(name for name in found if name.endswith(PART_SUFFIX))
         if MANIFEST in found:

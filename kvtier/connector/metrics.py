@@ -63,7 +63,7 @@ class Metric:
 
 
 class MetricChange(NamedTuple):
-    """The change of one time series since the last report, as plain values.
+    """What one time series adds to a report, as plain values.
 
     Attributes:
         name: The metric's name.

@@ -150,7 +150,7 @@ class ControlBlock:
     def set_hashes(
         self, rank: int, slots: Sequence[int], hashes: Words, generation: int
     ) -> None:
-        """Record the hash of the bytes that this rank wrote to each slot in ``generation``."""
+        """Record the hash of the bytes of ``rank`` in each slot, and their generation."""
         index = _index(slots)
         self._hash[rank, index] = hashes
         self._hashed[rank, index] = generation

@@ -68,7 +68,7 @@ class SourceOrder(enum.IntEnum):
 
 
 class _Location(ctypes.Structure):
-    """CUDA's ``CUmemLocation``. All zero stands for an unknown location."""
+    """CUDA's ``CUmemLocation``. If both fields are 0, the location is unknown."""
 
     _fields_ = (("type", c_int), ("id", c_int))  # type: ignore[mutable-override]
 

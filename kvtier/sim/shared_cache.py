@@ -169,7 +169,10 @@ class SharedClient:
     def end(
         self, job: Job, moved: Sequence[ChunkKey], now_s: float, *, done_s: float
     ) -> list[Outcome]:
-        """Return the outcomes of ``job``. The chunks ``moved`` arrive at ``done_s``."""
+        """End ``job``; return its outcomes.
+
+        If the job stored chunks in the shared tier, they are present from ``done_s`` on.
+        """
         if job.destination == self._tier and moved:
             self.cache.put(moved, now_s, done_s=done_s)
         if job.source != self._tier or len(moved) == len(job.keys):

@@ -33,7 +33,7 @@ _DONE: Final = Outcome.DONE
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
-    """The speed of a tier: reads are towards the GPU, writes away from it.
+    """The speed of a tier. A read moves bytes towards the GPU; a write moves them away.
 
     Attributes:
         latency_s: Latency of every job, in seconds.

@@ -184,11 +184,11 @@ class DeviceStoreRoute(_DeviceRoute):
 
 
 class DeviceLoadRoute(_DeviceRoute):
-    """Copies RAM slots to KV blocks once each slot has the generation that its load requires.
+    """Copies each RAM slot to its KV blocks as soon as the slot's bytes have arrived.
 
     A load may wait for slots that a slower tier is still filling. The load polls the slots'
-    generations on the engine's loop and copies chunks as they arrive. Other loads are not
-    delayed.
+    generations on the engine's loop, until they are those that the load requires. Other loads
+    are not delayed.
 
     A chunk is useless without the chunks before it. So after the loss of a chunk, the load does
     not wait for later chunks. The load still copies earlier chunks, because the engine may keep

@@ -145,7 +145,7 @@ def share_slots(
     group_ids: tuple[int, ...],
     layout: str,
 ) -> SlotShape:
-    """Return the size of a block in this engine's slots, and this rank's share of the block.
+    """Return how many bytes slots have for a block, and which of them are this rank's.
 
     All ranks get the same result, except for ``share``.
     """

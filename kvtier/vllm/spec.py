@@ -205,7 +205,7 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
 
 
 class _SlotLoadStoreSpec(LoadStoreSpec):
-    """The RAM slots of a job, each with the generation that a store sets or a load requires."""
+    """The RAM slots of a job, with generations that a store sets and a load requires."""
 
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         self.slots = list(slots)

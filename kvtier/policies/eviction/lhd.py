@@ -442,14 +442,14 @@ class Lhd(Eviction):
         return [copy for copy in going if copy.policy is run]
 
     def _drop(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Remove ``copies``, the first copies of a run, from the run; return the run."""
+        """Remove ``copies`` from the front of their run; return the run."""
         run: Run = copies[0].policy
         run.first = run.copies.index(copies[-1], run.first) + 1
         self._leave(run, len(copies))
         return run
 
     def _evict(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Remove ``copies``, the first copies of a run, and remember their keys."""
+        """Remove ``copies`` from the front of their run; add their keys to the ghosts."""
         self._backoff = max(self._backoff - len(copies), 0)
         run = self._drop(copies)
         run.evicted_for = ctx.request

@@ -206,7 +206,7 @@ class KeyedTier(StorageTier, KeyFinder):
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
-        """Do nothing: the next :meth:`write` of the key replaces a wrong value."""
+        """Do nothing. If a stored value is corrupt, the next write of its key replaces it."""
 
     @override
     def touch(self, slots: Sequence[int]) -> None:

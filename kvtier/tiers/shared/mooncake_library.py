@@ -71,7 +71,11 @@ class Library(Protocol):
 
 
 def load_library(options: MooncakeTierConfig) -> Library:
-    """Import the library with the timeouts of ``options``; raise ConfigError if missing."""
+    """Import the library with the timeouts of ``options``.
+
+    Raises:
+        ConfigError: Mooncake is not installed.
+    """
     set_default_variables(_variables(options))
     try:
         from mooncake import store  # noqa: PLC0415 - an optional extra, and slow
