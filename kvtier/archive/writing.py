@@ -1,4 +1,4 @@
-"""Add chunks to an archive, part by part.
+"""Writes chunks to an archive, part by part.
 
 Chunks that the archive has already are not written again. So an interrupted export continues
 where it stopped, and an export to a complete archive adds only new chunks.

@@ -148,7 +148,7 @@ class Questions:
     def _parts(
         self, prompt: Prompt, lead: Callable[[Sequence[ChunkKey]], int]
     ) -> Sequence[_Part]:
-        """Return the keys to ask for, by group; empty if they cannot lengthen the hit."""
+        """Return the missing keys by group; empty if a question about them would be useless."""
         parts: list[_Part] = []
         now = self._stack.ctx.now
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):

@@ -432,7 +432,7 @@ class TieredOffloadingManager:
 
     @property
     def policy_errors(self) -> list[NoVictimError]:
-        """The errors for which ``lru`` replaced eviction policies, at most one per tier."""
+        """The error of each eviction policy that was replaced by ``lru``."""
         return [tier.policy_error for tier in self._stack.tiers if tier.policy_error]
 
     def snapshot(self) -> ManagerSnapshot:

@@ -158,7 +158,7 @@ def require_room(
     share: RankShare,
     blocks_per_chunk: int,
 ) -> None:
-    """Check that a rank's part exists, its blocks fit their places, and the places fit a slot.
+    """Check that a rank's blocks fit into the slots.
 
     Args:
         groups: Bytes of each page of a block, for each KV cache group.

@@ -224,7 +224,7 @@ def _layer_share(
     cache: Any,  # noqa: ANN401 - a tensor or several
     joined_layers: int,
 ) -> RankShare:
-    """Return this rank's share of a layer, if its bytes do not depend on the number of ranks.
+    """Return this rank's share of a layer; require slots that any number of ranks can read.
 
     Args:
         vllm_config: vLLM's configuration.

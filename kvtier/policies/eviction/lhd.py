@@ -308,7 +308,7 @@ class Lhd(Eviction):
     # -- uses -------------------------------------------------------------------------------
 
     def _arrived(self, copy: ChunkCopy, ctx: PolicyContext) -> Part:
-        """Return a part with ``copy`` and its run before its eviction."""
+        """Return a part of ``copy``; its source is the run that the chunk was evicted from."""
         source = self._forget(copy.key)
         is_hit = bool(ctx.request) and source.evicted_for == ctx.request
         return Part([copy], source, is_hit)

@@ -216,7 +216,7 @@ class DirLayout:
         return marker
 
     def _publish(self, temporary: Path) -> None:
-        """Make a hard link from the marker's name to ``temporary`` unless a marker exists.
+        """Hard-link ``temporary`` under the marker's name, unless a marker exists.
 
         Without hard links, rename ``temporary``, which replaces an existing marker.
         """
