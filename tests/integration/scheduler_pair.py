@@ -454,7 +454,7 @@ class PairedWorld(EngineWorld):
                 self.reasons[reason] += 1
             for key in ours - theirs.keys():
                 reason = Reason.COMPUTED_ANEW if req_id in self.computed_anew else None
-                reason = reason or self._no_end(req_id, key)
+                reason = reason or self._no_end(req_id, key) or self._ends_request(req_id, key)
                 reason = Reason.DROPPED if (req_id, key) in self._dropped else reason
                 assert reason, f"{req_id}: only kvtier offered {self._brief(req_id, key)}"
                 self.reasons[reason] += 1
@@ -515,6 +515,15 @@ class PairedWorld(EngineWorld):
         ):
             return Reason.LAST_TOKEN
         return None
+
+    def _ends_request(self, req_id: str, key: ChunkKey) -> Reason | None:
+        """Return a reason if the chunk ends before the last token of a request that ended.
+
+        All of it was computed, and vLLM offers it only sometimes.
+        """
+        request = self.requests[req_id]
+        is_last = request.is_finished() and self._end(req_id, key) == request.num_tokens - 1
+        return Reason.LAST_TOKEN if is_last else None
 
     def _blocks_of(self, request: Any, group: int) -> list[int]:
         if request.request_id in self.last_tables:
