@@ -29,7 +29,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
-    """Return ``config`` with the rank of one engine in its paths, for each placeholder.
+    """Return ``config`` with the rank of one engine in place of the placeholder in paths.
 
     Args:
         config: The configuration as read from its file.

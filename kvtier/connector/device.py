@@ -384,7 +384,7 @@ class DeviceEngine:
         """Yield the result of each store or load in a job of the transfer engine."""
         stores = self._stores.pop(result.job_id, None)
         if stores is None:
-            yield self._part(result, result.job_id, "gpu", result.outcomes)
+            yield self._part(result, result.job_id, result.outcomes)
             return
         at = 0
         for store in stores:
@@ -395,14 +395,10 @@ class DeviceEngine:
                 self._retracted.discard(store.job_id)
                 self._control.retract(self._rank, store.plan.slots, store.generations)
                 outcomes = [Outcome.OVERWRITTEN] * len(outcomes)
-            yield self._part(result, store.job_id, "ram", outcomes)
+            yield self._part(result, store.job_id, outcomes)
 
     def _part(
-        self,
-        result: TransferResult,
-        job_id: JobId,
-        destination: str,
-        outcomes: Sequence[Outcome],
+        self, result: TransferResult, job_id: JobId, outcomes: Sequence[Outcome]
     ) -> TransferResult:
         """Return the result of job ``job_id``, which ``result`` covers."""
         done = outcomes.count(Outcome.DONE)
@@ -412,7 +408,6 @@ class DeviceEngine:
             nbytes=done * self._chunk_nbytes,
             seconds=result.seconds * len(outcomes) / max(len(result.outcomes), 1),
             error="" if done == len(outcomes) else result.error,
-            destination=destination,
         )
 
 

@@ -34,7 +34,6 @@ __all__ = ["SlotShape", "find_pages", "share_slots", "wanted_layout"]
 
 logger = get_logger(__name__)
 
-_REMEDY: Final = f"{supported()}; if this is one of them, start vLLM without kvtier"
 _WITH_ANOTHER: Final = (-1, 0)
 """Stands for a layer's page that is part of another layer's page."""
 
@@ -105,7 +104,7 @@ def find_pages(
             pages.update(dict.fromkeys(layers[1:], _WITH_ANOTHER))
     missing = specs.keys() - pages.keys()
     if missing:
-        raise UnsupportedError(f"vLLM gives layer {min(missing)} no memory; {_REMEDY}")
+        raise _unsupported(f"vLLM gives layer {min(missing)} no memory")
     held = [[pages[layer] for layer in group] for group in groups]
     return KVBlocks(
         tensors, [[page for page in group if page != _WITH_ANOTHER] for group in held]
@@ -167,15 +166,15 @@ def _view(
     cache = kv_caches.get(layer)
     first = cache[0] if isinstance(cache, list | tuple) else cache
     if not isinstance(first, torch.Tensor):
-        raise UnsupportedError(f"vLLM registered no KV cache for layer {layer}; {_REMEDY}")
+        raise _unsupported(f"vLLM registered no KV cache for layer {layer}")
     storage = first.untyped_storage()
     if first.data_ptr() != storage.data_ptr() + offset:
-        raise UnsupportedError(
-            f"the KV cache of layer {layer} begins at byte "
-            f"{first.data_ptr() - storage.data_ptr()} instead of {offset}; {_REMEDY}"
+        begin = first.data_ptr() - storage.data_ptr()
+        raise _unsupported(
+            f"the KV cache of layer {layer} begins at byte {begin} instead of {offset}"
         )
     if offset + (shape[0] - 1) * stride + shape[1] > storage.nbytes():
-        raise UnsupportedError(f"the KV cache of layer {layer} exceeds its memory; {_REMEDY}")
+        raise _unsupported(f"the KV cache of layer {layer} exceeds its memory")
     flat = torch.tensor([], dtype=torch.int8, device=first.device)
     return flat.set_(storage, offset, shape, (stride, 1))
 
@@ -271,3 +270,9 @@ def _has_heads_outermost(
         and heads * head.nbytes == _page_nbytes(spec)
         and (heads == 1 or cache.stride(1) == joined_layers * head.numel())
     )
+
+
+def _unsupported(problem: str) -> UnsupportedError:
+    """Return the error for a KV cache that is not laid out as vLLM's configuration says."""
+    remedy = "if this is one of them, start vLLM without kvtier"
+    return UnsupportedError(f"{problem}; {supported()}; {remedy}")

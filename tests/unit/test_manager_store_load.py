@@ -164,12 +164,18 @@ def test_nothing_new_is_an_empty_plan_and_counts_as_a_use() -> None:
     assert bench.resident() == {*prefix(1), *prefix(1, of=2)}
 
 
-def test_no_room_now_is_none_a_bounded_number_of_times_and_changes_nothing() -> None:
+def crowded() -> Workbench:
+    """Return tiers with one free slot in RAM, where request "a" is refused twice at most."""
     bench = Workbench(2, 0, limits=impatient(max_store_refusals=2))
     bench.store(prefix(1))
     bench.settle()
     bench.manager.prepare_load(prefix(1), "reader")
     bench.manager.begin_request("a")
+    return bench
+
+
+def test_no_room_now_is_none_a_bounded_number_of_times_and_changes_nothing() -> None:
+    bench = crowded()
     new = prefix(2, of=1)
     assert [bench.manager.prepare_store(new, "a") for _ in range(2)] == [None, None]
     plan = bench.store(new, "a")
@@ -179,11 +185,7 @@ def test_no_room_now_is_none_a_bounded_number_of_times_and_changes_nothing() -> 
 
 
 def test_the_last_offer_of_a_request_is_cut_at_once_and_the_rest_counted() -> None:
-    bench = Workbench(2, 0, limits=impatient(max_store_refusals=2))
-    bench.store(prefix(1))
-    bench.settle()
-    bench.manager.prepare_load(prefix(1), "reader")
-    bench.manager.begin_request("a")
+    bench = crowded()
     new = prefix(2, of=1)
     assert bench.manager.prepare_store(new, "a") is None
     plan = bench.manager.prepare_store(new, "a", is_last=True)
